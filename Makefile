@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 # Lines of pip's output that say how far it is.
-PIP_LINES := s/^ *((Downloading|Collecting torch) .*)/\1/p;s/^(Installing collected packages).*/\1/p
+PIP_LINES := s|^ *(Collecting torch .*)|\1|p;s|^ *(Downloading .* MB\))|\1|p;s|^(Installing collected packages).*|\1|p
 BUILD_LINES := s/.*(Installing build dependencies|Built) .*/kernels: \L\1/p;s/.*Building CXX object .*kernels_(.*)\.dir.*/kernels: \1/p
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 

@@ -23,6 +23,7 @@ from batchgen.cli.commands import cli
 ELSEWHERE = {
     "make ": "it installs, or runs all tests: .ci/run does",
     "pip ": "it installs",
+    "docker ": "it needs a builder: .ci/run builds where one is, tests/test_packaging.py checks the Dockerfile",
     "export BATCHGEN_SECRET_FILE=": "several hosts: tests/distributed/test_strangers.py has such files",
     "torchrun ": "several hosts: tests/engine/test_tensor_parallel.py and tests/job/test_pipeline_job.py do it",
     "batchgen run --tensor-parallel 2 -m MODEL": "two processes: test_commands_that_take_longer, by make test-all",

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import urllib.error
@@ -10,7 +11,10 @@ import urllib.request
 from fnmatch import fnmatch
 from pathlib import Path
 
+import pybind11
 import pytest
+
+from batchgen.ops.cpp import instruction_sets
 
 ROOT = Path(__file__).parents[1]
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -162,6 +166,17 @@ def test_a_job_is_set_up_without_what_tests_and_linters_need(tmp_path):
     assert "recipes/data_wrangling/fodors_zagats/job.toml" in done.stdout
     assert re.search(r"requirements\.py +>", done.stdout), "only what the package itself needs"
     assert "dev docs test" not in done.stdout and "PLAIN_TWINS=ON" not in done.stdout
+
+
+@pytest.mark.skipif(not shutil.which("cmake"), reason="CMake is not installed by itself")
+def test_a_build_for_this_machine_has_its_instruction_sets_but_the_plainest(tmp_path):
+    here = [f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={pybind11.get_cmake_dir()}"]
+    command = ["cmake", "-S", ROOT / "csrc", "-B", tmp_path, "-DBATCHGEN_TARGETS=native", *here]
+    subprocess.run(command, check=True, capture_output=True)
+    configured = re.findall(r"X\((\w+)\)", (tmp_path / "targets.h").read_text())
+    usable = [name for name in instruction_sets() if name != "scalar"] or ["scalar"]
+    # The system may refuse AMX to this process on a CPU that has it.
+    assert [name for name in configured if name != "amx"] == [name for name in usable if name != "amx"]
 
 
 def test_progress_shows_the_lines_asked_for_and_all_of_a_failure(tmp_path):

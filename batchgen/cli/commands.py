@@ -67,7 +67,10 @@ def run(**options: Any) -> None:
         report = run_job(job)
     except TooManyFailed as error:
         failure, report = error, error.report
-    if options["report"] == "-":
+    except BatchgenError as error:
+        _log_and_exit(error, job)
+        raise
+    if options["report"] == "-" or options["log_format"] == "json":
         pass  # stdout is the report's
     elif report["state"] == "dry run":
         if not sys.stdout.isatty():  # there it would push away the lines that somebody reads
@@ -76,6 +79,7 @@ def run(**options: Any) -> None:
         for line in summary(report):
             say(line, sys.stderr if options["output"] == "-" else sys.stdout)  # stdout may be the output's
     if failure is not None:
+        _log_and_exit(failure, job)
         raise failure
     if report["state"] == "stopped":
         sys.exit(JobStopped.exit_code)
@@ -139,16 +143,26 @@ def convert(**options: Any) -> None:
 @click.argument("output")
 @click.option("--json", "as_json", is_flag=True, help="As JSON on stdout.")
 def status(output: str, as_json: bool) -> None:
-    """Say how far the job of an output is, and who works on it.
+    """Say how far the job of an output is, whether its process is alive, and when it will be done.
 
-    `output` is the file that `batchgen run` was given. With --share: what each worker does, what is left, and when it
-    will be done; that takes as long as an eighth of the lease time, in which every worker gives a sign.
+    `output` is the file or the URL that `batchgen run` was given. With --share also what each worker does; that takes
+    as long as an eighth of the lease time, in which every worker gives a sign.
     """
     from batchgen.job.destination import local_output
-    from batchgen.share.status import describe_status, output_status
+    from batchgen.job.status import describe_status, output_status
 
     state = output_status(local_output(output), name=output)
     put([json.dumps(state, indent=2)] if as_json else describe_status(state))
+
+
+def _log_and_exit(error: BatchgenError, job: JobOptions) -> None:
+    """End the process with an error as a line of the log, if the log is in JSON."""
+    if job.log_format == "json":
+        from batchgen.job.log_format import LogFormat
+
+        line = LogFormat("json", job.log_name).line(str(error), "error", "error", exit_code=error.exit_code)
+        say(line, sys.stderr)
+        sys.exit(error.exit_code)
 
 
 def _say_begun(job: JobOptions) -> None:

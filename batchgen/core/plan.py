@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from batchgen.core.errors import InputError
@@ -268,6 +268,32 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class SweepTimes:
+    """Predicted seconds of one sweep, on a grid of what it may have. Empty where they are not known.
+
+    Attributes:
+        prefill_tokens: Prompt tokens of a sweep, ascending, 0 first.
+        decode_seqs: Decoding sequences of a sweep, ascending, 0 first.
+        contexts: Mean tokens that a decoding sequence attends to, ascending, at least two.
+        seconds: Seconds [prefill_tokens][decode_seqs][contexts], for prompts of the workload's lengths.
+        prompt_keys: Mean tokens that a prompt token attends to in `seconds`.
+        prompt_key_s: Seconds that a prompt token takes for each token that it attends to.
+    """
+
+    prefill_tokens: tuple[int, ...] = ()
+    decode_seqs: tuple[int, ...] = ()
+    contexts: tuple[int, ...] = ()
+    seconds: tuple[tuple[tuple[float, ...], ...], ...] = ()
+    prompt_keys: float = 0.0
+    prompt_key_s: float = 0.0
+
+    def stretched(self, factor: float) -> SweepTimes:
+        """The grid with all seconds multiplied by a factor."""
+        seconds = tuple(tuple(tuple(factor * s for s in line) for line in plane) for plane in self.seconds)
+        return replace(self, seconds=seconds, prompt_key_s=factor * self.prompt_key_s)
+
+
+@dataclass(frozen=True)
 class Prediction:
     """The predicted time and memory of a job; times in seconds, sizes in bytes.
 
@@ -292,6 +318,7 @@ class Prediction:
             fraction. The block, micro-batches, sweeps and KV placements are the same in both.
         break_even_tokens: Tokens of a sweep above which its matrix products take longer than the transfer of the
             weights that lie in other tiers; 0: always, or never.
+        sweep_times: Seconds of sweeps of any size.
         source: Origin of the rates, as it follows "from" in a sentence; "": a given profile.
         table: Name of the table of rates that `factors` belong to; "": none, rates are as given.
         factors: Logarithm of the factor on the seconds of each kind of work that was applied to that table.
@@ -315,6 +342,7 @@ class Prediction:
     disk_written_bytes: Mapping[str, float]
     search_gap: float
     break_even_tokens: int
+    sweep_times: SweepTimes = SweepTimes()
     source: str = ""
     table: str = ""
     factors: Mapping[str, float] = field(default_factory=dict)

@@ -20,6 +20,7 @@ from batchgen.core.plan import Policy
 from batchgen.core.request import Completion, Request, SamplingParams, Scored, ScoreRequest
 from batchgen.distributed.launch import ranks_of_host
 from batchgen.engine.generation import Generation
+from batchgen.engine.in_flight import InFlight
 from batchgen.engine.loader import (
     LoadRequest,
     choose_weights,
@@ -349,6 +350,7 @@ class Engine:
         self._planned_output_len = planned_output_len
         self._on_overlong = on_overlong
         self.changes: list[Change] = []  # made by adaptation
+        self._running: Scheduler | None = None  # of the newest call
         self._generation: Generation | None = None  # of the last call
         policy = parts.policy
         # KV pools outlive a call: later rows find the prefixes of earlier ones.
@@ -365,6 +367,10 @@ class Engine:
         """Number of KV blocks of running sequences in all tiers, those of sliding-window layers included."""
         pools = [*self._pools.values(), *(pool.windowed for pool in self._pools.values() if pool.windowed)]
         return sum(pool.num_used for pool in pools)
+
+    def in_flight(self) -> InFlight:
+        """The sequences of the newest call of `generate` or `score`."""
+        return InFlight.of(self._running) if self._running else InFlight()
 
     def close(self) -> None:
         """End the engine's threads and processes and free its memory. A closed engine cannot be used again."""
@@ -463,6 +469,7 @@ class Engine:
         should_stop: Callable[[], bool],
         on_sweep: Callable[[EngineStats], None],
     ) -> Iterator:
+        self._running = scheduler
         source = Prefetch(handler.prepare(requests), ahead=_INPUT_AHEAD)
         drop, in_flight = self.parts.executor.drop, self.parts.sweeps_in_flight
         call = _Call(handler, scheduler, source, adaptation, in_flight, drop=drop)
@@ -526,6 +533,12 @@ class Engine:
         wait = parts.executor.run(
             batches, on_logits, vocabulary_chunks=handler.vocabulary_chunks, deferred_batches=call.deferred_batches
         )
+        for one in scheduled:
+            if one.decodes:
+                stats.decode_keys += one.num_keys
+            else:
+                stats.prefilled_tokens += one.num_tokens
+                stats.prefill_keys += one.prefill_keys
         call.scheduler.commit(scheduled)
         stats.peak_kv_blocks = max(stats.peak_kv_blocks, self.used_kv_blocks)
         stats.sweeps += 1

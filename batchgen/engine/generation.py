@@ -26,8 +26,8 @@ from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.engine.preparation import KnownAnswers, Preparation, Prepared
 from batchgen.engine.scoring import is_finite, take_scores
 from batchgen.models.tokenizers.harmony import AnswerStops, Harmony
-from batchgen.models.tokenizers.thinking import Thinking, ThoughtStops
-from batchgen.runtime.grammar import Constraint
+from batchgen.models.tokenizers.thinking import Gate, Thinking, ThoughtStops
+from batchgen.runtime.grammar import Constraint, Grammar
 from batchgen.runtime.logits_parts import LogitsParts, spread, take
 from batchgen.runtime.sampler import SampledToken
 from batchgen.schedule.from_policy import longest_sequence
@@ -204,6 +204,7 @@ class Generation:
             Sequence, tuple[Thinking, bool]
         ] = {}  # thinking tags, and whether the text begins in thoughts
         self._sampled: list[tuple[list[Sequence], Sampled]] = []  # in the sweep in flight
+        self._gates: dict[Sequence, tuple[Gate, Grammar]] = {}  # of sequences whose grammar has not begun
         self._scorer: Scorer | None = None  # of the prompts in the sweep in flight; None: no prompt is scored
         self.non_finite = NonFiniteSequences()
 
@@ -288,8 +289,10 @@ class Generation:
                 self._finishes[sequence] = finish
                 return
         sequence.num_restored = sequence.num_generated
-        if sequence.constraint is not None and sequence.num_restored and self._parts.grammars is not None:
-            self._parts.grammars.restore(cast("Constraint", sequence.constraint), sequence.generated)
+        if sequence.constraint is None or self._parts.grammars is None:
+            return
+        if answer := self._constrained_part(sequence, sequence.generated):
+            self._parts.grammars.restore(cast("Constraint", sequence.constraint), answer)
 
     def partials(self) -> list[PartialCompletion]:
         """The tokens so far of requests that have started and not ended. Any thread may call this method."""
@@ -326,7 +329,7 @@ class Generation:
             if thinking is not None:
                 self._thinking[sequence] = thinking
             if prepared.grammar is not None:
-                sequence.constraint = prepared.grammar.start()
+                self._constrain(sequence, prepared.grammar, self._gate_of(prepared.request, sequence, thinking))
             if sampling.stop:
                 self._detectors[sequence] = self._stops(sampling.stop, thinking)
             started.append(sequence)
@@ -343,6 +346,49 @@ class Generation:
             return None
         continued: Any = request.prompt if request.chat.continue_final and is_chat(request.prompt) else ()
         return thinking, thinking.begins(token_ids, sampling, continued)
+
+    def _gate_of(self, request: Request, sequence: Sequence, thinking: tuple[Thinking, bool] | None) -> Gate | None:
+        """The gate that keeps a sample's grammar out of its thoughts; None: the grammar begins with the text.
+
+        Args:
+            request: The sample's request.
+            sequence: The sample.
+            thinking: Its thinking tags, and whether it begins in thoughts; None: it does not think between tags.
+        """
+        prompt = sequence.tokens
+        if self._harmony is not None and request.reasoning_apart:
+            return self._harmony.gate(prompt)
+        if thinking is None:
+            return None
+        begins_turn = is_chat(request.prompt) and not request.chat.continue_final
+        return thinking[0].gate(prompt, sequence.sampling, thinking[1], begins_turn)
+
+    def _constrain(self, sequence: Sequence, grammar: Grammar, gate: Gate | None) -> None:
+        """Give a new sequence its grammar, which begins after the gate if there is one."""
+        if gate is None:
+            sequence.constraint = grammar.start()
+            return
+        sequence.constraint = grammar.before(gate.first, must_begin=gate.must_begin)
+        self._gates[sequence] = gate, grammar
+
+    def _constrained_part(self, sequence: Sequence, token_ids: Iterable[int]) -> list[int]:
+        """The last of some tokens of a sequence, those that its grammar takes; it begins if its gate lets it.
+
+        Args:
+            sequence: The sequence, which has a grammar.
+            token_ids: Tokens that it has generated and this method has not been given before.
+        """
+        token_ids = list(token_ids)
+        if sequence not in self._gates:
+            return token_ids
+        gate, grammar = self._gates[sequence]
+        for i, token_id in enumerate(token_ids):
+            if (offset := gate.answer_from(token_id)) is not None:
+                del self._gates[sequence]
+                sequence.constraint = grammar.start()
+                return token_ids[i + offset :]
+        sequence.constraint = grammar.before()
+        return []
 
     def _stops(
         self, stop: tuple[str, ...], thinking: tuple[Thinking, bool] | None
@@ -413,7 +459,7 @@ class Generation:
                 del sequence.tokens[sequence.num_prompt + known :]  # those of sweeps in flight
                 self._finishes[sequence] = finish
                 finished.append(sequence)
-            elif sequence.constraint is not None:
+            elif sequence.constraint is not None and self._constrained_part(sequence, [token.token_id]):
                 constrained.append((cast("Constraint", sequence.constraint), token.token_id))
         grammars = self._parts.grammars
         if constrained and grammars:  # the next masks are made while the next sweep's layers compute
@@ -426,6 +472,7 @@ class Generation:
     def finish(self, sequence: Sequence) -> Completion | None:
         """The completion of a sequence's request, if all its other sequences have ended; None: some still run."""
         flight = self._in_flight[sequence.request_index]
+        self._gates.pop(sequence, None)
         if sequence.targets:
             self._add_prompt_logprobs(flight, sequence)
         else:

@@ -148,6 +148,9 @@ class EngineStats:
         prompt_tokens: Prompt tokens of prefilled rows, whether computed or taken from the prefix cache.
         cached_prompt_tokens: Prompt tokens taken from the prefix cache.
         computed_tokens: Tokens that went through the layers.
+        prefilled_tokens: Prompt tokens among `computed_tokens`, or what else went through in chunks.
+        prefill_keys: Tokens that these attended to, all together.
+        decode_keys: Tokens that the other computed tokens attended to, all together.
         generated_tokens: Generated tokens.
         scored_tokens: Scored tokens of continuations.
         sweeps: Number of sweeps.
@@ -161,6 +164,9 @@ class EngineStats:
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     computed_tokens: int = 0
+    prefilled_tokens: int = 0
+    prefill_keys: int = 0
+    decode_keys: int = 0
     generated_tokens: int = 0
     scored_tokens: int = 0
     sweeps: int = 0

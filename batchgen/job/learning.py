@@ -13,10 +13,10 @@ from batchgen.core.knowledge import Knowledge, Parts
 from batchgen.core.machine import CpuTime
 from batchgen.core.plan import Plan, Prediction
 from batchgen.core.units import format_seconds
-from batchgen.job.eta import Expected, Seen, progress_of
 from batchgen.job.job import Job
 from batchgen.job.machine_profile import knowledge_of_table, record_of_machine
-from batchgen.job.progress import Counts
+from batchgen.job.planned_stages import PlannedStages, StageCounts, progress_of
+from batchgen.job.time_left import TimeLeft
 from batchgen.planner.cost_parts import mean_parts
 from batchgen.profiler.machine_record import MachineRecord, update_record
 
@@ -69,7 +69,7 @@ class SweepTimes:
         """
         self._points.append((tokens, seconds))
 
-    def shown(self, prediction: Prediction, expected: Expected, seen: Seen) -> list[Shown]:
+    def shown(self, prediction: Prediction, expected: PlannedStages, seen: StageCounts) -> list[Shown]:
         """The measured times of the stages, or of the whole job where its outputs had other lengths.
 
         Args:
@@ -138,7 +138,9 @@ def learned(record: MachineRecord, first: Knowledge, shown: Sequence[Shown]) -> 
 class Learner:
     """A watcher of a running job: its first sweeps make a new prediction, and all of them are kept for later jobs."""
 
-    def __init__(self, job: Job, plan: Plan, expected: Expected | None, say: Callable[[str], None], started_s: float):
+    def __init__(
+        self, job: Job, plan: Plan, expected: PlannedStages | None, say: Callable[[str], None], started_s: float
+    ):
         """Begin when the first sweep begins.
 
         Args:
@@ -151,24 +153,29 @@ class Learner:
         self._plan, self._say = plan, say
         # What several processes or an emulated device need says nothing of this machine's cores.
         self._expected = expected if job.device.kind == "cpu" and job.processes == 1 else None
-        self._times, self._seen = SweepTimes(), Seen(0.0, 0, 0)
+        self._times, self._seen = SweepTimes(), StageCounts(0.0, 0, 0)
         self._begun_s = time.monotonic()
         self._before_s = self._begun_s - started_s
 
-    def after_sweep(self, counts: Counts) -> None:
-        """Take the counts at the end of a sweep."""
+    def after_sweep(
+        self, rows: int, tokens: int, generated: int, finished: int, repeated: int, left: TimeLeft | None
+    ) -> None:
+        """Take the counts at the end of a sweep.
+
+        Args:
+            rows: Number of rows that are done.
+            tokens: Tokens that went through the layers.
+            generated: Generated tokens of all rows, those in flight included.
+            finished: Generated tokens of rows that are done.
+            repeated: Number of the done rows that got a duplicate's result.
+            left: The predicted time left; None: unknown.
+        """
         if self._expected is None:
             return
-        self._seen = seen = Seen(
-            time.monotonic() - self._begun_s,
-            counts.done,
-            counts.computed_tokens,
-            counts.generated_tokens,
-            counts.finished_tokens,
-            counts.repeated,
-        )
-        self._times.after_sweep(seen.tokens, seen.seconds)
-        if (line := told_anew(self._expected, seen, self._times.sweeps, self._before_s)) is not None:
+        seconds = time.monotonic() - self._begun_s
+        self._seen = StageCounts(seconds, rows, tokens, generated, finished, repeated)
+        self._times.after_sweep(tokens, seconds)
+        if left is not None and (line := told_anew(left, self._before_s + seconds, self._times.sweeps)) is not None:
             self._say(line)
 
     def keep(self) -> None:
@@ -182,21 +189,18 @@ class Learner:
             update_record(record_of_machine(), lambda record: learned(record, first, shown))
 
 
-def told_anew(expected: Expected, seen: Seen, sweeps: int, before_s: float) -> str | None:
+def told_anew(left: TimeLeft, passed_s: float, sweeps: int) -> str | None:
     """The line with the prediction that a job's first sweeps make; None where it is too early, or not worth a line.
 
     Args:
-        expected: The plan's prediction.
-        seen: The job's counts.
+        left: The predicted time left.
+        passed_s: Seconds since the start of the command.
         sweeps: Number of sweeps so far.
-        before_s: Seconds from the start of the command to the first sweep.
     """
-    if sweeps != _FIRST_SWEEPS:
+    if sweeps != _FIRST_SWEEPS or left.seconds < _WORTH_TELLING_S:
         return None
-    done_s, left_s = progress_of(expected, seen)
-    left_s *= seen.seconds / done_s if done_s else 1.0
-    if left_s < _WORTH_TELLING_S:
-        return None
-    passed_s = before_s + seen.seconds
-    low, high = (format_seconds(passed_s + left_s * (1 + side * _SPREAD_AFTER_SWEEPS)) for side in (-1, 1))
-    return f"predicted: {format_seconds(passed_s + left_s)} ({low} to {high}, from this job's first {sweeps} sweeps)"
+    origin = f"from this job's first {sweeps} sweeps"
+    if left.is_bound:
+        return f"predicted: at most {format_seconds(passed_s + left.seconds)} ({origin})"
+    low, high = (format_seconds(passed_s + left.seconds * (1 + side * _SPREAD_AFTER_SWEEPS)) for side in (-1, 1))
+    return f"predicted: {format_seconds(passed_s + left.seconds)} ({low} to {high}, {origin})"

@@ -17,6 +17,7 @@ from typing import Any
 
 from batchgen.core.dtypes import KV_CODE_BITS, WEIGHTS
 from batchgen.core.request import SamplingParams
+from batchgen.core.text import without_credentials
 from batchgen.core.units import parse_seconds
 from batchgen.job.step import Step
 
@@ -94,6 +95,7 @@ _ROWS = "run plan"  # those whose rows come from somewhere
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 _KV_DTYPES = ("auto", *KV_CODE_BITS)
 STYLES = ("auto", "plain", "none")
+LOG_FORMATS = ("text", "json")
 _MODEL_HELP = "Hugging Face directory or hub id, .gguf file, weight store, or 'demo' (SmolLM2-135M-Instruct)."
 _INPUT_HELP = (
     "Parquet, JSONL, JSON array or CSV file, glob or directory, here or at a URL (s3://...); saved or hub dataset;"
@@ -480,6 +482,20 @@ class JobOptions:
         help="Write a timeline of every lane, for chrome://tracing: of the run, or what the plan expects.",
     )
     progress: str = _option(RUN, f"{_COMMANDS} lm_eval helm", default="auto", choices=STYLES)
+    log_format: str = _option(
+        RUN,
+        "run",
+        default="text",
+        choices=LOG_FORMATS,
+        help="Lines of a log, on stderr where it is no terminal: text with the time and the output's name, or a JSON"
+        " object each.",
+    )
+    metrics_file: str | None = _option(
+        RUN,
+        "run",
+        metavar="FILE",
+        help="Write rows done, tokens and time left every few seconds, in Prometheus' text format.",
+    )
     dry_run: bool = _option(
         RUN,
         "run",
@@ -490,6 +506,12 @@ class JobOptions:
     )
     read_before: tuple[tuple[str, str], ...] = ()
     steps: tuple[Step, ...] = ()
+
+    @property
+    def log_name(self) -> str:
+        """The name of the output in logs, or else of the input, without its folder and without credentials."""
+        named = self.output if self.output not in (None, "-") else self.input
+        return Path(without_credentials(str(named))).name if isinstance(named, str | Path) else ""
 
     def __post_init__(self) -> None:
         if self.choices and self.task == "generate":
@@ -696,7 +718,7 @@ SAMPLING_OPTIONS = (
     _sampling(f"{_ROWS} map", "prompt_logprobs", int, "Log-probabilities of the prompt's tokens and the top N.",
               metavar="N"),
     _sampling(f"{_ROWS} map", "json_schema", str, "Every text is JSON that is valid against this schema.",
-              metavar="FILE", reads=FILE, python="str | Mapping[str, Any] | type"),
+              metavar="FILE", reads=FILE, python="str | Mapping[str, Any] | type | None"),
     _sampling(f"{_ROWS} map", "compact_json", bool, "With --json-schema: no spaces between the parts of the JSON."),
     _sampling(f"{_ROWS} map", "regex", str, "Every text matches this regular expression, as a whole.", metavar="TEXT"),
     _sampling(f"{_ROWS} map", "grammar", str, "Every text follows this context-free grammar, in Lark's notation.",

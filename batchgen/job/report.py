@@ -26,6 +26,8 @@ from batchgen.output.result_counts import LENGTH
 from batchgen.output.run_directory import Run, errors_path
 from batchgen.share.run import SharedRun
 
+_LINE_CHARS = 140  # of the line of answers in the summary
+
 if TYPE_CHECKING:
     from batchgen.core.plan import Plan
     from batchgen.engine.engine import Engine
@@ -274,10 +276,14 @@ def result_lines(report: dict[str, Any]) -> list[str]:
     if report["answers"]:
         about = "" if report["answers_exact"] else "at least "
         answered = report["answered"]
-        counts = [f"{one['answer']!r} {about}{one['count']:,}" for one in report["answers"]]
-        rest = answered - sum(one["count"] for one in report["answers"])
-        more = [f"others {rest:,}"] if rest and report["answers_exact"] else []
-        lines.append(f"answers: {', '.join([*counts, *more])}")
+        line, rest = "answers: ", answered
+        for one in report["answers"]:
+            item = f"{one['answer']!r} {about}{one['count']:,}, "
+            if len(line) + len(item) > _LINE_CHARS and rest < answered:
+                break
+            line, rest = line + item, rest - one["count"]
+        end = f"others {rest:,}" if rest and report["answers_exact"] else ""
+        lines.append((line + end).removesuffix(", "))
     return lines
 
 

@@ -31,21 +31,25 @@ from batchgen.job.chat_notices import watch_chats
 from batchgen.job.checks import check_job
 from batchgen.job.deduplication import Deduplication
 from batchgen.job.destination import Destination
-from batchgen.job.eta import Expected
 from batchgen.job.failures import FailedRows, FailureLimit
 from batchgen.job.files import check_files, write_text
 from batchgen.job.job import Job, dequantized_line, resolve_job
 from batchgen.job.kernels import kernels_of_rows
 from batchgen.job.learning import Learner
 from batchgen.job.loading import load_engine, tracing
+from batchgen.job.log_format import LogFormat
+from batchgen.job.observer import Observer, RowCounts, expected_of
 from batchgen.job.options import JobOptions, seconds
 from batchgen.job.pages.run_page import RunPage
+from batchgen.job.planned_stages import PlannedStages
 from batchgen.job.planning import make_plan
-from batchgen.job.progress import Counts, Progress
+from batchgen.job.progress import Progress
 from batchgen.job.report import Origin, make_report, write_report
 from batchgen.job.routing import keep_routing
 from batchgen.job.row_flow import RowFlow
+from batchgen.job.row_sizes import SCAN_ROWS, RowSizes
 from batchgen.job.shared import going_on, open_output, requests_left
+from batchgen.job.snapshot import Publisher
 from batchgen.job.source import RequestSource, open_input
 from batchgen.job.step_source import SteppedSource, open_rows
 from batchgen.job.weight_choice import in_format_of_rows
@@ -84,6 +88,7 @@ class _Job:
         source: The job's input.
         tokenizer: Function that waits until the tokenizer is loaded, and returns it.
         progress: Display of the job.
+        publisher: State of the job for other programs.
         origin: Circumstances of the run, for its report.
         deadline_s: Time of time.monotonic at which the job stops; None: it has no limit.
         deduplication: Deduplication of the job's requests.
@@ -92,12 +97,14 @@ class _Job:
         group: Group of ranks that a launcher has started; None: there is none.
         versions: Versions of the model's files when the job began.
         cache: Answers of earlier jobs, `--cache`; None: not asked for.
+        row_sizes: Sizes of the input's rows.
     """
 
     resolved: Job
     source: RequestSource
     tokenizer: Callable[[], Tokenizer]
     progress: Progress
+    publisher: Publisher
     origin: Origin
     deadline_s: float | None
     deduplication: Deduplication
@@ -106,6 +113,7 @@ class _Job:
     group: Group | None = None
     versions: ModelVersions = field(default_factory=dict)
     cache: AnswerCache | None = None
+    row_sizes: RowSizes = field(default_factory=RowSizes)
 
     @property
     def options(self) -> JobOptions:
@@ -172,10 +180,12 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
     if destination is not None:
         options = destination.local(options)
     deadline_s = None if options.max_time is None else started_s + seconds(options.max_time)
-    progress = Progress(options.progress)
+    progress = Progress(options.progress, log_format=LogFormat(options.log_format, options.log_name))
+    publisher = Publisher(options.log_name, options.metrics_file)
     with (
         ThreadPoolExecutor(1, thread_name_prefix="batchgen-tokenizer") as background,
         progress,
+        publisher.ending(),
     ):
         # Without an output of its own, a job is told from others by all of its input.
         dataset = open_input(options, copy_streams=options.output is None and not options.dry_run)
@@ -203,6 +213,7 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
             source,
             tokenizer.result,
             progress,
+            publisher,
             replace(origin, model=resolved.files.name, identity=identities["model"]),
             deadline_s,
             Deduplication(options.sampling),
@@ -225,12 +236,19 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
                 stack.callback(cache.close)
             state = open_output(options, output, fingerprint, source, named=named)
             stack.callback(state.close)
-            return _carry_on(replace(job, cache=cache), state)
+            if isinstance(state, Run):
+                publisher.write_into(state.directory)
+            report = _carry_on(replace(job, cache=cache), state)
+        publisher.end(report)
+        if options.log_format == "json":
+            values = {key: report[key] for key in ("rows_ok", "rows_failed", "rows_left", "wall_s")}
+            progress.say(report["state"], event="end", **values)
+        return report
 
 
 def _carry_on(job: _Job, state: Run | SharedRun) -> dict[str, Any]:
     """Run the rows that are left and join the output; returns the report."""
-    keep(lambda: _kept(state))
+    keep(lambda: _kept(job, state))
     for notice in state.notices:
         job.progress.say(notice)
     if state.complete:
@@ -299,6 +317,7 @@ def _all_known(job: _Job, state: Run | SharedRun) -> bool:
                 continue
             writer.add(completion.row, _row_result(job.options, job.source, completion))
             job.cache.add(completion)
+    state.rows_known = job.cache.rows
     job.progress.say(f"cache: {job.cache.rows:,} rows are known, {left:,} have to be computed")
     return not left
 
@@ -363,8 +382,9 @@ def _fingerprint(job: _Job, identities: dict[str, Any]) -> dict[str, Any]:
     return fingerprint
 
 
-def _kept(state: Run | SharedRun) -> str:
+def _kept(job: _Job, state: Run | SharedRun) -> str:
     """Save finished rows; returns a text with their number."""
+    job.publisher.publish(state="interrupted", seconds_left=None, rows_per_s=0.0)
     rows, name = state.save(), state.output_path.name
     if not rows and state.partials:
         return f"no rows of {name} are finished, {len(state.partials):,} are begun, the same command goes on from there"
@@ -420,9 +440,11 @@ def _workload(job: _Job, state: Run | SharedRun | None) -> EstimatedWorkload:
     rows_left = None if total_rows is None else max(1, total_rows - rows_done)
     finished = state.output_lens() if state and options.task == "generate" else ()
     try:
-        return measure_workload(
+        estimated = measure_workload(
             job.source, job.tokenizer(), options, context, rows_left=rows_left, finished_output_lens=finished
         )
+        job.row_sizes.sampled(estimated.sampled)
+        return estimated
     except NoUsableRow as error:  # each bad row has its error in the output, and later rows may be fine
         job.progress.say(str(error))
         longest = min(options.sampling.max_tokens, context - 1) if options.task == "generate" else 1
@@ -439,7 +461,7 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
     per_row = job.source.columns.results_per_row
     limit = FailureLimit.parse(options.max_failed)
     rows = FailedRows(limit, state.done_rows.failed, total_rows, results_per_row=per_row)
-    finished_tokens, rows_known = 0, job.cache.rows if job.cache is not None else 0
+    finished_tokens = 0
     stopped: str | None = None
     warned_of_beginning = False
 
@@ -456,30 +478,24 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
             logger.warning(_BEGINS_TWICE)
         if job.page is not None:
             job.page.after_sweep(stats)
-        counts = Counts(
-            total_rows,
-            state.rows_resumed + rows_known,
-            rows.done,
-            rows.failed,
-            stats.prompt_tokens,
-            stats.generated_tokens,
-            stats.computed_tokens,
-            finished_tokens,
-            job.deduplication.count,
-            state.rows_of_others,
-        )
-        job.progress.update(counts)
-        learner.after_sweep(counts)
+        left = observer.after_sweep(stats)
+        tokens = stats.computed_tokens, stats.generated_tokens, finished_tokens
+        learner.after_sweep(rows.done, *tokens, job.deduplication.count, left)
 
-    rows_left = None if total_rows is None else total_rows - len(state.done_rows)
-    samples = None if options.plan is None else options.sampling.n
-    expected = None if options.share else Expected.of(plan, rows_left, samples)
-    job.progress.start(expected)
+    def row_counts() -> RowCounts:
+        return RowCounts(rows.done, rows.failed, job.deduplication.count)
+
+    observer = Observer(state, total_rows, row_counts, job.progress, job.publisher)
     stepped = isinstance(job.source, SteppedSource)  # its later steps are not in the plan
-    learner = Learner(job.resolved, plan, None if stepped else expected, job.progress.say, job.origin.started_s)
-    run: Callable[..., Any] = engine.score if options.task == "score" else engine.generate
-    if job.cache is not None:
-        run = partial(engine.generate, known=job.cache.known)
+    expected = None if stepped else expected_of(plan, options, state, total_rows, job.row_sizes)
+    if expected is not None:
+        job.row_sizes.scan_in_thread(job.source.batches(0, SCAN_ROWS), plan.prediction.total_s)
+    observer.start(expected, engine)
+    planned = (
+        None if expected is None or options.share else PlannedStages.of(plan, expected.rows, expected.seqs_per_row)
+    )
+    learner = Learner(job.resolved, plan, planned, job.progress.say, job.origin.started_s)
+    run = _engine_call(job, engine)
     flow = None
     left = requests_left(job.source, state, engine.policy.max_num_seqs * 5 // 4, should_stop)
     if isinstance(job.source, SteppedSource) and isinstance(state, Run):
@@ -497,9 +513,9 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
         try:
             for result in job.deduplication.with_duplicates(results):
                 writer.add(result.row, _row_result(options, job.source, result))
+                observer.finished(result)
+                _keep_answer(job, result)
                 if isinstance(result, Completion):
-                    if job.cache is not None:
-                        job.cache.add(result)
                     finished_tokens += sum(len(sample.token_ids) for sample in result.samples)
                 too_many = rows.add(result.row, result.error)
                 if result.error is not None and (result.row + 1) % per_row == 0:
@@ -509,8 +525,22 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
                     break
         finally:
             results.close()
+            job.row_sizes.stop()
             learner.keep()
     return None if state.is_done(total_rows) else stopped
+
+
+def _engine_call(job: _Job, engine: Engine) -> Callable[..., Any]:
+    """The engine's function for the job's task, which looks answers up if there is a cache."""
+    if job.options.task == "score":
+        return engine.score
+    return engine.generate if job.cache is None else partial(engine.generate, known=job.cache.known)
+
+
+def _keep_answer(job: _Job, result: Completion | Scored) -> None:
+    """Keep an answer for later jobs if there is a cache."""
+    if job.cache is not None and isinstance(result, Completion):
+        job.cache.add(result)
 
 
 def _row_result(options: JobOptions, source: RequestSource, result: Completion | Scored) -> RowResult | ScoreResult:
@@ -529,11 +559,12 @@ def _on_failed_row(job: _Job, row: int, error: str, first: bool) -> None:
 
 def _too_many(reason: str, report: dict[str, Any]) -> str:
     """The closing line of a job with too many failed rows."""
-    errors = [f": {report['errors'][0]['error']}"] if report["errors"] else []
-    kept = (
-        "finished rows are kept" if report["state"] == "stopped" else f"{report['output']} has them with their errors"
-    )
-    return "".join([reason, *errors, f"; {kept}, --retry-failed runs failed ones again"])
+    errors = [f": {kind['error']} ({kind['rows']:,} of them)" for kind in report["errors"][:1]]
+    if report["state"] == "stopped":
+        end = "finished rows are kept, --max-failed accepts more, --retry-failed runs failed ones again"
+    else:
+        end = f"{report['output']} has them with their errors, --retry-failed runs failed ones again"
+    return "".join([reason, *errors, f"; {end}"])
 
 
 def _dry_run(job: _Job, plan: Plan) -> dict[str, Any]:

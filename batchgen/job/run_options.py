@@ -151,7 +151,7 @@ class RunOptions(TypedDict, total=False):
     prompt_logprobs: int | None
     """Log-probabilities of the prompt's tokens and the top N."""
 
-    json_schema: str | Mapping[str, Any] | type
+    json_schema: str | Mapping[str, Any] | type | None
     """Every text is JSON that is valid against this schema."""
 
     compact_json: bool
@@ -284,6 +284,14 @@ class RunOptions(TypedDict, total=False):
 
     progress: Literal["auto", "plain", "none"]
     """The progress. Default: 'auto'."""
+
+    log_format: Literal["text", "json"]
+    """Lines of a log, on stderr where it is no terminal: text with the time and the output's name, or a JSON object
+    each. Default: 'text'.
+    """
+
+    metrics_file: str | None
+    """Write rows done, tokens and time left every few seconds, in Prometheus' text format."""
 
     dry_run: bool
     """Check everything, show the plan and the first prompt (as JSON too where standard output is no terminal); run

@@ -37,10 +37,12 @@ class EstimatedWorkload(NamedTuple):
     Attributes:
         workload: The workload.
         output_len_known: Whether output lengths are known. Otherwise they are bounded by max_tokens only.
+        sampled: (number of the row, prompt tokens) of each sampled row that can be run.
     """
 
     workload: Workload
     output_len_known: bool
+    sampled: tuple[tuple[int, int], ...] = ()
 
 
 def measure_workload(
@@ -67,7 +69,8 @@ def measure_workload(
     Raises:
         NoUsableRow: No sampled row makes a prompt.
     """
-    rows, sampled = _sampled_rows(source, tokenizer, options, context)
+    numbered, sampled = _sampled_rows(source, tokenizer, options, context)
+    rows = list(numbered.values())
     sequences = list(itertools.chain.from_iterable(rows))
     limits = [sequence.limit for sequence in sequences]
     copies = sum(sequence.copies for sequence in sequences) / len(sequences)
@@ -92,19 +95,24 @@ def measure_workload(
         shared_prefix_len=_shared_part(sequences, copies) * prompt_len.mean if options.share_prefixes else 0.0,
         scored_len=sum(scored) / len(scored) if len(scored) == len(sequences) else None,
     )
-    return EstimatedWorkload(workload, known)
+    tokens = tuple((row, sum(len(sequence.tokens) for sequence in of_row)) for row, of_row in numbered.items())
+    return EstimatedWorkload(workload, known, tokens)
 
 
 def _sampled_rows(
     source: RequestSource, tokenizer: Tokenizer, options: JobOptions, context: int
-) -> tuple[list[list[_Sampled]], int]:
-    """The sequences of each sampled row that can be run, and the number of sampled rows. Raises NoUsableRow."""
+) -> tuple[dict[int, list[_Sampled]], int]:
+    """The sequences of each sampled row that can be run, by its number, and the number of sampled rows.
+
+    Raises:
+        NoUsableRow: No row can be run.
+    """
     sampled, reason = 0, None
-    rows: list[list[_Sampled]] = []
-    for request in itertools.chain.from_iterable(_sample(source)):
+    rows: dict[int, list[_Sampled]] = {}
+    for row, request in _sample(source):
         sampled += 1
         try:
-            rows.append(_sequences(request, tokenizer, options.sampling, context, options.on_overlong))
+            rows[row] = _sequences(request, tokenizer, options.sampling, context, options.on_overlong)
         except (RowError, InputError) as error:
             reason = reason or str(error)
     if not sampled:
@@ -163,9 +171,10 @@ def _sequences(
     return sequences
 
 
-def _sample(source: RequestSource) -> Iterator[Iterator[Request | ScoreRequest]]:
+def _sample(source: RequestSource) -> Iterator[tuple[int, Request | ScoreRequest]]:
+    """Yield (number of the row, its request) for each sampled row."""
     for first, batch in _sampled_batches(source):
-        yield source.requests_of(batch, first)
+        yield from enumerate(source.requests_of(batch, first), first)
 
 
 def _sampled_batches(source: RequestSource) -> Iterator[tuple[int, Any]]:

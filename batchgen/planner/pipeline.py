@@ -72,6 +72,7 @@ def _with_sweeps_s(plan: Plan, sweeps_s: float, planned_s: float) -> Plan:
             total_tokens_per_s=before.total_tokens_per_s * before.total_s / total_s,
             block_latency_s=before.block_latency_s * slower,
             stages=tuple(replace(stage, seconds=stage.seconds * slower) for stage in before.stages),
+            sweep_times=before.sweep_times.stretched(slower),
         ),
     )
 

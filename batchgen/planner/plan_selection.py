@@ -21,6 +21,7 @@ from batchgen.planner.problem import Allowed, CostInputs, Problem
 from batchgen.planner.sampled_simulation import simulate_sampled
 from batchgen.planner.search import TIE, Candidate, block_latency_s, candidates, first_rows_s, search
 from batchgen.planner.strategies import added_candidates
+from batchgen.planner.sweep_times import with_sweep_times
 
 # The most kinds of plans that are looked at; most are pruned early, as not even the cost model has them faster than the
 # best one.
@@ -73,7 +74,8 @@ def plan_problem(problem: Problem) -> Plan:
             raise InputError(f"{error}{_store_hint(problem)}") from error
         chosen = choose(simulated, problem.max_block_latency_s)
         if chosen is not None:
-            return plan_of(problem, chosen.candidate, chosen.seconds)
+            plan = plan_of(problem, chosen.candidate, chosen.seconds)
+            return with_sweep_times(plan, chosen.candidate, chosen.seconds)
         # Blocks take longer than the cost model says: it is asked for shorter ones.
         assert limited.max_block_latency_s is not None
         shortest_s = min(shortest_s, *(block_latency_s(s.candidate) * s.slower for s in simulated))

@@ -92,6 +92,19 @@ class Constraint:
         return self._mask
 
 
+class Unconstrained:
+    """The state of a sample whose grammar has not begun."""
+
+    error: str | None = None
+
+    def __init__(self, mask: np.ndarray) -> None:
+        self._mask = mask
+
+    def mask(self) -> np.ndarray:
+        """Bits of the tokens that may come next, int32 [words of 32 tokens], lowest bit first."""
+        return self._mask
+
+
 class Grammar:
     """A compiled rule of a text."""
 
@@ -101,6 +114,19 @@ class Grammar:
     def start(self) -> Constraint:
         """The state of a new sample."""
         return Constraint(self._matcher.deep_copy(), self._first_mask)
+
+    def before(self, first: int | None = None, *, must_begin: bool = False) -> Unconstrained:
+        """The state of a new sample whose grammar begins later.
+
+        Args:
+            first: Token that may come next, beside those that begin the grammar; None: any token may come.
+            must_begin: Whether only the token `first` may come.
+        """
+        if first is None:
+            return Unconstrained(np.full_like(self._first_mask, -1))
+        mask = np.zeros_like(self._first_mask) if must_begin else self._first_mask.copy()
+        mask.view(np.uint32)[first // 32] |= np.uint32(1 << first % 32)
+        return Unconstrained(mask)
 
 
 class Grammars:

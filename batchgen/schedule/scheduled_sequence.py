@@ -25,6 +25,11 @@ class ScheduledSequence(NamedTuple):  # one for each sequence in flight, in ever
         return self.sequence.num_computed + self.num_tokens
 
     @property
+    def prefill_keys(self) -> int:
+        """Tokens that its tokens in the sweep attend to, all together."""
+        return self.num_tokens * (self.num_keys - (self.num_tokens - 1) // 2)
+
+    @property
     def decodes(self) -> bool:
         """Tell whether it has one token in the sweep, after its prompt."""
         return self.num_tokens == 1 and self.sequence.num_computed >= self.sequence.num_prompt

@@ -22,7 +22,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as List
 from functools import cache
-from itertools import islice
+from itertools import chain, islice
 
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.schedule.block_tables import BlockTables, Pool
@@ -96,6 +96,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Sequences that have not been admitted, or were preempted."""
         return len(self.waiting) + sum(map(len, self._followers.values()))
+
+    @property
+    def queued(self) -> Iterator[Sequence]:
+        """The sequences that have not been admitted, or were preempted; those that wait for a prefix come last."""
+        return chain(self.waiting, *self._followers.values())
 
     @property
     def has_work(self) -> bool:

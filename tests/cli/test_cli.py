@@ -4,6 +4,7 @@ import itertools
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -97,6 +98,9 @@ class SlowClock:
 
     def monotonic(self):
         return float(next(self._now_s))
+
+    def __getattr__(self, name):
+        return getattr(time, name)
 
 
 def test_max_time_stops_and_the_next_run_goes_on(model, tmp_path, monkeypatch):

@@ -62,6 +62,19 @@ def test_what_stops_an_answer_may_stand_in_thoughts(tokenizer):
     assert stopped_at("Four: 4.", "o")[1] == "F"
 
 
+def test_a_grammar_begins_with_the_message_of_the_final_channel(tokenizer):
+    harmony = Harmony.of(tokenizer)
+
+    def encode(text):
+        return tokenizer.encode_batch([text], add_special_tokens=False)[0]
+
+    assert harmony.gate(encode("Hi")) is None
+    gate = harmony.gate(encode("<|start|>user<|message|>Hi<|end|><|start|>assistant"))
+    assert gate.must_begin and gate.first == tokenizer.token_id("<|channel|>")
+    thoughts, head = encode(THOUGHTS), encode("<|channel|>final<|message|>")
+    assert [gate.answer_from(token) for token in (*thoughts, *head)] == [None] * (len(thoughts) + len(head) - 1) + [1]
+
+
 def test_a_stop_token_is_no_part_of_the_answer(tokenizer):
     parts = parts_of(tokenizer, has_channels=True)
     token_ids = tokenizer.encode_batch([f"{THOUGHTS}{ANSWER}"], add_special_tokens=False)[0]

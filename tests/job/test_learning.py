@@ -8,8 +8,9 @@ import pytest
 from batchgen.core.knowledge import DECODE, FEW, MANY, SPEED, Knowledge
 from batchgen.core.plan import Stage
 from batchgen.job import learning
-from batchgen.job.eta import Expected, Seen
 from batchgen.job.learning import SweepTimes, learned, told_anew
+from batchgen.job.planned_stages import PlannedStages, StageCounts
+from batchgen.job.time_left import TimeLeft
 from batchgen.profiler.machine_record import MachineRecord
 
 PROMPTS, DECODING = {SPEED: 1.0, MANY: 1.0}, {SPEED: 1.0, FEW: 0.5, DECODE: 0.5}
@@ -17,7 +18,7 @@ STAGES = (
     Stage(10.0, 10_000, "prefill", 10, "compute", PROMPTS),
     Stage(20.0, 2_000, "decode", 40, "compute", DECODING),
 )
-EXPECTED = Expected(100, STAGES, 20.0, False)
+EXPECTED = PlannedStages(100, STAGES, 20.0, False)
 
 
 class Plan:
@@ -40,7 +41,7 @@ def ran(slower=(1.0, 1.0), tokens=1.0):
             done += tokens * stage.tokens / stage.sweeps
             passed_s += factor * tokens * stage.seconds / stage.sweeps
             times.after_sweep(round(done), passed_s)
-    return times, Seen(passed_s, 100, round(done), 2_000, 2_000)
+    return times, StageCounts(passed_s, 100, round(done), 2_000, 2_000)
 
 
 def test_each_stage_says_how_much_slower_its_kinds_of_work_are():
@@ -68,7 +69,7 @@ def test_outputs_of_other_lengths_say_something_of_the_whole_job_only():
 def test_a_job_of_a_moment_shows_nothing():
     times = SweepTimes()
     times.after_sweep(12_000, 0.1)
-    assert times.shown(Plan, EXPECTED, Seen(0.1, 100, 12_000)) == []
+    assert times.shown(Plan, EXPECTED, StageCounts(0.1, 100, 12_000)) == []
 
 
 def test_a_second_job_is_predicted_by_the_first():
@@ -90,11 +91,11 @@ def test_sweeps_beside_other_work_say_less(monkeypatch):
 
 
 def test_after_some_sweeps_a_long_job_is_predicted_anew():
-    seen = Seen(6.0, 10, 4_000, 100, 50)  # of 4 s that were planned for these tokens
-    line = told_anew(EXPECTED, seen, 20, 5.0)
-    assert line.startswith("predicted: ") and line.endswith(", from this job's first 20 sweeps)")
-    assert told_anew(EXPECTED, seen, 19, 5.0) is None and told_anew(EXPECTED, seen, 21, 5.0) is None
+    left = TimeLeft(40.0, False)
+    assert told_anew(left, 10.0, 20) == "predicted: 50 s (46 s to 54 s, from this job's first 20 sweeps)"
+    assert told_anew(left, 10.0, 19) is None and told_anew(left, 10.0, 21) is None
+    assert told_anew(TimeLeft(40.0, True), 10.0, 20) == "predicted: at most 50 s (from this job's first 20 sweeps)"
 
 
 def test_a_job_that_is_nearly_done_is_not_predicted_anew():
-    assert told_anew(EXPECTED, Seen(30.0, 95, 11_900, 1_900, 1_850), 20, 5.0) is None
+    assert told_anew(TimeLeft(5.0, False), 30.0, 20) is None

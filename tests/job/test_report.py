@@ -51,7 +51,9 @@ def test_the_report_says_when_where_by_which_command_and_with_what_model(model, 
 
 def test_another_model_has_another_hash(model, tiny_models, rows):
     other = str(tiny_models("qwen2")[0])
-    hashes = [batchgen.run(name, rows, None, **OPTIONS)["model_sha256"] for name in (model, model, other)]
+    outputs = [rows.with_name(name) for name in ("a.parquet", "b.parquet", "c.parquet")]
+    models = (model, model, other)
+    hashes = [batchgen.run(*job, **OPTIONS)["model_sha256"] for job in zip(models, [rows] * 3, outputs, strict=True)]
     assert hashes[0] == hashes[1] != hashes[2]
 
 
@@ -90,7 +92,9 @@ def test_counts_with_workers_have_the_rows_of_all(model, rows):
 
 def test_choices_are_counted(model, rows):
     options = {name: value for name, value in OPTIONS.items() if name != "max_tokens"}
-    report = batchgen.run(model, rows, None, task="score", choices=[" yes", " no"], **options)
+    report = batchgen.run(
+        model, rows, rows.with_name("choices.parquet"), task="score", choices=[" yes", " no"], **options
+    )
     assert sum(one["count"] for one in report["answers"]) >= 4 and report["finish_reasons"] == {}
     assert {one["answer"] for one in report["answers"]} <= {"yes", "no"}
 

@@ -5,7 +5,7 @@ from tiny_models import make_tiny_tokenizer
 
 from batchgen.core.request import SamplingParams
 from batchgen.models.tokenizers.parts import TokenizerParts
-from batchgen.models.tokenizers.thinking import Split, Thinking, ThoughtStops
+from batchgen.models.tokenizers.thinking import TAGS, Split, TagGate, Thinking, ThoughtStops
 from batchgen.models.tokenizers.tokenizer import NoText, Tokenizer
 
 PLAIN = SamplingParams()
@@ -17,13 +17,18 @@ def make(folder, *tokens, special=False, template=None):
     return Tokenizer(TokenizerParts.of_transformers(hf))
 
 
-@pytest.fixture(scope="module", params=["tokens", "special tokens", "spelled", "other tags"])
+@pytest.fixture(
+    scope="module",
+    params=[(family, kind) for family in TAGS for kind in ("tokens", "special tokens", "spelled")],
+    ids=lambda param: " ".join(param),
+)
 def thinking(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("thinking")
-    if request.param == "spelled":  # the chat template has the tags, and no token is one
-        return Thinking.of(make(folder, template="{{ messages }}<think>{{ '</think>' }}"))
-    tags = ("[THINK]", "[/THINK]") if request.param == "other tags" else ("<think>", "</think>")
-    return Thinking.of(make(folder, *tags, special=request.param in ("special tokens", "other tags")))
+    """The tags of each family: as tokens, as special tokens, and in the chat template where no token is one."""
+    family, kind = request.param
+    folder, (begin, end) = tmp_path_factory.mktemp("thinking"), TAGS[family]
+    if kind == "spelled":
+        return Thinking.of(make(folder, template=f"{{{{ messages }}}}{begin}{{{{ '{end}' }}}}"))
+    return Thinking.of(make(folder, begin, end, special=kind == "special tokens"))
 
 
 def tokens_of(thinking, text):
@@ -58,7 +63,7 @@ def test_thoughts_are_told_from_the_answer(thinking, generated, begun, expected)
     found = thinking.split(tokens_of(thinking, generated), begun)
     if expected is not None:  # tags that are special tokens are no part of a text
         special = thinking.tokenizer.token_id(thinking.begin) in thinking.tokenizer.special_ids
-        answer = expected[0].replace("<think>x</think>", "x" if special else "<think>x</think>")
+        answer = expected[0].replace("<think>x</think>", "x" if special else f"{thinking.begin}x{thinking.end}")
         expected = Split(answer, expected[1])
     assert found == expected
 
@@ -87,11 +92,38 @@ def test_a_message_that_is_continued_may_be_in_thoughts(thinking):
         assert thinking.begins(prompt, PLAIN, [{"role": "assistant", "content": content}]) is begun
 
 
-def test_under_a_grammar_without_thoughts_all_is_answer(thinking):
-    prompt = tokens_of(thinking, "Why?<think>\n")
-    assert not thinking.begins(prompt, SamplingParams(json_schema="{}"))
-    assert not thinking.begins(prompt, SamplingParams(regex="Four"))
-    assert thinking.begins(prompt, SamplingParams(regex=r"\w+" + thinking.end + "Four"))
+def test_a_grammar_begins_after_the_thoughts_where_their_end_is_a_token(thinking):
+    """Otherwise the answer might begin within a token, so that all of the text is the answer."""
+    prompt, turn = tokens_of(thinking, "Why?<think>\n"), tokens_of(thinking, "Why?")
+    closed = tokens_of(thinking, "Why?<think>\n\n</think>\n\n")
+    has_tokens = thinking.end_id is not None
+    for sampling in (SamplingParams(json_schema="{}"), SamplingParams(regex="Four")):
+        assert thinking.begins(prompt, sampling) is has_tokens
+        assert (thinking.gate(prompt, sampling, has_tokens, True) is not None) is has_tokens
+        assert (thinking.gate(turn, sampling, False, True) is not None) is has_tokens
+        assert thinking.gate(turn, sampling, False, False) is None, "no chat, in which the model would think"
+        assert thinking.gate(closed, sampling, False, True) is None, "thinking is switched off"
+    if "|" not in thinking.end and "[" not in thinking.end:
+        allowed = SamplingParams(regex=r"\w+" + thinking.end + "Four")
+        assert thinking.begins(prompt, allowed) and thinking.gate(prompt, allowed, True, True) is None
+
+
+def read_by(gate, token_ids):
+    """Number of the first token of the answer; None: it has not begun."""
+    answers = ((i, gate.answer_from(token_id)) for i, token_id in enumerate(token_ids))
+    return next((i + offset for i, offset in answers if offset is not None), None)
+
+
+def test_a_gate_opens_at_the_first_token_of_the_answer(thinking):
+    if thinking.end_id is None:
+        return
+    begin = thinking.tokenizer.token_id(thinking.begin)
+    thoughts = tokens_of(thinking, "Two and")
+    assert read_by(TagGate(None, thinking.end_id), [*thoughts, thinking.end_id, 9]) == len(thoughts) + 1
+    assert read_by(TagGate(None, thinking.end_id), [9, 9]) is None
+    assert read_by(TagGate(begin, thinking.end_id), [begin, *thoughts, thinking.end_id, 9]) == len(thoughts) + 2
+    assert read_by(TagGate(begin, thinking.end_id), [9, 9]) == 0
+    assert read_by(TagGate(begin, thinking.end_id), [begin, 9]) is None
 
 
 def test_models_that_think(tmp_path):

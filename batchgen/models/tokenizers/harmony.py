@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from batchgen.models.tokenizers.tokenizer import StopDetector, Tokenizer
 
 _MARKS = {"<|start|>": "start", "<|channel|>": "channel", "<|message|>": "message", "<|end|>": "end"}
+_HEAD_TOKENS = 8  # of a message's head there are no more
 _ENDS = ("<|return|>", "<|call|>")  # they end an answer, and count as `<|end|>`
 
 
@@ -35,6 +36,15 @@ class Harmony:
             return None
         marks = {**dict.fromkeys(_ENDS, "end"), **_MARKS}
         return cls(tokenizer, {i: marks[token] for token, i in ids.items() if i is not None})
+
+    def gate(self, prompt: Sequence[int]) -> ChannelGate | None:
+        """The gate that keeps a grammar out of thoughts; None: the prompt does not end in the head of a message.
+
+        Args:
+            prompt: Tokens of the sample's prompt.
+        """
+        head = self.tokenizer.decode(prompt[-_HEAD_TOKENS:], skip_special_tokens=False)
+        return ChannelGate(self) if head.endswith("<|start|>assistant") else None
 
     def name_of(self, channel: Sequence[int]) -> str:
         """The name of a channel, from the tokens between the channel mark and the message.
@@ -88,6 +98,22 @@ class _Reader:
         elif self._state == "channel":
             self._header.append(token_id)
         return mark is None and self._state == "message"
+
+
+class ChannelGate:
+    """The `Gate` of a model whose answer is in the channel "final": a grammar begins with this channel's message."""
+
+    must_begin = True
+
+    def __init__(self, harmony: Harmony) -> None:
+        self.first: int | None = next(i for i, mark in harmony.marks.items() if mark == "channel")
+        self._harmony, self._reader = harmony, _Reader(harmony)
+
+    def answer_from(self, token_id: int) -> int | None:
+        """1 if the answer begins with the next token; None: it has not begun."""
+        self._reader.is_text(token_id)
+        begins = self._harmony.marks.get(token_id) == "message" and self._reader.channel == "final"
+        return 1 if begins else None
 
 
 class AnswerStops:

@@ -1,8 +1,9 @@
 """The separation of reasoning from the answer, for models that reason between two tags.
 
-Qwen3, DeepSeek-R1 and others write `<think>...</think>` before the answer. A sample begins with reasoning if its text
-begins with the first tag, or if its prompt ends with the first tag, as some chat templates make it. The reasoning ends
-at the second tag. Without a second tag, the whole text is reasoning. A tag in any other place is part of the answer.
+Qwen3, DeepSeek-R1 and others write `<think>...</think>` before the answer, other families have other tags (`TAGS`). A
+sample begins with reasoning if its text begins with the first tag, or if its prompt ends with the first tag, as some
+chat templates make it. The reasoning ends at the second tag. Without a second tag, the whole text is reasoning. A tag
+in any other place is part of the answer.
 """
 
 from __future__ import annotations
@@ -10,16 +11,23 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from batchgen.core.request import SamplingParams
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.tokenizers.loading import load_tokenizer
 from batchgen.models.tokenizers.tokenizer import NoText, StopDetector, Tokenizer
 
-# The tags that begin and end what models think, in the order in which they are looked for.
-TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-_TAIL_TOKENS = 16  # the first tag and blanks behind it take no more tokens of a prompt
+# The tags that begin and end what models think, by family, in the order in which they are looked for.
+TAGS = {
+    "Qwen3, DeepSeek-R1 and most others": ("<think>", "</think>"),
+    "Magistral": ("[THINK]", "[/THINK]"),
+    "Seed-OSS": ("<seed:think>", "</seed:think>"),
+    "Command A Reasoning": ("<|START_THINKING|>", "<|END_THINKING|>"),
+    "EXAONE Deep": ("<thought>", "</thought>"),
+    "Granite 3.2": ("Here is my thought process:", "Here is my response:"),
+}
+_TAIL_TOKENS = 48  # a tag and blanks behind it take no more tokens of a prompt
 
 
 def gives_reasoning(model: str, sampling: SamplingParams) -> bool:
@@ -61,7 +69,7 @@ class Thinking:
         Returns:
             The tags; None if nothing shows that the model reasons.
         """
-        for begin, end in TAGS:
+        for begin, end in TAGS.values():
             have_tokens = None not in (tokenizer.token_id(begin), tokenizer.token_id(end))
             if have_tokens or tokenizer.writes_in_chats(end) or _spells(regex, begin, end):
                 return cls(tokenizer, begin, end)  # type: ignore[arg-type]  # NoText has none of these
@@ -74,17 +82,46 @@ class Thinking:
 
         Args:
             prompt: Tokens of the sample's prompt.
-            sampling: Sampling parameters of the sample. Under a grammar without the second tag, the whole text is the
-                answer.
+            sampling: Sampling parameters of the sample. Under a grammar that begins with the text, the whole text is
+                the answer.
             continued: Messages of the prompt, if the sample continues the last message; otherwise empty.
         """
-        if sampling.constrained and self.end not in _plain(sampling.regex):
+        if sampling.constrained and not self.in_regex(sampling.regex) and self.end_id is None:
             return False
         text = str(continued[-1].get("content")) if continued else ""
         if text.rfind(self.begin) > text.rfind(self.end):
             return True
         tail = self.tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False)
         return tail.rstrip().endswith(self.begin)
+
+    @property
+    def end_id(self) -> int | None:
+        """The token that is the second tag; None: it is spelled with several."""
+        return self.tokenizer.token_id(self.end)
+
+    def in_regex(self, regex: str | None) -> bool:
+        """Tell whether a regular expression has the second tag, so that it allows for thoughts itself."""
+        return self.end in _plain(regex)
+
+    def gate(self, prompt: Sequence[int], sampling: SamplingParams, begun: bool, begins_turn: bool) -> Gate | None:
+        """The gate that keeps a sample's grammar out of its thoughts; None: the grammar begins with the text.
+
+        Args:
+            prompt: Tokens of the sample's prompt.
+            sampling: Sampling parameters of the sample, which has a grammar.
+            begun: Whether the sample begins with reasoning (`begins`).
+            begins_turn: Whether the prompt is chat messages after which the model begins an answer, as it may with the
+                first tag.
+        """
+        if self.end_id is None or self.in_regex(sampling.regex):
+            return None
+        if begun:
+            return TagGate(None, self.end_id)
+        begin = self.tokenizer.token_id(self.begin)
+        tail = self.tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False)
+        if not begins_turn or begin is None or tail.rstrip().endswith(self.end):
+            return None
+        return TagGate(begin, self.end_id)
 
     def split(self, token_ids: Sequence[int], begun: bool) -> Split | None:
         """Split the tokens of a sample into reasoning and answer.
@@ -141,6 +178,42 @@ class Split:
 
     answer: str
     thoughts: str
+
+
+class Gate(Protocol):
+    """The part of a sample before its answer, in which its grammar does not apply yet.
+
+    Attributes:
+        first: Token that the sample may begin its thoughts with; None: it is in thoughts already.
+        must_begin: Whether the sample has to begin with this token; otherwise it may begin with the answer.
+    """
+
+    first: int | None
+    must_begin: bool
+
+    def answer_from(self, token_id: int) -> int | None:
+        """Read the next token of the sample.
+
+        Returns:
+            0 if the answer begins with this token, 1 if it begins with the next one; None: it has not begun.
+        """
+
+
+class TagGate:
+    """The `Gate` of a model that thinks between tags, of which the second is a token."""
+
+    must_begin = False
+
+    def __init__(self, first: int | None, end: int) -> None:
+        self.first, self._end = first, end
+        self._undecided = first is not None
+
+    def answer_from(self, token_id: int) -> int | None:
+        """0 if the answer begins with this token, 1 if it begins with the next one; None: it has not begun."""
+        if self._undecided:
+            self._undecided = False
+            return None if token_id == self.first else 0
+        return 1 if token_id == self._end else None
 
 
 class ThoughtStops:
