@@ -88,7 +88,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    json_schema: str | None = None
+    json_schema: str | Mapping[str, Any] | type | None = None
     regex: str | None = None
     choice: tuple[str, ...] = ()
     grammar: str | None = None
@@ -248,6 +248,7 @@ class ChatOptions:
         chat_template_kwargs: Variables for the model's chat template, such as {"enable_thinking": False}, as a mapping
             or as JSON text. A request with a variable that the template does not use fails.
         continue_final: True where a last message of the assistant is continued. Else the model starts a new message.
+        tools: Tools that the model may call, as JSON schemas that the chat template writes into the prompt; None: none.
 
     Raises:
         InputError: The variables are not valid JSON.
@@ -255,6 +256,7 @@ class ChatOptions:
 
     chat_template_kwargs: Mapping[str, Any] | str = field(default_factory=dict)
     continue_final: bool = False
+    tools: Sequence[Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         given: Any = self.chat_template_kwargs

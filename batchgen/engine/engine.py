@@ -220,6 +220,7 @@ class Engine:
             were to generate `max_tokens`.
         on_overlong: The treatment of a row whose prompt and max_tokens do not fit the context: "error" fails it;
             "truncate-left" and "truncate-right" cut its prompt at that end.
+        chat_template: Jinja text of a chat template that replaces the model's; None: the model's.
         sampling: Sampling parameters of requests that have none.
         on_load: Function called with (layers loaded, layers in all) after each layer.
 
@@ -246,6 +247,7 @@ class Engine:
         share_prefixes: bool = True,
         expected_output_len: int | None = None,
         on_overlong: str = "error",
+        chat_template: str | None = None,
         sampling: SamplingParams | None = None,
         on_load: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -298,7 +300,7 @@ class Engine:
             on_load=on_load,
             shard=shard,
         )
-        parts = load_on_ranks(request, lambda: load_tokenizer(files))
+        parts = load_on_ranks(request, lambda: load_tokenizer(files, chat_template=chat_template))
         self._init(parts, expected_output_len, None, on_overlong, sampling)
         try:
             check_unchanged(versions)

@@ -57,6 +57,7 @@ def check_options(options: JobOptions) -> None:
             known, given = ", ".join(option.choices), getattr(options, option.name)
             raise InputError(f"{option.flag} must be one of {known}, not {given!r}")
     _check_task(options)
+    _check_chat(options)
     if options.plan is not None:
         fixed = ("hardware", "max_num_seqs", "num_gpu_batches", "max_num_batched_tokens")
         given = any(getattr(options, name) is not None for name in fixed)
@@ -154,6 +155,11 @@ def _check_ranks(options: JobOptions) -> None:
         raise InputError(
             f"the launcher has started {place.size} ranks, {flag} is {asked[flag]}: give both the same number"
         )
+
+
+def _check_chat(options: JobOptions) -> None:
+    if options.chat is False and options.chat_template is not None:
+        raise InputError("--chat-template and --no-chat exclude each other: leave out one")
 
 
 def _check_task(options: JobOptions) -> None:

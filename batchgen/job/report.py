@@ -211,6 +211,20 @@ def _routing(executor: SweepRunner | None) -> dict[str, float] | None:
     return asdict(fitted) if fitted else None
 
 
+def dry_run_lines(report: dict[str, Any]) -> list[str]:
+    """The lines that `batchgen run --dry-run` prints. report: what `run_job` returns for a dry run."""
+    rows = report["rows"]
+    asked = f", {report['first_row_asks']}" if report["first_row_asks"] else ""
+    columns = f"; it adds {', '.join(report['output_columns'])}" if report["output_columns"] else ""
+    return [
+        *report["headline"],
+        f"model {report['model']} in {report['dtype']}; {'an unknown number of' if rows is None else f'{rows:,}'} rows",
+        f"output: {report['output'] or 'standard output'}{columns}",
+        f"row {report['first_row']}: {report['first_prompt_tokens']:,} prompt tokens{asked}",
+        *report["first_prompt"].split("\n"),
+    ]
+
+
 def summary(report: dict[str, Any]) -> list[str]:
     """The lines that `batchgen run` prints at its end. report: the report of the run."""
     lines = []

@@ -198,10 +198,8 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
         versions = model_versions(files)
         resolved = resolve_job(options, files)
         resolved = replace(resolved, shares=tuple(map(frozenset, shares)))
-        tokenizer = background.submit(_load_tokenizer, resolved.files, options.special_tokens)
+        tokenizer = background.submit(_load_tokenizer, resolved.files, options)
         identities = {"input": source.dataset.identity(), "model": model_identity(resolved.files)}
-        if source.needs_chat_template or source.chat.chat_template_kwargs:
-            tokenizer.result().require_chat_template(source.chat)
         source = source.for_model(resolved.config, tokenizer.result(), options)
         if (renamed := _renamed_line(source, options)) is not None:
             progress.say(renamed)
@@ -394,10 +392,10 @@ def _kept(job: _Job, state: Run | SharedRun) -> str:
     return f"{finished} of {name} finished and saved, the same command goes on from there"
 
 
-def _load_tokenizer(files: ModelFiles, special_tokens: str) -> Tokenizer:
+def _load_tokenizer(files: ModelFiles, options: JobOptions) -> Tokenizer:
     from batchgen.models.tokenizers.loading import load_tokenizer
 
-    return load_tokenizer(files, special_tokens)
+    return load_tokenizer(files, options.special_tokens, options.chat_template)
 
 
 def _plan(job: _Job, state: Run | SharedRun | None) -> Plan:
@@ -568,8 +566,7 @@ def _too_many(reason: str, report: dict[str, Any]) -> str:
 
 
 def _dry_run(job: _Job, plan: Plan) -> dict[str, Any]:
-    """Show what a run would do with the first row, without reading weights or writing anything."""
-    name, say = job.resolved.files.name, job.progress.say
+    """The report of what a run would do with the first row, without reading weights or writing anything."""
     first, batch = next(job.source.batches(0, 1), (0, None))
     request = Request("", error="there is none") if batch is None else next(job.source.requests_of(batch, first))
     (request,) = watch_chats([replace(request, row=first)], job.tokenizer)
@@ -580,22 +577,20 @@ def _dry_run(job: _Job, plan: Plan) -> dict[str, Any]:
     else:
         prompt, num_tokens = _shown(request, job.tokenizer())
         what = f"up to {job.options.sampling.max_tokens:,} generated"
-    rows = job.source.dataset.num_rows
-    for line in (*headline(plan), *dequantized_line(job.resolved)):
-        say(line)
-    say(f"model {name} in {plan.dtype}; {'an unknown number of' if rows is None else f'{rows:,}'} rows")
-    say(f"row {first}: {num_tokens:,} prompt tokens, {what}")
-    for line in prompt.split("\n"):
-        say(line)
     return {
         "state": "dry run",
-        "rows": rows,
-        "model": name,
+        "rows": job.source.dataset.num_rows,
+        "output": None if job.options.output is None else str(job.options.output),
+        "output_columns": job.source.output_names(job.options),
+        "model": job.resolved.files.name,
         "dtype": plan.dtype,
         "plan": plan.to_json(),
+        "headline": [*headline(plan), *dequantized_line(job.resolved)],
         "sampling": job.options.sampling.to_json(),
+        "first_row": first,
         "first_prompt": prompt,
         "first_prompt_tokens": num_tokens,
+        "first_row_asks": what,
     }
 
 
