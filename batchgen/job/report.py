@@ -79,7 +79,7 @@ class Origin:
 
 def versions() -> dict[str, str]:
     """Versions of batchgen and of the packages that decide its results and speed; instruction set of the kernels."""
-    packages = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "pyarrow")}
+    packages = {name: importlib.metadata.version(name) for name in ("torch", "tokenizers", "pyarrow")}
     return {"batchgen": __version__, "python": platform.python_version(), "kernels": instruction_set(), **packages}
 
 
