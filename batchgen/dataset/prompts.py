@@ -162,11 +162,8 @@ class CompiledPrompts:
             are texts that become chat messages if the model has a chat template (`for_template`).
         chat: Options for rendering chat messages into a prompt.
         notices: Messages for the user about the way in which the columns are read.
-<<<<<<< HEAD
         origin: Noun phrase for the source of the prompts, such as "the column text".
-=======
         tools_columns: Name of the column of tools, if there is one.
->>>>>>> main
     """
 
     columns: tuple[str, ...]
@@ -174,8 +171,8 @@ class CompiledPrompts:
     uses_chat: bool | None
     chat: ChatOptions = PLAIN_CHAT
     notices: tuple[str, ...] = ()
-<<<<<<< HEAD
     origin: str = ""
+    tools_columns: tuple[str, ...] = ()
 
     def for_template(self, has_template: bool) -> CompiledPrompts:
         """The source of prompts for a model with or without a chat template; unchanged where that makes no difference.
@@ -188,8 +185,6 @@ class CompiledPrompts:
         if not has_template:
             return replace(self, uses_chat=False)
         return replace(self, uses_chat=True, render=lambda rows: _each(_user_message)(self.render(rows)))
-=======
-    tools_columns: tuple[str, ...] = ()
 
     def chat_of(self, row: Mapping[str, Any]) -> ChatOptions:
         """The options for rendering the chat messages of a row, given as {column: value}. Raises RowError."""
@@ -215,8 +210,7 @@ class CompiledPrompts:
             raise InputError(f"--tools-column {column!r} holds {kind}: it must be lists of tools, or JSON of them")
         if self.uses_chat is False:
             raise InputError("--tools-column is for chat messages, and these prompts are none: add --chat")
-        return replace(self, tools_columns=(column,))
->>>>>>> main
+        return replace(self.for_template(True), tools_columns=(column,))
 
 
 def compile_prompts(

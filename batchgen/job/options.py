@@ -765,11 +765,7 @@ SAMPLING_OPTIONS = (
     _sampling(f"{_ROWS} map", "prompt_logprobs", int, "Log-probabilities of the prompt's tokens and the top N.",
               metavar="N"),
     _sampling(f"{_ROWS} map", "json_schema", str, "Every text is JSON that is valid against this schema.",
-<<<<<<< HEAD
               metavar="FILE", reads=TEXT_OF_FILE, common=True, python="str | Mapping[str, Any] | type | None"),
-=======
-              metavar="FILE", reads=FILE),
->>>>>>> main
     _sampling(f"{_ROWS} map", "compact_json", bool, "With --json-schema: no spaces between the parts of the JSON."),
     _sampling(f"{_ROWS} map", "regex", str, "Every text matches this regular expression, as a whole.", metavar="TEXT"),
     _sampling(f"{_ROWS} map", "grammar", str, "Every text follows this context-free grammar, in Lark's notation.",

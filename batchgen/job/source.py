@@ -263,17 +263,12 @@ def _source_without_rows(options: JobOptions, dataset: Dataset, spec: PromptSpec
 
 
 def _identity(options: JobOptions, spec: PromptSpec) -> dict[str, Any]:
-<<<<<<< HEAD
     """All that decides the requests of rows, as JSON values; "chat" is None where that depends on the model."""
     identity = spec.identity() | {"chat": spec.makes_chat}
     if spec.makes_chat is None and not _asks(options):
         identity["chat"] = False
-=======
-    """All that decides the requests of rows, as JSON values."""
-    identity = spec.identity()
     if options.tools_column is not None:
         identity["tools_column"] = options.tools_column
->>>>>>> main
     if options.task == "score":
         return identity | {"continuations": _continuations(options).identity()}
     columns = {name: getattr(options, name) for name in ("sampling_column", "choices_column")}
@@ -323,7 +318,6 @@ def generate_source(options: JobOptions, dataset: Any) -> RequestSource:
     from batchgen.dataset.sampling_column import compile_row_sampling
 
     spec = _prompts_of(options)
-<<<<<<< HEAD
     row_sampling = compile_row_sampling(
         options.sampling_column, _continuations(options), dataset.schema, options.sampling
     )
@@ -335,12 +329,13 @@ def generate_source(options: JobOptions, dataset: Any) -> RequestSource:
             _identity(options, spec),
             compiled.uses_chat,
             _columns(options),
-            _names(*compiled.columns, options.id_column, *row_sampling.columns),
+            _names(*compiled.columns, *compiled.tools_columns, options.id_column, *row_sampling.columns),
             chat=_chat_of(compiled),
             notices=compiled.notices,
         )
 
-    return _for_any_model(source, compile_prompts(spec, dataset.schema, options.id_column))
+    compiled = compile_prompts(spec, dataset.schema, options.id_column)
+    return _for_any_model(source, compiled.with_tools(options.tools_column, dataset.schema))
 
 
 def _for_any_model(source: Callable[[CompiledPrompts], RequestSource], compiled: CompiledPrompts) -> RequestSource:
@@ -359,22 +354,6 @@ def _for_any_model(source: Callable[[CompiledPrompts], RequestSource], compiled:
         return source(replace(known, notices=(line.format(compiled.origin), *known.notices)))
 
     return replace(source(compiled), for_template=for_template)
-=======
-    compiled = compile_prompts(spec, dataset.schema, options.id_column).with_tools(options.tools_column, dataset.schema)
-    row_sampling = compile_row_sampling(
-        options.sampling_column, _continuations(options), dataset.schema, options.sampling
-    )
-    return RequestSource(
-        dataset,
-        lambda batch, first: rows_to_requests(batch, first, compiled, row_sampling, options.id_column),
-        _identity(options, spec),
-        compiled.uses_chat,
-        _columns(options),
-        _names(*compiled.columns, *compiled.tools_columns, options.id_column, *row_sampling.columns),
-        chat=_chat_of(compiled),
-        notices=compiled.notices,
-    )
->>>>>>> main
 
 
 def _chat_of(compiled: CompiledPrompts) -> ChatOptions:
@@ -397,8 +376,9 @@ def _score_source(options: JobOptions, dataset: Dataset) -> RequestSource:
     spec = _prompts_of(options)
     wanted = _continuations(options)
     continuations = compile_continuations(wanted, dataset.schema)
-<<<<<<< HEAD
-    compiled = compile_prompts(spec, dataset.schema, options.id_column, may_be_empty=not wanted.whole)
+    compiled = compile_prompts(spec, dataset.schema, options.id_column, may_be_empty=not wanted.whole).with_tools(
+        options.tools_column, dataset.schema
+    )
     if not _asks(options):
         compiled = compiled.for_template(False)
     if wanted.whole and compiled.uses_chat:
@@ -414,32 +394,13 @@ def _score_source(options: JobOptions, dataset: Dataset) -> RequestSource:
             _identity(options, spec),
             compiled.uses_chat,
             _columns(options),
-            _names(*compiled.columns, *continuations.columns, options.id_column),
+            _names(*compiled.columns, *compiled.tools_columns, *continuations.columns, options.id_column),
             scores_prompts=wanted.whole,
             chat=_chat_of(compiled),
             notices=compiled.notices,
         )
 
     return _for_any_model(source, compiled)
-=======
-    compiled = compile_prompts(spec, dataset.schema, options.id_column, may_be_empty=not wanted.whole).with_tools(
-        options.tools_column, dataset.schema
-    )
-    if wanted.whole and compiled.uses_chat:
-        raise InputError("chat messages are contexts: give --continuations-column or --choices, what may follow them")
-    logprobs = options.sampling.logprobs
-    return RequestSource(
-        dataset,
-        lambda batch, first: rows_to_score_requests(batch, first, compiled, continuations, logprobs, options.id_column),
-        _identity(options, spec),
-        compiled.uses_chat,
-        _columns(options),
-        _names(*compiled.columns, *compiled.tools_columns, *continuations.columns, options.id_column),
-        scores_prompts=wanted.whole,
-        chat=_chat_of(compiled),
-        notices=compiled.notices,
-    )
->>>>>>> main
 
 
 def _each(columns: dict[str, list[Any] | None]) -> list[dict[str, Any]]:
