@@ -126,8 +126,8 @@ def test_a_bad_column_of_tools_is_refused(models, tmp_path):
     assert "not valid JSON" in rows[0]["error"] and "must be a list of tools" in rows[1]["error"]
     for options, words in (
         ({"tools_column": "number", "chat": True}, "must be lists of tools"),
-        ({"tools_column": "none", "chat": True}, "none"),
-        ({"tools_column": "tools", "task": "score"}, "--tools-column"),
+        ({"tools_column": "none"}, "none"),
+        ({"tools_column": "tools", "chat": False}, "--tools-column is for chat messages"),
     ):
         with pytest.raises(InputError, match=words):
             batchgen.run(str(models["qwen"]), tmp_path / "in.parquet", tmp_path / "other.parquet", **options)
