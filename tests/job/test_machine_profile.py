@@ -2,23 +2,26 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from planner_cases import GIB, opt
+from tiny_models import make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
 
 from batchgen.core.device import Device
 from batchgen.core.hardware import HARDWARE_VARIABLE
 from batchgen.core.knowledge import DISK, MANY, MEASURED, SPEED, Knowledge
 from batchgen.core.workload import Workload
-from batchgen.job import machine_profile
+from batchgen.job import machine_profile, plan
 from batchgen.job.job import Job
 from batchgen.job.machine_profile import knowledge_of_table, profile_here, record_of_machine
-from batchgen.job.options import JobOptions
+from batchgen.job.options import JobOptions, ProfileOptions
 from batchgen.models.files import ModelFiles
 from batchgen.profiler import kinds
 from batchgen.profiler.cache import BUSY
 from batchgen.profiler.kinds import table_of_kind
 from batchgen.profiler.machine_record import read_record, update_record
+from batchgen.profiler.shipped import shipped_profile
 from batchgen.profiler.transfer import DiskRates
 
 PRODUCTS = {SPEED: 1.0, MANY: 1.0}
@@ -33,6 +36,8 @@ def job(tmp_path, monkeypatch):
 
     monkeypatch.setattr(kinds, "instruction_set", lambda: "avx2")
     monkeypatch.setattr(kinds, "available_cores", lambda: 2)
+
+    monkeypatch.setattr(machine_profile, "_BESIDE", SimpleNamespace(slowdown=lambda: job.slowdown))
 
     def probed(known, trials, seconds):
         job.probes.append(seconds)
@@ -51,7 +56,7 @@ def job(tmp_path, monkeypatch):
         job.probes, job.disks = [], []
         return profile_here(resolved, Workload.uniform(max(1, tokens // 256), 256, 1))
 
-    job.disk = DISK_RATES
+    job.disk, job.slowdown = DISK_RATES, 1.0
     monkeypatch.setattr(machine_profile, "probed", probed)
     monkeypatch.setattr(machine_profile, "probe_disk", probe_disk)
     return job
@@ -100,6 +105,15 @@ def test_weights_that_may_stream_have_their_disk_probed_and_kept(job):
     assert job(1_000_000).disk_read_bytes_per_s > 0 and job.disks == []
 
 
+def test_a_job_beside_others_is_expected_to_take_longer_but_the_machine_is_not_taken_for_slow(job):
+    first = job(100_000_000)
+    job.slowdown = 2.0
+    beside = job(100_000_000)
+    assert math.exp(beside.knowledge.mean(PRODUCTS) - first.knowledge.mean(PRODUCTS)) == pytest.approx(2)
+    (kept,) = read_record(record_of_machine()).knowledge.values()
+    assert kept.mean(PRODUCTS) == pytest.approx(first.knowledge.mean(PRODUCTS))
+
+
 def test_a_measured_profile_is_used_where_there_is_one(job, monkeypatch):
     kind = job(256)
     measured = replace(kind, name="measured", knowledge=None)
@@ -112,3 +126,21 @@ def test_a_measured_profile_is_used_where_there_is_one(job, monkeypatch):
 def test_a_profile_that_was_measured_on_a_busy_machine_is_not_trusted():
     quiet, busy = knowledge_of_table(f"{MEASURED} cpu-1"), knowledge_of_table(f"{MEASURED} {BUSY} cpu-1")
     assert busy.deviation(PRODUCTS) > 2 * quiet.deviation(PRODUCTS)
+
+
+def test_profile_measures_the_shapes_and_formats_of_the_model_that_is_named(tmp_path, monkeypatch):
+    model = make_tiny_model("llama", tmp_path, hidden_size=256, intermediate_size=256)
+    file = tmp_path / "model.gguf"
+    write_tiny_gguf(model, file, tensor_type="Q4_0", tokenizer=make_tiny_tokenizer(tmp_path))
+    asked = []
+
+    def measured(wanted, offload_dir, *, refresh):
+        asked.append(wanted)
+        return shipped_profile("zen4")
+
+    monkeypatch.setattr(plan, "measured_hardware", measured)
+    plan.run_profile(ProfileOptions(model=str(file), device="cpu", dtype=("float32",)))
+    plan.run_profile(ProfileOptions(device="cpu", dtype=("float32",)))
+    of_model, of_any = asked
+    assert of_model.model.hidden_size == 256 and of_model.weight_formats[0] == "q4_0"
+    assert of_any.model is None and of_model.dtypes == of_any.dtypes == ("float32",)

@@ -83,8 +83,8 @@ class ChatTemplate:
             if given:
                 raise InputError(f"the model has several chat templates, none of them the default: {', '.join(given)}")
             raise InputError(
-                "the model has no chat template: give it prompts instead of messages, without --chat and "
-                "--system-prompt"
+                "the model has no chat template: give one with --chat-template, or prompts instead of messages, without"
+                " --chat and --system"
             )
         names = {
             name: list(map(str, t)) if isinstance(t, list | tuple) else str(t) for name, t in special_tokens.items()
