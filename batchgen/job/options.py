@@ -446,6 +446,19 @@ class JobOptions:
         metavar="TIME",
         help="How often finished rows are saved: what a crash can cost.",
     )
+    cache: str | Path | None = _option(
+        RUN,
+        "run",
+        metavar="DIR",
+        help="Take answers that jobs with the same directory have computed before, and keep those of this one there.",
+    )
+    cache_size: str | int = _option(
+        RUN,
+        "run",
+        default="10GiB",
+        metavar="SIZE",
+        help="Limit of --cache; the answers that were used longest ago go first.",
+    )
     share: bool = _option(
         RUN,
         "run",

@@ -241,6 +241,8 @@ def summary(report: dict[str, Any]) -> list[str]:
         predicted = report["predicted_wall_s"]
         said = f" (predicted {format_seconds(predicted)}{_at_first(report)})" if predicted else ""
         lines.append(f"done in {format_seconds(report['wall_s'])}{said}: {rows}")
+    if cached := report.get("rows_cached"):
+        lines.append(f"{cached:,} of {ok + failed - resumed:,} rows from the cache")
     if repeated := report.get("rows_repeated"):
         lines.append(f"{repeated:,} rows repeat others and were not computed again")
     if report["prompt_tokens"]:

@@ -243,6 +243,12 @@ class RunOptions(TypedDict, total=False):
     flush_interval: str | float
     """How often finished rows are saved: what a crash can cost. Default: '5s'."""
 
+    cache: str | Path | None
+    """Take answers that jobs with the same directory have computed before, and keep those of this one there."""
+
+    cache_size: str | int
+    """Limit of --cache; the answers that were used longest ago go first. Default: '10GiB'."""
+
     share: bool
     """Be one of any number of workers on this output, each started with this command, on machines that share the
     directory. Default: False.

@@ -213,11 +213,12 @@ class Run:
         done_rows: Rows that need no more work. The part writer adds rows to it.
         rows_resumed: Number of rows that were done when the run was opened.
         rows_of_others: Number of rows that other workers have finished since.
+        rows_known: Number of rows of this run whose answers were known before the model was loaded.
         partials: Tokens of unfinished rows, by row.
         notices: Messages to show to the user.
     """
 
-    rows_of_others = 0
+    rows_of_others = rows_known = 0
 
     def __init__(
         self,

@@ -131,6 +131,8 @@ class SharedRun:
     seen.
     """
 
+    rows_known = 0  # a worker looks its rows up as it runs them
+
     def __init__(
         self, output_path: Path, lease_s: float, open_plain: Callable[[], Run], fingerprint: dict[str, Any]
     ) -> None:
