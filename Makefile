@@ -21,6 +21,7 @@ $(VENV)/.installed: pyproject.toml $(wildcard csrc/* csrc/*/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c "import pip" 2>/dev/null || $(BIN)/python -m ensurepip  # uv makes environments without it
 	@$(MAKE) --no-print-directory --jobs 2 packages package
+	@$(BIN)/python -c "import batchgen.job.run"  # compiles what a job imports, so that the first one need not
 	touch $@
 
 # What tests, linters and pages need besides, and kernels of every instruction set.
