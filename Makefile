@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # Lines of pip's output that say how far it is.
 PIP_LINES := s|^ *(Collecting torch .*)|\1|p;s|^ *(Downloading .* MB\))|\1|p;s|^(Installing collected packages).*|\1|p
-BUILD_LINES := s/.*(Installing build dependencies|Built) .*/kernels: \L\1/p;s/.*Building CXX object .*kernels_(.*)\.dir.*/kernels: \1/p
+BUILD_LINES := s|^ *\*\*\* Building project.*|compiling C++ kernels|p;s|.*\[(.*)\] Building CXX object .*kernels_(.*)\.dir.*|compiled \1: \2|p
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .PHONY: install develop packages package dev-packages dev-package wheel wheel-check image quickstart recipes recipe-lm_eval recipe-throughput recipe-helm test test-all lint bench kill-check gpu-check gpu-wheels helm-check sanitize neon docs clean
