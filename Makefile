@@ -36,9 +36,9 @@ packages dev-packages:
 	@.ci/progress build/$@.log '$(PIP_LINES)' $(PIP) install --progress-bar off --no-compile -r $(VENV)/$@.txt
 
 # One folder of objects for all: a set that is there is not compiled again.
-package: KERNELS := -DBATCHGEN_TARGETS=native -DBATCHGEN_PLAIN_TWINS=OFF -DBATCHGEN_STATIC_RUNTIME=OFF
-dev-package: KERNELS := -DBATCHGEN_TARGETS= -DBATCHGEN_PLAIN_TWINS=ON -DBATCHGEN_STATIC_RUNTIME=OFF
-wheel: KERNELS := -DBATCHGEN_TARGETS= -DBATCHGEN_PLAIN_TWINS=OFF -DBATCHGEN_STATIC_RUNTIME=ON
+package: KERNELS := -DBATCHGEN_TARGETS=native -DBATCHGEN_PLAIN_TWINS=OFF
+dev-package: KERNELS := -DBATCHGEN_TARGETS= -DBATCHGEN_PLAIN_TWINS=ON
+wheel: KERNELS := -DBATCHGEN_TARGETS= -DBATCHGEN_PLAIN_TWINS=OFF
 package dev-package wheel: export CMAKE_ARGS = $(KERNELS)
 package dev-package wheel: export SKBUILD_BUILD_DIR = build/make/{wheel_tag}
 package dev-package:
@@ -50,6 +50,8 @@ develop: $(VENV)/.developed
 
 # A wheel for this Python and this architecture, with kernels of every instruction set, in dist/. pybind11 has no stable ABI, so
 # each version of Python has a wheel of its own: make wheel PYTHON=python3.12 VENV=.venv-3.12.
+# auditwheel names the oldest glibc that it runs with. A C++ runtime linked into it would need a newer one: libstdc++'s random
+# device calls arc4random (glibc 2.36).
 wheel: $(VENV)/.installed
 	rm -rf dist build/wheel
 	@.ci/progress build/$@.log '$(BUILD_LINES)' $(PIP) wheel -v --no-deps --wheel-dir build/wheel .
