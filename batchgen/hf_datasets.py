@@ -49,7 +49,7 @@ class MapFunction:
             chat_template_kwargs, continue_final, id_column) and of columns (output_prefix, token_ids); fields of
             SamplingParams, of which choice is named choices; and options of `Engine`: dtype, device, gpu_memory,
             cpu_memory, admission, max_num_seqs, max_num_batched_tokens, max_model_len, share_prefixes,
-            expected_output_len and on_overlong.
+            expected_output_len, on_overlong and chat_template.
 
     Raises:
         TypeError: There is no such option.
@@ -96,6 +96,7 @@ class MapFunction:
         columns = {name: read(name) for name in {*(compiled.columns or names[:1]), self._id_column} - {None}}
         num_rows = len(next(iter(columns.values())))
         engine = self._engine_here()
+        compiled = compiled.for_template(engine.parts.tokenizer.renders_texts)
         if compiled.uses_chat:
             engine.parts.tokenizer.require_chat_template(compiled.chat)
         rows: list[dict] = [{}] * num_rows
@@ -192,7 +193,7 @@ class MapFunction:
     def _output_columns(self) -> SampleColumns:
         """The columns that are added to a batch."""
         if self._reasoning is None:
-            self._reasoning = gives_reasoning(self._model, self._sampling)
+            self._reasoning = gives_reasoning(self._model, self._sampling, self._engine_options.get("chat_template"))
         return SampleColumns.of(self._sampling, reasoning=self._reasoning, token_ids=self._token_ids)
 
     def _row(self, completion: Completion) -> dict:
@@ -255,7 +256,9 @@ def _schema(names: list[str], read: Callable[[str], Sequence], prompts: PromptSp
     """
     typed = {prompts.column, prompts.messages_column, id_column}
     if prompts.template is None and typed <= {None, id_column}:
-        typed |= {"prompt", "messages", "conversations"}
+        known = {"messages", "conversations", "prompt", "text"}
+        # Without one of these, the only column of text has the prompts.
+        typed |= known & set(names) or {name for name in names if any(isinstance(v, str) for v in read(name))}
 
     def type_of(name: str) -> pa.DataType:
         column_type = pa.array(read(name)).type if name in typed else pa.null()

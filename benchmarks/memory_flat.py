@@ -101,8 +101,8 @@ def run_one(model: str, rows: int, folder: Path) -> dict:
     started = time.perf_counter()
     report = job.run_job(
         job.JobOptions(
-            model, str(source), output, prompt_template="Say {{ name }}", sampling=SamplingParams(max_tokens=2),
-            flush_interval="1s", progress="none",
+            model, str(source), output, prompt_template="Say {{ name }}", chat=False,
+            sampling=SamplingParams(max_tokens=2), flush_interval="1s", progress="none",
         )
     )  # fmt: skip
     assert report["rows_ok"] == rows

@@ -38,7 +38,7 @@ def parquet(path: Path, lengths: list[int]) -> list[str]:
     """Arguments for a file of prompts of these lengths."""
     draw = random.Random(1)
     pq.write_table(pa.table({"prompt": [prompt(draw, n) for n in lengths]}), path)
-    return ["--input", str(path), "--ignore-eos"]
+    return ["--input", str(path), "--ignore-eos", "--no-chat"]
 
 
 def openai_batch(path: Path, lengths: list[tuple[int, int]]) -> list[str]:

@@ -26,9 +26,9 @@ from typing import Any
 import pyarrow.parquet as pq
 from recording import result_path, write
 
+from batchgen.job.status import output_status
 from batchgen.output.manifest import Manifest
 from batchgen.output.run_directory import run_directory
-from batchgen.job.status import output_status
 
 SUPPORT = Path(__file__).parents[1] / "tests" / "support"
 WORKER = SUPPORT / "shared_worker.py"

@@ -108,7 +108,7 @@ def logged():
     from batchgen.job.progress import log_lines
 
     lines = []
-    with log_lines(lines.append):
+    with log_lines(lambda line, **_: lines.append(line)):
         yield lines
 
 

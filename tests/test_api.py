@@ -194,10 +194,10 @@ def test_few_rows_of_a_large_table_take_no_longer(model, expected):
     assert answers["text"].to_pylist() == expected[:2] and sum(reads) <= 2000
 
 
-def failing_stream():
+def stream_that_fails(error):
     def batches():
         yield pa.record_batch({"q": ["a"]})
-        raise RuntimeError("the query\nfailed")
+        raise error
 
     return pa.RecordBatchReader.from_batches(pa.schema([("q", pa.string())]), batches())
 
@@ -217,13 +217,13 @@ def failing_stream():
         ({"q": ["a", 1]}, "column 'q' of the dict given is no list of values of one type"),
         ({"q": ["a"], "r": [1, 2]}, "no dict of columns of equal lengths"),
         (pa.table([["a"], ["b"]], ["q", "q"]), "more than one column named 'q'"),
-        (failing_stream, "cannot be read as an Arrow table: .*the query failed"),
+        (stream_that_fails(RuntimeError("the query\nfailed")), "cannot be read as an Arrow table: .*the query failed"),
+        (stream_that_fails(OSError(5, "no such table")), "cannot be read as an Arrow table: .*no such table"),
     ],
     ids=repr,
 )
 def test_inputs_that_are_no_tables_are_refused_in_one_line(model, given, complaint, monkeypatch):
     monkeypatch.setattr("batchgen.job.loading.load_on_ranks", no_model)
-    given = given() if callable(given) else given
     with pytest.raises(InputError, match=complaint) as refused:
         batchgen.run(model, given, prompt_column="q")
     assert "\n" not in str(refused.value)

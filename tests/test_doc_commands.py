@@ -129,10 +129,11 @@ def test_commands_of_a_page_run_one_after_the_other(page, reader):
 def test_the_first_command_gives_a_file_with_all_columns_and_the_answers(reader):
     reader("README.md")
     (command,) = runs_here("README.md")
+    assert command.text == "batchgen run --model M --input data.parquet"
     assert invoke(*command.words[1:])[0] == 0
-    table = pq.read_table("out.parquet")
+    table = pq.read_table("data.out.parquet")
     assert table.column("text").to_pylist() == TEXTS and len(table.column("gen_text").to_pylist()) == len(TEXTS)
-    assert "gen_text" in (ROOT / "README.md").read_text()
+    assert all(name in (ROOT / "README.md").read_text() for name in ("gen_text", "data.out.parquet"))
 
 
 @pytest.mark.slow

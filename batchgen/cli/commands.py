@@ -7,14 +7,14 @@ import io
 import json
 import os
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 from batchgen._version import __version__
-from batchgen.cli.options import STEPS, takes_options
+from batchgen.cli.options import CONFIG, STEPS, takes_options
 from batchgen.core.errors import BatchgenError, InputError, JobStopped, TooManyFailed, naming_files
 from batchgen.core.imports import importing, leave_pandas_out
 from batchgen.core.interrupts import keep
@@ -22,7 +22,17 @@ from batchgen.core.request import SamplingParams
 from batchgen.core.screen import ProductLost, Screen, put, say
 from batchgen.core.text import without_credentials
 from batchgen.core.text_file import read_text
-from batchgen.job.options import BenchOptions, ConvertOptions, JobOptions, PlanOptions, ProfileOptions, flag_of
+from batchgen.job.options import (
+    RUN,
+    TEXT_OF_FILE,
+    BenchOptions,
+    ConvertOptions,
+    JobOptions,
+    Option,
+    PlanOptions,
+    ProfileOptions,
+    options_of,
+)
 from batchgen.job.step_tables import steps_of
 
 
@@ -33,22 +43,36 @@ def cli() -> None:
     keep(lambda: "")
 
 
-@takes_options("run", config=True)
+# What `run` prints on standard output without running: for programs.
+_AS_JSON = Option(
+    "as_json", ("--json",), RUN, frozenset(), default=False, type=bool, common=True,
+    help="With --dry-run: as JSON on stdout, with the whole plan.",
+)  # fmt: skip
+
+
+@takes_options("run", CONFIG, _AS_JSON, short_help=True)
 def run(**options: Any) -> None:
     """Run every row of a dataset through a model.
 
-    Rows are written in input order, input columns kept, with the columns text, finish_reason, prompt_tokens,
-    generated_tokens and error (gen_text and so on where the input has one of these names); with --task score logprobs,
-    is_greedy and num_tokens of every continuation, or logprob, num_tokens and perplexity of the prompt, and the choice
-    of --choices. Finished rows are saved every few seconds: run the same command again after any interruption and it
-    goes on.
+    \b
+    batchgen run --model demo --input data.parquet
+    batchgen run --model demo --input data.csv --prompt-template 'Classify: {{ text }}' --max-tokens 8
+    batchgen run --model demo --input data.csv --prompt-template 'Is it late? {{ text }}' --task score \\
+        --choices yes --choices no
+
+    The first writes data.out.parquet: all columns of the input, in its order, and text, finish_reason, prompt_tokens,
+    generated_tokens and error (gen_text and so on where the input has one of these names). Stop it however you like:
+    the same command goes on where it was. --dry-run shows the first prompt and how long the job will take.
 
     Exit codes: 0 complete, 1 failed, 2 bad usage or input, 3 stopped by --max-time, 4 too many rows failed, 130
     interrupted.
     """
     ranks = max(options["tensor_parallel"], options["pipeline"])
     _follow(ranks)
-    keep(lambda: _before_rows(options["output"]))
+    as_json = options.pop("as_json")
+    if as_json and not options["dry_run"]:
+        raise InputError("--json is for --dry-run: leave it out, or give --report - for the report of a whole job")
+    keep(lambda: "no rows are finished yet")
     from batchgen.distributed.group import dismissing
 
     with dismissing(ranks):
@@ -56,10 +80,16 @@ def run(**options: Any) -> None:
         _say_begun(job)
         with importing():
             from batchgen.job.checks import check_job
+            from batchgen.job.default_output import default_output
         leave_pandas_out()
+        if job.output is None:
+            job = replace(job, output=default_output(job))
+            if job.progress != "none":
+                say(without_credentials(f"output: {job.output}"))
+        keep(lambda: _before_rows(str(job.output)))
         check_job(job)  # before imports that take a second
     with importing():
-        from batchgen.job.report import summary
+        from batchgen.job.report import dry_run_lines, summary
         from batchgen.job.run import run_job
 
     failure = None
@@ -73,11 +103,10 @@ def run(**options: Any) -> None:
     if options["report"] == "-" or options["log_format"] == "json":
         pass  # stdout is the report's
     elif report["state"] == "dry run":
-        if not sys.stdout.isatty():  # there it would push away the lines that somebody reads
-            put([json.dumps({k: v for k, v in report.items() if k != "first_prompt"}, indent=2)])
+        put([json.dumps(report, indent=2)] if as_json else dry_run_lines(report))
     else:
         for line in summary(report):
-            say(line, sys.stderr if options["output"] == "-" else sys.stdout)  # stdout may be the output's
+            say(line, sys.stderr if job.output == "-" else sys.stdout)  # stdout may be the output's
     if failure is not None:
         _log_and_exit(failure, job)
         raise failure
@@ -85,7 +114,7 @@ def run(**options: Any) -> None:
         sys.exit(JobStopped.exit_code)
 
 
-@takes_options("plan", config=True)
+@takes_options("plan", CONFIG)
 def plan(**options: Any) -> None:
     """Say how a job will run and how long it will take, on this machine or another.
 
@@ -99,7 +128,7 @@ def plan(**options: Any) -> None:
     put(run_plan(PlanOptions(_job(options), **of_plan)))
 
 
-@takes_options("bench", config=True)
+@takes_options("bench", CONFIG)
 def bench(**options: Any) -> None:
     """Measure a model on random rows of equal lengths, beside what the plan said it would take.
 
@@ -212,26 +241,22 @@ def _job(options: dict[str, Any]) -> JobOptions:
     if (config := options.pop("config")) is not None:
         read.append(("--config", config))
     given = _taken(options, SamplingParams)
-    read += [(flag_of(name), os.path.expanduser(given[name])) for name in _FILES if given.get(name) is not None]
-    options = {"input": None, "output": None, **options}
-    sampling = SamplingParams(**_as_meant(given))
-    steps = [_as_meant(step) for step in click.get_current_context().meta.get(STEPS, ())]
+    files = {option.name: option.flag for option in options_of("run") if option.reads == TEXT_OF_FILE}
+    for holder in (given, options):
+        read += [(files[name], os.path.expanduser(holder[name])) for name in files if holder.get(name) is not None]
+    options = {"input": None, "output": None, **_with_texts(options)}
+    steps = [_with_texts(step) for step in click.get_current_context().meta.get(STEPS, ())]
     if steps:
         options["steps"] = steps_of(steps, f"--config {config}")
-    return JobOptions(sampling=sampling, read_before=tuple(read), **options)
+    return JobOptions(sampling=SamplingParams(**_with_texts(given)), read_before=tuple(read), **options)
 
 
-_FILES = ("json_schema", "grammar")  # sampling options that name a file on the command line
-
-
-def _as_meant(given: dict[str, Any]) -> dict[str, Any]:
-    """Values of sampling options with files read and escapes replaced."""
+def _with_texts(given: dict[str, Any]) -> dict[str, Any]:
+    """Values of options, with the texts of files in place of their names."""
     given = dict(given)
-    if "stop" in given:
-        given["stop"] = tuple(s.replace("\\n", "\n").replace("\\t", "\t") for s in given["stop"])
-    for name in _FILES:
-        if given.get(name) is not None:
-            given[name] = _read_text(flag_of(name), given[name])
+    for option in options_of("run"):
+        if option.reads == TEXT_OF_FILE and given.get(option.name) is not None:
+            given[option.name] = _read_text(option.flag, given[option.name])
     return given
 
 
@@ -262,10 +287,11 @@ def run_cli() -> int:
     except click.ClickException as error:
         shown = io.StringIO()
         error.show(shown)
-        for line in shown.getvalue().splitlines():
-            say(line)
+        lines = shown.getvalue().splitlines()
         if isinstance(error, click.UsageError) and error.message.startswith("Got unexpected extra argument"):
-            say("A value that has spaces needs quotes around it: 'Classify: {{ text }}'")
+            lines[-1] += ": a value that has spaces needs quotes around it, as 'Classify: {{ text }}' has"
+        for line in lines:
+            say(line)
         return error.exit_code
     except ProductLost as error:
         if error.errno == errno.EPIPE:  # whoever reads it has seen enough

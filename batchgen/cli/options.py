@@ -12,15 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from batchgen.core.errors import InputError
-from batchgen.core.text import repair_surrogates
+from batchgen.core.text import repair_surrogates, typed
 from batchgen.core.text_file import read_text
-from batchgen.job.options import AT_FILE, FILE, FILE_OR_NAME, GROUPS, MODEL, Option, names_of, options_of
+from batchgen.job.options import (
+    AT_FILE,
+    FILE,
+    FILE_OR_NAME,
+    GROUPS,
+    MODEL,
+    TEXT_OF_FILE,
+    Option,
+    names_of,
+    options_of,
+)
 from batchgen.job.step_tables import STEP_OPTIONS
 
 STEPS = "batchgen.steps"  # key of a context's `meta` under which the tables of steps are
-_READ = {option.name: option.reads for option in options_of("run") if option.reads in (FILE, AT_FILE)}
+_READ = {option.name: option.reads for option in options_of("run") if option.reads in (FILE, AT_FILE, TEXT_OF_FILE)}
 
 
 def read_job_file(path: str | Path) -> dict[str, Any]:
@@ -145,7 +156,7 @@ class _Text(click.types.StringParamType):
         text, flag = str(super().convert(value, parameter, context)), self._option.flag
         if "\x00" in text:
             raise InputError(f"{flag} has a NUL character, which nothing can be named after or made of")
-        if not text and self._option.reads in (FILE, FILE_OR_NAME):
+        if not text and self._option.reads in (FILE, FILE_OR_NAME, TEXT_OF_FILE):
             raise InputError(f"{flag} is empty: name something, or leave it out")
         if self._option.metavar not in _NAMES_OF_FILES and not text.startswith("@") and repair_surrogates(text) != text:
             raise InputError(f"{flag} is not UTF-8: write it in a terminal, or a file, that is")
@@ -156,9 +167,10 @@ _NAMES_OF_FILES = ("FILE", "PATH", "DIR", "MODEL", "FILE|NAME")
 
 
 # The file that options come from.
-_CONFIG = Option(
+CONFIG = Option(
     "config", ("--config",), MODEL, frozenset(), metavar="FILE",
     help="TOML file of these options, which flags override. Files it names are looked for beside it first.",
+    common=True,
 )  # fmt: skip
 
 
@@ -167,37 +179,59 @@ class Command(click.Command):
 
     Attributes:
         groups: Group of each option, by the option's name.
+        common: Names of the options that the short help shows; empty: there is no short help, `--help` shows all.
     """
 
     groups: dict[str, str]
+    common: frozenset[str] = frozenset()
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options into the help, in a section for each group."""
+        whole = not self.common or context.meta.get(_WHOLE_HELP)
+        shown = [p for p in self.get_params(context) if whole or p.name not in self.groups or p.name in self.common]
         for group in (*GROUPS, None):
-            members = [p for p in self.get_params(context) if self.groups.get(p.name or "") == group]
+            members = [p for p in shown if self.groups.get(p.name or "") == group]
             records = [record for p in members if (record := p.get_help_record(context)) is not None]
             if records:
                 with formatter.section((group or "other").capitalize()):
                     formatter.write_dl(records)
 
 
-def takes_options(taker: str, *, config: bool = False) -> Callable[[Callable], Command]:
+_WHOLE_HELP = "batchgen.whole_help"
+
+
+def _show_all(context: click.Context, _: click.Parameter, given: bool) -> None:
+    """Callback of --help-all: the help with all options, and the end of the command."""
+    if given:
+        context.meta[_WHOLE_HELP] = True
+        click.echo(context.get_help())
+        context.exit()
+
+
+def takes_options(taker: str, *more: Option, short_help: bool = False) -> Callable[[Callable], Command]:
     """A decorator that makes a click command of a function.
 
     Args:
         taker: Name of the command in the options' `takers`; the command gets these options.
-        config: Whether the command also has --config.
+        *more: Options of the command line alone, which stand behind the model.
+        short_help: Whether `--help` shows the common options only, and `--help-all` shows all of them.
     """
     options = [_for_command(taker, option) for option in options_of(taker)]
-    if config:
-        options.insert(1, _CONFIG)  # after the model
+    options[1:1] = more
     required = [f"{option.flags[0]} {option.metavar}" for option in options if option.required]
 
     def decorate(function: Callable) -> Command:
         for option in reversed(options):
             function = _click_option(option)(function)
+        if short_help:
+            function = click.option(
+                "--help-all", is_flag=True, expose_value=False, is_eager=True, callback=_show_all,
+                help=f"All {len(options)} options; docs/command_line.md has them too.",
+            )(function)  # fmt: skip
         command = click.command(cls=Command, options_metavar=" ".join([*required, "[OPTIONS]"]))(function)
         command.groups = {option.name: option.group for option in options}
+        if short_help:
+            command.common = frozenset(option.name for option in options if option.common or option.required)
         return command
 
     return decorate
@@ -210,8 +244,22 @@ def _for_command(taker: str, option: Option) -> Option:
     return replace(option, required=False, help=f"{option.help} Or --num-prompts, --input-len and --output-len.")
 
 
+def _typed(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
+    """Callback of options with text: a typed \\n and \\t become a newline and a tab; values of a job file stay."""
+    if value is None or context.get_parameter_source(parameter.name or "") is not ParameterSource.COMMANDLINE:
+        return value
+    return tuple(map(typed, value)) if parameter.multiple else typed(value)
+
+
+def _typed_unless_file(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
+    """Callback of an option with text or @FILE."""
+    return value if isinstance(value, str) and value.startswith("@") else _typed(context, parameter, value)
+
+
 def _click_option(option: Option) -> Callable:
-    more: dict[str, Any] = {"is_eager": True, "callback": _config_file} if option is _CONFIG else {}
+    more: dict[str, Any] = {"is_eager": True, "callback": _config_file} if option is CONFIG else {}
+    if option.typed:
+        more["callback"] = _typed if option.reads is None else _typed_unless_file
     return click.option(*option.flags, option.name, **_declaration(option), **more)
 
 

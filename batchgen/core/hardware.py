@@ -261,7 +261,7 @@ class HardwareProfile:
         all_reduce_overhead_s: Constant seconds of one such sum, besides those of its bytes.
         kernels: The CPU kernel of each shape for which the rates were measured; empty: no kernel was chosen.
         sources: The origin of each figure, by field name; empty for a measured profile.
-        knowledge: Knowledge of how far the rates are certain; None for a given profile. It is not part of a profile's file.
+        knowledge: Knowledge of how certain the rates are; None for a given profile. A profile's file does not have it.
     """
 
     name: str

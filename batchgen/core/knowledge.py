@@ -28,6 +28,8 @@ MOMENT = 0.08
 _MANY_TOKENS = 64
 # The speed of a machine drifts from one job to the next.
 _DRIFT = 0.04
+# Standard deviation of the logarithm by which others slow a job down, as a part of it: they may come and go.
+_BESIDE = 0.5
 MEASURED = "measured"  # begins the name of a table of this machine's own rates
 # 90 % of a normal distribution lie within so many standard deviations.
 _WITHIN_90 = 1.645
@@ -91,14 +93,25 @@ class Knowledge:
         }
         return replace(self, means=means, covariance=covariance)
 
-    def drifted(self) -> Knowledge:
-        """The knowledge some time later, when the machine may be faster or slower."""
-        speed = {SPEED: self._covariance(SPEED, SPEED) + _DRIFT**2}
+    def slowed(self, slowdown: float) -> Knowledge:
+        """The knowledge for a job beside which others use the cores.
+
+        Args:
+            slowdown: Factor by which the job is expected to take longer.
+        """
+        longer = math.log(slowdown)
+        variance = self._covariance(SPEED, SPEED) + (_BESIDE * longer) ** 2
         return replace(
             self,
-            means={SPEED: 0.0, **self.means},
-            covariance={**self.covariance, SPEED: {**self.covariance.get(SPEED, {}), **speed}},
+            means={**self.means, SPEED: self.means.get(SPEED, 0.0) + longer},
+            covariance={**self.covariance, SPEED: {**self.covariance.get(SPEED, {}), SPEED: variance}},
         )
+
+    def drifted(self) -> Knowledge:
+        """The knowledge some time later, when the machine may be faster or slower."""
+        variance = self._covariance(SPEED, SPEED) + _DRIFT**2
+        covariance = {**self.covariance, SPEED: {**self.covariance.get(SPEED, {}), SPEED: variance}}
+        return replace(self, means={SPEED: 0.0, **self.means}, covariance=covariance)
 
     def interval(self, parts: Parts) -> tuple[float, float]:
         """The factors on an expected time between which it lies in nine cases of ten."""

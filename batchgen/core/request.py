@@ -88,7 +88,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    json_schema: str | None = None
+    json_schema: str | Mapping[str, Any] | type | None = None
     regex: str | None = None
     choice: tuple[str, ...] = ()
     grammar: str | None = None
@@ -248,6 +248,7 @@ class ChatOptions:
         chat_template_kwargs: Variables for the model's chat template, such as {"enable_thinking": False}, as a mapping
             or as JSON text. A request with a variable that the template does not use fails.
         continue_final: True where a last message of the assistant is continued. Else the model starts a new message.
+        tools: Tools that the model may call, as JSON schemas that the chat template writes into the prompt; None: none.
 
     Raises:
         InputError: The variables are not valid JSON.
@@ -255,6 +256,7 @@ class ChatOptions:
 
     chat_template_kwargs: Mapping[str, Any] | str = field(default_factory=dict)
     continue_final: bool = False
+    tools: Sequence[Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         given: Any = self.chat_template_kwargs
@@ -323,16 +325,21 @@ class Request:
         return tuple(replace(self, prompt=p, more_prompts=()) for p in (self.prompt, *self.more_prompts))
 
 
-def request_digest(prompts: Iterable[tuple[array[int], SamplingParams]], reasoning_apart: bool) -> bytes:
-    """Digest, 16 bytes, of what decides a request's samples, besides the model and the id that keys random draws.
+def request_digest(
+    prompts: Iterable[tuple[array[int], SamplingParams]], row_id: str | int, reasoning_apart: bool
+) -> bytes:
+    """Digest, 16 bytes, of what decides a request's samples beside the model.
 
     Args:
         prompts: Token ids of each prompt, and its sampling parameters.
+        row_id: Id of the request's row, on which samples depend where tokens are drawn at random.
         reasoning_apart: Whether reasoning is removed from the samples' texts.
     """
     digest = blake2b(b"apart" if reasoning_apart else b"whole", digest_size=16)
     for token_ids, sampling in prompts:
-        digest.update(b"%d %s" % (len(token_ids), _sampling_text(sampling)))
+        drawn = "" if sampling.is_greedy else f"{type(row_id).__name__} {row_id}"
+        digest.update(f"{len(token_ids)} {drawn}\0".encode(errors="surrogatepass"))
+        digest.update(_sampling_text(sampling))
         digest.update(token_ids)
     return digest.digest()
 
@@ -454,6 +461,19 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Answer:
+    """The part of a Completion that does not depend on which job computes it.
+
+    Attributes:
+        samples: The generated texts, `n` of each prompt.
+        prompt_logprobs: For each prompt, log-probabilities at each position; None where they were not asked for.
+    """
+
+    samples: tuple[Sample, ...]
+    prompt_logprobs: tuple[tuple[PositionLogprobs, ...] | None, ...]
+
+
+@dataclass(frozen=True)
 class Completion:
     """The result of one request: `samples` where it succeeded, `error` where it failed.
 
@@ -467,6 +487,8 @@ class Completion:
         cached_tokens: Number of prompt tokens whose KV was already computed for another row.
         row: Number of the request's row in a dataset.
         prompts: Tokens of each prompt; empty where the request failed.
+        digest: Digest of what decides the samples beside the model (`request_digest`); empty where they were not
+            computed for this request.
     """
 
     index: int
@@ -477,6 +499,12 @@ class Completion:
     cached_tokens: int = 0
     row: int | None = None
     prompts: tuple[Prompt, ...] = ()
+    digest: bytes = b""
+
+    @property
+    def answer(self) -> Answer:
+        """The part of a Completion that does not depend on which job computes it."""
+        return Answer(self.samples, tuple(prompt.logprobs for prompt in self.prompts))
 
     @property
     def text(self) -> str | None:

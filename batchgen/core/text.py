@@ -21,6 +21,8 @@ class NotText(bytes):
 
 
 _HIDDEN = "***"
+_CONTROLS = {"n": "\n", "t": "\t"}
+_TYPED = re.compile(r"\\(\\*)([nt])")
 # user:password@ of a URL. The latter may hold "/", as keys of S3 do, which a port cannot: it is followed by a path.
 _USER_AND_PASSWORD = re.compile(r"(?<=://)(?:[^\s/@:]*:[^\s/]*|[^\s/@:]+:(?!\d+/)[^\s@]*)(?=@)")
 _TOKEN = re.compile(r"(?<=https://)[^\s/@:]+(?=@)|(?<=http://)[^\s/@:]+(?=@)")
@@ -52,6 +54,20 @@ def _secrets(url: str) -> list[str]:
     found += [value[2] for query in _QUERY.finditer(url) for value in _QUERY_VALUE.finditer(query[0])]
     least = 4  # shorter ones may be a part of any word
     return sorted((secret for secret in found if len(secret) >= least and secret != _HIDDEN), key=len, reverse=True)
+
+
+def typed(text: str) -> str:
+    r"""The text that somebody means who typed it on a command line: `\n` is a newline, `\t` a tab, `\\n` the text `\n`.
+
+    Of several backslashes before the letter one is dropped. All other backslashes are text.
+    """
+    return _TYPED.sub(lambda match: match[1] + match[2] if match[1] else _CONTROLS[match[2]], text)
+
+
+def as_typed(text: str) -> str:
+    """The text that has to be typed on a command line so that `typed` gives a text."""
+    escaped = re.sub(r"(\\+)(?=[nt])", r"\1\\", text)
+    return re.sub(r"(?<!\\)[\n\t]", lambda match: "\\n" if match[0] == "\n" else "\\t", escaped)
 
 
 def repair_surrogates(value: Nest) -> Nest:

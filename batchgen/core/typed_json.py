@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import types
 from collections.abc import Callable, Mapping
@@ -24,7 +25,7 @@ def read_typed(kind: Any, value: Any, where: str = "it") -> Any:
 
     Args:
         kind: The type: bool, int, float (finite), str, a Literal of texts, a dataclass, `Mapping[K, V]`, `tuple[...]`,
-            a union with None, or `Any`.
+            a union, or `Any`.
         value: The decoded JSON value, with dictionaries for dataclasses and lists for tuples.
         where: Name of the value in error messages.
 
@@ -36,7 +37,10 @@ def read_typed(kind: Any, value: Any, where: str = "it") -> Any:
     if get_origin(kind) in (Union, types.UnionType):
         if value is None and type(None) in get_args(kind):
             return None
-        kind = next(k for k in get_args(kind) if k is not type(None))
+        *others, kind = (k for k in get_args(kind) if k is not type(None))
+        for other in others:
+            with contextlib.suppress(ValueError):
+                return read_typed(other, value, where)
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
             raise ValueError(f"{where} must be one of {', '.join(get_args(kind))}, not {_short(value)}")

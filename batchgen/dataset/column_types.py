@@ -40,7 +40,7 @@ def closest(name: str, schema: pa.Schema) -> str:
 def listed(schema: pa.Schema) -> str:
     """The end of an error message that lists the columns: " (columns: ...)", with a hint where they look wrong."""
     text = f" (columns: {', '.join(schema.names)})"
-    if len(schema) == 1 and any(delimiter in schema.names[0] for delimiter in DELIMITERS):
+    if is_unsplit(schema):
         return f"{text}; if its header was read as one column, give --csv-delimiter"
     for field in schema:
         if (
@@ -51,6 +51,11 @@ def listed(schema: pa.Schema) -> str:
             command = f"jq -c '.[{json.dumps(field.name)}][]'"
             return f"{text}; if {field.name!r} has the rows, write one of them a line, as {command} does"
     return text
+
+
+def is_unsplit(schema: pa.Schema) -> bool:
+    """True where the only column looks like the header of several, which were not taken apart."""
+    return len(schema) == 1 and any(delimiter in schema.names[0] for delimiter in DELIMITERS)
 
 
 def is_text(column_type: pa.DataType) -> bool:

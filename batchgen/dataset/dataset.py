@@ -8,6 +8,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchgen.core.errors import InputError
+from batchgen.dataset.identity import describe_files
 from batchgen.dataset.source import Source
 
 
@@ -111,6 +112,14 @@ class Dataset:
             return True
         begins_with = self._source.begins_with
         return was["format"] == self.format and begins_with is not None and begins_with(now, was)
+
+    def describe_files(self, was: dict[str, Any]) -> str:
+        """The text on how the files of this input differ from those of an earlier input.
+
+        Args:
+            was: The `identity` of the earlier input.
+        """
+        return describe_files(was["files"], self.identity()["files"], self._source.begins_alike)
 
     def _bounds(self) -> tuple[int, int | None]:
         """The index of the first row, and the index after the last row, which is None for the end of the input."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from batchgen.core.errors import InputError
 from batchgen.core.text import without_credentials
+from batchgen.core.units import format_bytes
 from batchgen.dataset.partitions import Partitions
 from batchgen.dataset.source import naming
 from batchgen.dataset.storage import content_tag, is_compressed, is_url, open_raw, version
@@ -24,6 +25,7 @@ _CLOCK_TICK_NS = 20_000_000
 # A file that is written to all the time is compared for this part of the time.
 _COMPARING_SHARE = 0.05
 _TRIES = 5
+_DESCRIBED = 2  # changed files that a message describes one by one
 
 
 @dataclass
@@ -54,9 +56,18 @@ class InputFiles:
         paths: Local paths or URLs, in the order in which they are read.
         partitions: Columns of the files' partition directories.
         may_get_lines: True for text files, to which lines may be appended.
+        details: Function from a path to further JSON values that identify the file; None: there are none.
     """
 
-    def __init__(self, paths: list[str], partitions: Partitions | None = None, *, may_get_lines: bool = False) -> None:
+    def __init__(
+        self,
+        paths: list[str],
+        partitions: Partitions | None = None,
+        *,
+        may_get_lines: bool = False,
+        details: Callable[[str], dict[str, Any]] | None = None,
+    ) -> None:
+        self._details = details
         self._files = {path: _File(path, _size_of(path)) for path in paths}
         self._partitions = partitions or Partitions()
         self._may_get_lines = may_get_lines
@@ -132,7 +143,8 @@ class InputFiles:
         with naming(file.path):
             if not file.digest or file.stamp is None or _stamp(file.path) != file.stamp:
                 self._find_digest(file)
-        return {"name": _name(file.path), "size_bytes": file.size_bytes, **file.digest}
+        details = self._details(file.path) if self._details else {}
+        return {"name": _name(file.path), "size_bytes": file.size_bytes, **file.digest, **details}
 
     def _find_digest(self, file: _File) -> None:
         """Compute the digest of a file's current content. Raises InputError where the file keeps changing meanwhile."""
@@ -156,6 +168,52 @@ class InputFiles:
         with open_raw(file.path) as opened:
             read_bytes = file.size_bytes if self._may_get_lines else opened.seek(0, os.SEEK_END)
             return _content_digest(opened, read_bytes, _algorithm(file.size_bytes))
+
+
+def describe_files(
+    was: list[dict[str, Any]], now: list[dict[str, Any]], begins_alike: Callable[[dict[str, Any]], bool | None]
+) -> str:
+    """The text on how the files of an input differ from an earlier state of the input.
+
+    Args:
+        was: The `files` of the earlier identity.
+        now: The `files` of the identity now.
+        begins_alike: Function that tells, from the earlier identity of a file, whether the file now begins with the
+            same rows; None: that is not known.
+    """
+    before, after = ({file["name"]: file for file in files} for files in (was, now))
+    if len(before) < len(was) or len(after) < len(now):  # of several directories
+        return f"its {len(now):,} files are not the {len(was):,} files that they were"
+    changed = [name for name in after if name in before and after[name] != before[name]]
+    texts = [_describe_file(before[name], after[name], begins_alike) for name in changed[:_DESCRIBED]]
+    for names, fate in (
+        (changed[_DESCRIBED:], "changed"),
+        (after.keys() - before, "new"),
+        (before.keys() - after, "gone"),
+    ):
+        if names:
+            others = f" and {len(names) - 1:,} more files" if len(names) > 1 else ""
+            texts.append(f"{min(names)}{others} {'are' if others else 'is'} {fate}")
+    return "; ".join(texts) or "its files are read in another order"
+
+
+def _describe_file(
+    was: dict[str, Any], now: dict[str, Any], begins_alike: Callable[[dict[str, Any]], bool | None]
+) -> str:
+    name, rows_was, rows_now = now["name"], was.get("rows"), now.get("rows")
+    if rows_was is None or rows_now is None:
+        sizes = (format_bytes(file["size_bytes"]) for file in (was, now))
+        return "{} has changed ({} before, {} now)".format(name, *sizes)
+    if rows_was == rows_now:
+        return f"{name} has other values in its {rows_now:,} rows"
+    alike = begins_alike(was) if rows_now > rows_was else None
+    if alike:
+        return (
+            f"{name} has grown from {rows_was:,} to {rows_now:,} rows and begins with the same ones (a file of its kind"
+            " is read as a whole: the new rows alone, in a file of their own, are a job of their own)"
+        )
+    begin = ", and begins with other ones" if alike is False else ""
+    return f"{name} has {rows_now:,} rows, {rows_was:,} before{begin}"
 
 
 def _got_lines(path: str, was: dict[str, Any]) -> bool:

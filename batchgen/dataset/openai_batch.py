@@ -15,7 +15,7 @@ import pyarrow as pa
 from batchgen.core.errors import InputError, RowError, one_line
 from batchgen.core.request import MOST_SAMPLES, PLAIN_CHAT, ChatOptions, Request, SamplingParams
 from batchgen.dataset.bad_lines import bad_lines
-from batchgen.dataset.messages import normalize_messages
+from batchgen.dataset.messages import normalize_messages, normalize_tools
 
 COLUMNS = ("custom_id", "method", "url", "body")
 CHAT_URL = "/v1/chat/completions"
@@ -30,7 +30,7 @@ _IGNORED = {
 }
 # Parameters that are not supported, and the values with which they ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
+    "tools": ([],),  # of a completion
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -191,7 +191,7 @@ def parse_body(url: str, body: dict[str, Any], sampling: SamplingParams) -> tupl
 
 
 # Fields of chats that say how their messages become a prompt.
-_OF_CHAT = ("chat_template_kwargs", "reasoning_effort", "continue_final_message", "add_generation_prompt")
+_OF_CHAT = ("chat_template_kwargs", "reasoning_effort", "continue_final_message", "add_generation_prompt", "tools")
 
 
 def _chat_options(body: dict[str, Any], given: ChatOptions) -> ChatOptions:
@@ -216,7 +216,7 @@ def _chat_options(body: dict[str, Any], given: ChatOptions) -> ChatOptions:
     effort = _take(fields, "reasoning_effort", _is_text, "a string")
     own = {**given.variables, **({} if effort is None else {"reasoning_effort": effort}), **own}
     try:
-        return ChatOptions(own, continues)
+        return ChatOptions(own, continues, normalize_tools(fields.get("tools"), "tools"))
     except InputError as error:
         raise RowError(str(error)) from error
 

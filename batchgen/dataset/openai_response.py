@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from batchgen.core.digest import json_sha256
 
+_TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _LOWEST_LOGPROB = -9999.0  # what OpenAI writes for tokens of no probability; JSON has no infinity
 
 
@@ -42,7 +44,8 @@ def format_response(
         "created": 0,
         "model": model_name,
         "choices": [
-            (_chat_choice if chat else _text_choice)(index, sample) | _token_ids("token_ids", sample)
+            (_chat_choice(index, sample, bool(asked.get("tools"))) if chat else _text_choice(index, sample))
+            | _token_ids("token_ids", sample)
             for index, sample in enumerate(samples)
         ],
         "usage": {
@@ -86,17 +89,42 @@ def _digest(custom_id: str | None, row_index: int) -> str:
     return json_sha256([custom_id, row_index])[:24]
 
 
-def _chat_choice(index: int, sample: dict[str, Any]) -> dict[str, Any]:
+def _chat_choice(index: int, sample: dict[str, Any], has_tools: bool) -> dict[str, Any]:
     logprobs = sample.get("logprobs")
     positions = None if logprobs is None else {"content": [_position(p) for p in logprobs], "refusal": None}
     reasoning = sample.get("reasoning")
     thoughts = {} if reasoning is None else {"reasoning_content": reasoning}
+    content, calls = _tool_calls(sample["text"], index) if has_tools else (sample["text"], [])
+    made = {"tool_calls": calls} if calls else {}
     return {
         "index": index,
-        "message": {"role": "assistant", "content": sample["text"], **thoughts, "refusal": None},
+        "message": {"role": "assistant", "content": content, **thoughts, **made, "refusal": None},
         "logprobs": positions,
-        "finish_reason": sample["finish_reason"],
+        "finish_reason": "tool_calls" if calls and sample["finish_reason"] == "stop" else sample["finish_reason"],
     }
+
+
+def _tool_calls(text: str, index: int) -> tuple[str | None, list[dict[str, Any]]]:
+    """The content and the calls of tools in a text in the form of Hermes and Qwen.
+
+    A call is a JSON object between `<tool_call>` and `</tool_call>`. A text with a call that is no such object is all
+    content, as the model wrote it.
+
+    Args:
+        text: The text.
+        index: Number of the choice, which is in the ids of its calls.
+    """
+    calls = []
+    for number, match in enumerate(_TOOL_CALL.finditer(text)):
+        try:
+            call = json.loads(match[1])
+            name, arguments = call["name"], call["arguments"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return text, []
+        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        function = {"name": name, "arguments": written}
+        calls.append({"id": f"call_{index}_{number}", "type": "function", "function": function})
+    return (_TOOL_CALL.sub("", text).strip() or None, calls) if calls else (text, [])
 
 
 def _token_ids(name: str, owner: dict[str, Any]) -> dict[str, list[int]]:

@@ -10,7 +10,9 @@ from typing import Any
 from batchgen.core.errors import InputError
 from batchgen.dataset.bad_lines import ON_BAD_LINE
 from batchgen.dataset.dataset import Dataset
-from batchgen.dataset.files import EXTENSIONS, find_files, format_of
+from batchgen.dataset.files import EXTENSIONS, find_files, format_of, is_saved_dataset
+from batchgen.dataset.output_names import left_out_line
+from batchgen.dataset.partitions import Partitions
 from batchgen.dataset.readers.csv import csv_source
 from batchgen.dataset.readers.datasets import datasets_source, hub_source, is_datasets_object, saved_source
 from batchgen.dataset.readers.json import json_source, looks_like_openai, openai_source
@@ -99,8 +101,7 @@ def _open_path(
     on_bad_line: str,
     csv_delimiter: str | None,
 ) -> Source:
-    saved = any(os.path.exists(os.path.join(name, f)) for f in ("dataset_dict.json", "state.json"))
-    if saved and input_format in (None, "datasets"):
+    if is_saved_dataset(name) and input_format in (None, "datasets"):
         return saved_source(name, split, limit)
     if not os.path.exists(name) and _may_be_on_hub(name, input_format):
         return hub_source(name, split, limit)
@@ -108,7 +109,20 @@ def _open_path(
         raise InputError(f"{name} was not written by datasets.save_to_disk: leave out --input-format datasets")
     if split is not None:
         raise InputError(f"--split is for `datasets` datasets, and {name} is not one: leave it out")
-    paths, partitions = find_files(name, input_format)
+    paths, partitions, left_out = find_files(name, input_format)
+    opened = _open_files(name, paths, partitions, input_format, limit, on_bad_line, csv_delimiter)
+    return replace(opened, notices=(left_out_line(left_out), *opened.notices)) if left_out else opened
+
+
+def _open_files(
+    name: str,
+    paths: list[str],
+    partitions: Partitions,
+    input_format: str | None,
+    limit: int | None,
+    on_bad_line: str,
+    csv_delimiter: str | None,
+) -> Source:
     formats = dict.fromkeys(found for path in paths if (found := input_format or format_of(path)) is not None)
     if unknown := [path for path in paths if (input_format or format_of(path)) is None]:
         known = " ".join(EXTENSIONS)
@@ -122,8 +136,7 @@ def _open_path(
     if file_format == "jsonl" and input_format is None and looks_like_openai(paths[0], on_bad_line):
         file_format = "openai"
     if file_format == "parquet":
-        opened = parquet_source(paths, partitions)
-        return replace(opened, begins_with=None) if paths == [name] else opened  # a file is written once
+        return parquet_source(paths, partitions, may_get_files=paths != [name])
     if file_format == "csv":
         return csv_source(paths, limit, partitions, csv_delimiter)
     if file_format == "openai":

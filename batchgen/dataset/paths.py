@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from batchgen.dataset.output_names import is_output
 from batchgen.dataset.readers.datasets import files_behind, is_datasets_object
 from batchgen.dataset.storage import is_url
 
@@ -41,7 +42,7 @@ class InputPaths:
         if os.path.isfile(name):
             return cls((name,))
         if glob.has_magic(name):
-            found = glob.glob(name, recursive=True)
+            found = [path for path in glob.glob(name, recursive=True) if not is_output(path, name)]
             return cls(tuple(path for path in found if os.path.isfile(path)), pattern=name)
         return cls()
 
@@ -53,6 +54,8 @@ class InputPaths:
         """
         if any(same_file(path, file) for file in self.files):
             return "is a file of the input"
+        if is_output(os.fspath(path), self.pattern or self.folder or ""):  # which directories and globs leave out
+            return None
         if self.folder is not None and is_in(path, self.folder):
             return f"lies in the input {self.folder}"
         if self.pattern is not None and _matches(os.path.realpath(path), self.pattern):

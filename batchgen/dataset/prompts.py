@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import pyarrow as pa
@@ -17,34 +18,79 @@ import pyarrow as pa
 from batchgen.core.errors import InputError, RowError, one_line
 from batchgen.core.request import PLAIN_CHAT, ChatOptions, Request, ScoreRequest
 from batchgen.core.templates import Row
+from batchgen.core.text import as_typed
 from batchgen.core.text_file import read_text
 from batchgen.dataset.bad_lines import bad_lines
-from batchgen.dataset.binary_text import checked_text, decoded, has_binary
+from batchgen.dataset.binary_text import checked_text, decoded, has_binary, is_binary
 from batchgen.dataset.column_types import (
     is_list,
     is_message_list,
     is_sharegpt,
     is_text,
     is_token_list,
+    is_unsplit,
     listed,
     value_type,
 )
 from batchgen.dataset.continuations import CompiledContinuations
-from batchgen.dataset.messages import normalize_messages
+from batchgen.dataset.messages import normalize_messages, normalize_tools, without_nulls
 from batchgen.dataset.sampling_column import RowSampling
 
 Prompt = str | list[int] | list[dict[str, Any]]  # text, token ids, or chat messages with "role" and "content"
 
 _NO_COLUMN = "--prompt-template names no column: every row has the same prompt (a column is written {{ name }})"
+_SUGGESTED_COLUMNS = 3  # in the command that a message suggests
 _ROW_IS_WHOLE = '"row" in the prompt template is the whole row: the column of that name is row["row"]'
+
+
+class NoPromptColumn(InputError):
+    """No column of the input is certain to hold the prompts, and no option names one.
+
+    Attributes:
+        option: Name of the option that would say what the prompts are.
+        value: The option's value that the message suggests.
+        reason: The beginning of the message.
+    """
+
+    def __init__(self, schema: pa.Schema, texts: tuple[str, ...], messages: str | None) -> None:
+        """Choose the suggestion.
+
+        Args:
+            schema: The input's columns.
+            texts: Columns that hold text.
+            messages: A column that holds chat messages; None: there is none.
+        """
+        self._schema, self._texts, self._messages = schema, texts, messages
+        named = "no column is named messages, prompt or text"
+        self.option, self.value = "prompt_template", "\n".join(map(_variable, texts[:_SUGGESTED_COLUMNS]))
+        if messages is not None:
+            self.option, self.value = "messages_column", messages
+        elif not texts:
+            self.value = _variable(schema.names[0])
+        others = len(texts) - _SUGGESTED_COLUMNS
+        several = f"{', '.join(texts[:_SUGGESTED_COLUMNS])}{f' and {others} more' if others > 0 else ''} hold text"
+        self.reason = f"{named}, and {several}" if len(texts) > 1 and messages is None else f"{named}{listed(schema)}"
+        flag, typed = self.option.replace("_", "-"), shlex.quote(as_typed(self.value))
+        super().__init__(f"{self.reason}: say what to ask, as in --{flag} {typed}")
+
+    def among(self, holds_words: Callable[[str], bool]) -> str | NoPromptColumn:
+        """The column of prompts where one column of text alone holds words; else the error about those that do.
+
+        Args:
+            holds_words: Function that tells whether a column of text holds words, not numbers.
+        """
+        words = tuple(filter(holds_words, self._texts))
+        if self._messages is not None or not words:
+            return self
+        return words[0] if len(words) == 1 and len(self._texts) > 1 else NoPromptColumn(self._schema, words, None)
 
 
 @dataclass(frozen=True)
 class PromptSpec:
     """The source of prompts: at most one of `column`, `template` and `messages_column` is given.
 
-    With none of them, the prompts are in the column "prompt"; where there is none, in "messages"; and else in
-    "conversations", if it holds chat messages.
+    With none of them, the prompts are in the first of these columns that is there: "messages", "conversations" if it
+    holds chat messages, "prompt", "text", and else the only column of text.
 
     Attributes:
         column: Column of text, which is used unchanged, or of token ids.
@@ -52,7 +98,8 @@ class PromptSpec:
             when the object is created.
         messages_column: Column of lists of {role, content}, or of such lists as JSON text.
         system_prompt: System message that is put before a row's messages, unless they begin with a system message.
-        chat: True where a text becomes the user's message in the model's chat template. `system_prompt` implies it.
+        chat: True where a text becomes the user's message in the model's chat template, False where it is the prompt
+            as it is. None: True if the model has a chat template, or if other options are about chat messages.
         chat_template_kwargs: Variables for the chat template.
         continue_final: True where the model continues a last message of the assistant.
 
@@ -64,7 +111,7 @@ class PromptSpec:
     template: str | None = None
     messages_column: str | None = None
     system_prompt: str | None = None
-    chat: bool = False
+    chat: bool | None = None
     chat_template_kwargs: Mapping[str, Any] | str | None = None
     continue_final: bool = False
 
@@ -74,6 +121,8 @@ class PromptSpec:
         if len(given) > 1:
             flags = " and ".join("--" + (n if "_" in n else f"prompt-{n}").replace("_", "-") for n in given)
             raise InputError(f"{flags} exclude each other: give one")
+        if self.chat is False and self.system_prompt is not None:
+            raise InputError("--system and --no-chat exclude each other: give one")
         if self.template is not None and self.template.startswith("@"):
             object.__setattr__(self, "template", _read_template(self.template[1:]))
 
@@ -83,9 +132,11 @@ class PromptSpec:
         return ChatOptions(self.chat_template_kwargs or {}, self.continue_final)
 
     @property
-    def makes_chat(self) -> bool:
-        """True where a text becomes a chat message."""
-        return self.chat or self.system_prompt is not None
+    def makes_chat(self) -> bool | None:
+        """True where a text becomes a chat message; None where that depends on the model."""
+        if self.chat is None and (self.system_prompt is not None or self.chat_options.variables):
+            return True
+        return self.chat
 
     def identity(self) -> dict[str, Any]:
         """The JSON values that identify the prompts in a job's fingerprint, with the text of a template file."""
@@ -107,16 +158,59 @@ class CompiledPrompts:
         columns: Columns that prompts are made of.
         render: The function that makes the prompts of rows, each {column: value}. It yields a RowError for a row
             without a valid prompt. An exception in place of a row is yielded unchanged.
-        uses_chat: True where prompts are chat messages, for which the model must have a chat template.
+        uses_chat: True where prompts are chat messages, for which the model must have a chat template. None where they
+            are texts that become chat messages if the model has a chat template (`for_template`).
         chat: Options for rendering chat messages into a prompt.
         notices: Messages for the user about the way in which the columns are read.
+        origin: Noun phrase for the source of the prompts, such as "the column text".
+        tools_columns: Name of the column of tools, if there is one.
     """
 
     columns: tuple[str, ...]
     render: Callable[[Iterable[Row]], Iterator[Prompt | Exception]]
-    uses_chat: bool
+    uses_chat: bool | None
     chat: ChatOptions = PLAIN_CHAT
     notices: tuple[str, ...] = ()
+    origin: str = ""
+    tools_columns: tuple[str, ...] = ()
+
+    def for_template(self, has_template: bool) -> CompiledPrompts:
+        """The source of prompts for a model with or without a chat template; unchanged where that makes no difference.
+
+        Args:
+            has_template: True where the model has a chat template, in which a text is the user's message.
+        """
+        if self.uses_chat is not None:
+            return self
+        if not has_template:
+            return replace(self, uses_chat=False)
+        return replace(self, uses_chat=True, render=lambda rows: _each(_user_message)(self.render(rows)))
+
+    def chat_of(self, row: Mapping[str, Any]) -> ChatOptions:
+        """The options for rendering the chat messages of a row, given as {column: value}. Raises RowError."""
+        chat = self.chat
+        for column in self.tools_columns:
+            chat = replace(chat, tools=normalize_tools(without_nulls(row[column]), f"column {column!r}"))
+        return chat
+
+    def with_tools(self, column: str | None, schema: pa.Schema) -> CompiledPrompts:
+        """A copy of the source of prompts with tools from a column.
+
+        Args:
+            column: Column of lists of JSON schemas, or of such lists as JSON text; None: there are no tools.
+            schema: The input's columns.
+
+        Raises:
+            InputError: The column does not exist or has an unsuitable type, or prompts are not chat messages.
+        """
+        if column is None:
+            return self
+        kind = value_type(schema, column, "--tools-column")
+        if not (is_text(kind) or is_list(kind)):
+            raise InputError(f"--tools-column {column!r} holds {kind}: it must be lists of tools, or JSON of them")
+        if self.uses_chat is False:
+            raise InputError("--tools-column is for chat messages, and these prompts are none: add --chat")
+        return replace(self.for_template(True), tools_columns=(column,))
 
 
 def compile_prompts(
@@ -150,20 +244,30 @@ def compile_prompts(
         notices = (_ROW_IS_WHOLE,) if "row" in columns else () if columns else (_NO_COLUMN,)
         as_prompt = _each(lambda text: _text_prompt(text, spec, may_be_empty))
         return CompiledPrompts(
-            columns, lambda rows: as_prompt(render(rows)), spec.makes_chat, spec.chat_options, notices
+            columns,
+            lambda rows: as_prompt(render(rows)),
+            spec.makes_chat,
+            spec.chat_options,
+            notices,
+            "the prompt template",
         )
-    column, holds_messages = _source_column(spec, schema)
+    column, holds_messages = _source_column(spec, schema, id_column)
+    origin = f"the column {column}"
     if holds_messages:
         messages = _each(lambda row: _message_prompt(row[column], column, spec))
-        return CompiledPrompts((column,), messages, True, spec.chat_options, _message_notices(schema, column))
+        return CompiledPrompts((column,), messages, True, spec.chat_options, _message_notices(schema, column), origin)
     if is_token_list(value_type(schema, column, "column")):
         if spec.makes_chat:
             raise InputError(f"column {column!r} holds token ids, which cannot be chat messages: leave out --chat")
         return CompiledPrompts(
-            (column,), _each(lambda row: _ids_of(row[column], column, may_be_empty)), False, spec.chat_options
+            (column,),
+            _each(lambda row: _ids_of(row[column], column, may_be_empty)),
+            False,
+            spec.chat_options,
+            origin=origin,
         )
     texts = _each(lambda row: _text_prompt(_text_of(row[column], column), spec, may_be_empty))
-    return CompiledPrompts((column,), texts, spec.makes_chat, spec.chat_options)
+    return CompiledPrompts((column,), texts, spec.makes_chat, spec.chat_options, origin=origin)
 
 
 def _each(convert: Callable[[Any], Any]) -> Callable[[Iterable[Any]], Iterator[Any]]:
@@ -200,11 +304,12 @@ def rows_to_requests(
         sampling: The sampling parameters of rows.
         id_column: Column of the rows' ids.
     """
-    for row_id, row, prompt in _rows(batch, first_row, compiled, sampling.columns, id_column):
+    more = (*sampling.columns, *compiled.tools_columns)
+    for row_id, row, prompt in _rows(batch, first_row, compiled, more, id_column):
         try:
             if isinstance(prompt, Exception):
                 raise prompt
-            yield Request(prompt, sampling.of_row(row), row_id, chat=compiled.chat)
+            yield Request(prompt, sampling.of_row(row), row_id, chat=compiled.chat_of(row))
         except RowError as error:
             yield Request("", sampling.job, row_id, error=str(error))
 
@@ -229,7 +334,8 @@ def rows_to_score_requests(
         logprobs: Number of most likely tokens to report at each position; None: none.
         id_column: Column of the rows' ids.
     """
-    for row_id, row, prompt in _rows(batch, first_row, compiled, continuations.columns, id_column):
+    more = (*continuations.columns, *compiled.tools_columns)
+    for row_id, row, prompt in _rows(batch, first_row, compiled, more, id_column):
         try:
             if isinstance(prompt, Exception):
                 raise prompt
@@ -237,7 +343,7 @@ def rows_to_score_requests(
                 # Chat messages are refused where prompts are what is scored.
                 yield ScoreRequest("", (cast("str | list[int]", prompt),), row_id, logprobs)
             else:
-                yield ScoreRequest(prompt, continuations.of_row(row), row_id, logprobs, chat=compiled.chat)
+                yield ScoreRequest(prompt, continuations.of_row(row), row_id, logprobs, chat=compiled.chat_of(row))
         except RowError as error:
             yield ScoreRequest("", (), row_id, error=str(error))
 
@@ -289,8 +395,13 @@ def _read_template(path: str) -> str:
         ) from error
 
 
-def _source_column(spec: PromptSpec, schema: pa.Schema) -> tuple[str, bool]:
+def _source_column(spec: PromptSpec, schema: pa.Schema, id_column: str | None) -> tuple[str, bool]:
     """The column of prompts, and True where it holds chat messages.
+
+    Args:
+        spec: The source of prompts.
+        schema: The input's columns.
+        id_column: Column of the rows' ids, which holds no prompts unless it is named.
 
     Raises:
         InputError: The column does not exist, or has an unsuitable type.
@@ -300,7 +411,7 @@ def _source_column(spec: PromptSpec, schema: pa.Schema) -> tuple[str, bool]:
     elif spec.column is not None:
         column, flag, messages = spec.column, "--prompt-column", False
     else:
-        column, flag = _default_column(schema), "column"
+        column, flag = _default_column(schema, id_column), "column"
         column_type = schema.field(column).type
         messages = column in ("messages", "conversations") or (is_list(column_type) and not is_token_list(column_type))
     column_type = value_type(schema, column, flag)
@@ -317,25 +428,39 @@ def _source_column(spec: PromptSpec, schema: pa.Schema) -> tuple[str, bool]:
     return column, messages
 
 
-def _default_column(schema: pa.Schema) -> str:
-    """The column of prompts where the user named none. Raises InputError where there is no suitable column."""
-    conversations = [name for name in schema.names if is_message_list(schema.field(name).type)]
-    names = ["prompt", "messages", *(["conversations"] if "conversations" in conversations else [])]
-    found = next((name for name in names if name in schema.names), None)
-    if found is None:
-        fix = (
-            f"give --messages-column {conversations[0]}"
-            if conversations
-            else "give --prompt-column, --prompt-template or --messages-column"
-        )
-        raise InputError(f"no column is named 'prompt' or 'messages': {fix}{listed(schema)}")
-    return found
+def _default_column(schema: pa.Schema, id_column: str | None) -> str:
+    """The column of prompts where the user named none. Raises NoPromptColumn where there is no suitable column."""
+    types = {name: value_type(schema, name, "column") for name in schema.names}
+    conversations = [name for name, kind in types.items() if is_message_list(kind)]
+    if "messages" in types and ("messages" in conversations or is_text(types["messages"])):
+        return "messages"
+    names = [*(["conversations"] if "conversations" in conversations else []), "prompt", "text"]
+    if known := [name for name in names if name in types]:
+        return known[0]
+    texts: list[str] = [
+        name for name, kind in types.items() if name != id_column and is_text(kind) and not is_binary(kind)
+    ]
+    if len(texts) == 1 and not conversations and not is_unsplit(schema):
+        return texts[0]
+    raise NoPromptColumn(schema, tuple(texts), conversations[0] if conversations else None)
 
 
 def _message_notices(schema: pa.Schema, column: str) -> tuple[str, ...]:
     if not is_sharegpt(value_type(schema, column, "column")):
         return ()
     return (f"column {column!r} holds ShareGPT's {{from, value}}: human is the user, gpt the assistant",)
+
+
+def _variable(column: str) -> str:
+    """A column's value in a prompt template."""
+    return f"{{{{ {column} }}}}" if column.isidentifier() else f'{{{{ row["{column}"] }}}}'
+
+
+def _user_message(prompt: Prompt) -> Prompt:
+    """A text prompt as chat messages; a text that begins nothing is no message."""
+    if not prompt:
+        raise RowError("the prompt is empty")
+    return [{"role": "user", "content": prompt}]
 
 
 def _text_prompt(text: str, spec: PromptSpec, may_be_empty: bool) -> Prompt:
@@ -354,6 +479,8 @@ def _message_prompt(value: Any, column: str, spec: PromptSpec) -> list[dict[str,
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
             raise RowError(f"column {column!r} is not valid JSON: {one_line(error)}") from error
+    else:
+        value = without_nulls(value)
     return _with_system(normalize_messages(value), spec)
 
 

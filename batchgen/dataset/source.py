@@ -41,6 +41,8 @@ class Source:
         duplicates: Indices of rows whose id an earlier row has.
         begins_with: The function that says, from (identity now, identity before), whether the input starts with all
             rows that it had before. None: the input never grows.
+        begins_alike: The function that tells, from the earlier identity of a file, whether the file now begins with the
+            same rows, as far as a sample of them shows; None: that is not known.
         check: The function that raises InputError where the input has changed since `identity` was called.
         notices: Messages for the user about the way in which the input was read.
         is_stream: True where only the first rows identify the input, as it is not read more than needed.
@@ -53,6 +55,7 @@ class Source:
     identity: Callable[[], dict[str, Any]]
     duplicates: frozenset[int] = frozenset()
     begins_with: Callable[[dict[str, Any], dict[str, Any]], bool] | None = None
+    begins_alike: Callable[[dict[str, Any]], bool | None] = lambda was: None
     check: Callable[[], None] = lambda: None
     notices: tuple[str, ...] = ()
     is_stream: bool = False

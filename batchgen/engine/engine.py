@@ -33,6 +33,7 @@ from batchgen.engine.loader import (
 from batchgen.engine.non_finite import NonFiniteSequences
 from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.engine.prefetch import Prefetch
+from batchgen.engine.preparation import KnownAnswers
 from batchgen.engine.scoring import Scoring
 from batchgen.engine.tensor_parallel import first_shard, load_on_ranks, shard_weights
 from batchgen.models.files import read_config, resolve_model
@@ -219,6 +220,7 @@ class Engine:
             were to generate `max_tokens`.
         on_overlong: The treatment of a row whose prompt and max_tokens do not fit the context: "error" fails it;
             "truncate-left" and "truncate-right" cut its prompt at that end.
+        chat_template: Jinja text of a chat template that replaces the model's; None: the model's.
         sampling: Sampling parameters of requests that have none.
         on_load: Function called with (layers loaded, layers in all) after each layer.
 
@@ -245,6 +247,7 @@ class Engine:
         share_prefixes: bool = True,
         expected_output_len: int | None = None,
         on_overlong: str = "error",
+        chat_template: str | None = None,
         sampling: SamplingParams | None = None,
         on_load: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -297,7 +300,7 @@ class Engine:
             on_load=on_load,
             shard=shard,
         )
-        parts = load_on_ranks(request, lambda: load_tokenizer(files))
+        parts = load_on_ranks(request, lambda: load_tokenizer(files, chat_template=chat_template))
         self._init(parts, expected_output_len, None, on_overlong, sampling)
         try:
             check_unchanged(versions)
@@ -391,6 +394,7 @@ class Engine:
         *,
         should_stop: Callable[[], bool] = lambda: False,
         on_sweep: Callable[[EngineStats], None] = lambda stats: None,
+        known: KnownAnswers | None = None,
     ) -> Iterator[Completion]:
         """Generate completions for requests.
 
@@ -401,6 +405,8 @@ class Engine:
             should_stop: Function that is called before each sweep. When it returns true, the call ends, and unfinished
                 rows are dropped.
             on_sweep: Function that is called after each sweep with the engine's running totals.
+            known: Function that looks up answers by the digests of requests (`Completion.digest`), in the thread that
+                reads the requests; None: all are computed.
 
         Yields:
             A Completion when the last sample of its request has ended, so not in input order. The completion of a
@@ -415,7 +421,7 @@ class Engine:
             )
             scheduler.expected_output_len = lambda s: adaptation.expected_output_len(s.sampling.max_tokens)
             self.changes = adaptation.changes
-        self._generation = handler = Generation(self.parts, self._sampling, self._on_overlong)
+        self._generation = handler = Generation(self.parts, self._sampling, self._on_overlong, known)
         return self._run_all(handler, requests, scheduler, adaptation, should_stop, on_sweep)
 
     def partials(self) -> list[PartialCompletion]:

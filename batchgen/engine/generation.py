@@ -19,22 +19,11 @@ from batchgen.core.request import (
     Request,
     Sample,
     SamplingParams,
-    cut_overlong,
-    request_digest,
 )
-from batchgen.engine.encode import (
-    LengthLimit,
-    Texts,
-    begins_twice,
-    check_vocabulary,
-    chunks,
-    encode_prompt,
-    encode_texts,
-    is_chat,
-)
+from batchgen.engine.encode import is_chat
 from batchgen.engine.non_finite import NonFiniteSequences
 from batchgen.engine.parts import EngineParts, EngineStats
-from batchgen.engine.requests import each_request
+from batchgen.engine.preparation import KnownAnswers, Preparation, Prepared
 from batchgen.engine.scoring import is_finite, take_scores
 from batchgen.models.tokenizers.harmony import AnswerStops, Harmony
 from batchgen.models.tokenizers.thinking import Gate, Thinking, ThoughtStops
@@ -101,6 +90,7 @@ class _InFlight:
             cached_tokens=sum(self.cached_tokens),
             row=self.row,
             prompts=tuple(self.prompts),
+            digest=self.digest,
         )
 
     def partial(self) -> PartialCompletion | None:
@@ -177,28 +167,6 @@ def _chosen_alone(sequence: Sequence) -> bool:
     return sequence.constraint is None and not sequence.sampling.penalizes_output
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """A request that is ready to start.
-
-    Attributes:
-        index: Number of the request in the call.
-        request: The request.
-        prompts: Token ids and sampling parameters of each prompt. Ids are kept in four bytes each, as many requests
-            wait.
-        digest: Digest of the request's tokens and sampling parameters.
-        error: Reason why the request cannot run; None: it can.
-        grammar: The grammar of the request's outputs; None: it has none.
-    """
-
-    index: int
-    request: Request
-    prompts: tuple[tuple[array, SamplingParams], ...]
-    digest: bytes
-    error: str | None
-    grammar: Grammar | None = None
-
-
 def _sharing_prefixes(sequences: list[Sequence]) -> list[Sequence]:
     """Have the first sequence of each prompt compute the prompt for the others; returns the sequences."""
     first: dict[int, Sequence] = {}
@@ -215,10 +183,19 @@ class Generation:
 
     vocabulary_chunks = False  # draws need a row's logits all at once
 
-    def __init__(self, parts: EngineParts, sampling: SamplingParams, on_overlong: str) -> None:
-        self._parts, self._sampling, self._on_overlong = parts, sampling, on_overlong
-        self._limit = LengthLimit.of(parts.policy.max_model_len, on_overlong)
-        self._begins_twice = False
+    def __init__(
+        self, parts: EngineParts, sampling: SamplingParams, on_overlong: str, known: KnownAnswers | None = None
+    ) -> None:
+        self._parts = parts
+        self._preparation = Preparation(
+            parts.tokenizer,
+            parts.config.vocab_size,
+            parts.policy.max_model_len,
+            sampling,
+            on_overlong,
+            most_tokens=longest_sequence(parts.policy, parts.memory, parts.compute_tier),
+            known=known,
+        )
         self._in_flight: dict[int, _InFlight] = {}
         self._detectors: dict[Sequence, AnswerStops | ThoughtStops | StopDetector] = {}
         self._finishes: dict[Sequence, _Finish] = {}
@@ -231,81 +208,24 @@ class Generation:
         self._scorer: Scorer | None = None  # of the prompts in the sweep in flight; None: no prompt is scored
         self.non_finite = NonFiniteSequences()
 
-    def prepare(self, requests: Iterable[Request | str | None]) -> Iterator[_Prepared]:
-        """Tokenize requests, in chunks of several; yields the prepared requests. It runs in the input thread."""
-        for chunk in chunks(each_request(requests)):
-            fine = [request for _, request in chunk if request.error is None]
-            prompts = [each for request in fine for each in request.each_prompt]
-            texts = encode_texts(self._parts.tokenizer, prompts, self._limit)
-            for index, request in chunk:
-                encoded: list[tuple[array, SamplingParams]] = []
-                grammar, error = None, request.error
-                if error is None:
-                    try:
-                        for each in request.each_prompt:
-                            sampling, token_ids = self._fit(
-                                each, self._encode(each, texts), 1 + len(request.more_prompts)
-                            )
-                            encoded.append((array("i", token_ids), sampling))
-                        if sampling.constrained:
-                            assert self._parts.grammars is not None
-                            grammar = self._parts.grammars.compile(sampling)
-                    except (RowError, InputError) as problem:
-                        error = str(problem)
-                digest = request_digest(encoded, request.reasoning_apart)
-                yield _Prepared(index, request, tuple(encoded), digest, error, grammar)
+    def prepare(self, requests: Iterable[Request | str | None]) -> Iterator[Prepared]:
+        """Tokenize requests and compile their grammars; yields the prepared requests. It runs in the input thread."""
+        for prepared in self._preparation.prepare(requests):
+            if prepared.error is not None or prepared.answer is not None or not prepared.prompts[0][1].constrained:
+                yield prepared
+                continue
+            assert self._parts.grammars is not None
+            try:
+                yield replace(prepared, grammar=self._parts.grammars.compile(prepared.prompts[0][1]))
+            except (RowError, InputError) as problem:
+                yield replace(prepared, error=str(problem))
 
-    def _encode(self, request: Request, texts: Texts) -> list[int]:
-        token_ids = encode_prompt(self._parts.tokenizer, request, self._limit, texts)
-        if not token_ids:
-            raise RowError("the prompt is empty")
-        check_vocabulary(token_ids, self._parts.config.vocab_size, "the prompt")
-        self._begins_twice |= begins_twice(self._parts.tokenizer, request.prompt, token_ids)
-        return token_ids
-
-    def _fit(self, request: Request, token_ids: list[int], prompts: int) -> tuple[SamplingParams, list[int]]:
-        """Fit a prompt and its max_tokens into the context and the KV pools.
-
-        Args:
-            request: The request.
-            token_ids: Token ids of the prompt.
-            prompts: Number of prompts of the whole request.
-
-        Returns:
-            Sampling parameters with max_tokens cut to the context, and the token ids, cut where `on_overlong` says so.
-
-        Raises:
-            RowError: The prompt does not fit.
-            InputError: The result would be too large.
-        """
-        sampling = request.sampling or self._sampling
-        if sampling.logit_bias:
-            ids = [token_id for token_id, _ in sampling.logit_bias]
-            check_vocabulary(ids, self._parts.config.vocab_size, "logit_bias")
-        policy = self._parts.policy
-        context = policy.max_model_len
-        token_ids = cut_overlong(token_ids, sampling.max_tokens, context, self._on_overlong)
-        count = len(token_ids)
-        if count >= context:
-            raise RowError(f"the prompt has {count} tokens, the context holds {context}")
-        sampling = replace(sampling, max_tokens=min(sampling.max_tokens, context - count))
-        sampling.check_result_size(prompts, count)
-        pool = longest_sequence(policy, self._parts.memory, self._parts.compute_tier)
-        if count + sampling.max_tokens - 1 > pool:
-            raise RowError(
-                f"{count} prompt and {sampling.max_tokens} output tokens need more KV than the {pool} tokens"
-                " that fit the memory budget"
-            )
-        return sampling, token_ids
-
-    def start(self, prepared: _Prepared) -> list[Sequence] | Completion:
-        """The sequences of a request, or its Completion if it failed before it ran."""
-        request, index = prepared.request, prepared.index
-        row_id = index if request.id is None else request.id
+    def start(self, prepared: Prepared) -> list[Sequence] | Completion:
+        """The sequences of a request, or its Completion if it failed before it ran, or its answer is known."""
+        if (completion := prepared.completion()) is not None:
+            return completion
+        request, index, row_id = prepared.request, prepared.index, prepared.row_id
         prompts = [self._prompt(token_ids, sampling) for token_ids, sampling in prepared.prompts]
-        if prepared.error is not None:
-            prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-            return Completion(index, row_id, prompt_tokens, error=prepared.error, row=request.row)
         started = [
             sequence
             for number, (token_ids, sampling) in enumerate(prepared.prompts)
@@ -327,7 +247,7 @@ class Generation:
         )
         return self._restored(started, prepared) or _sharing_prefixes(started)
 
-    def _restored(self, started: list[Sequence], prepared: _Prepared) -> list[Sequence] | Completion | None:
+    def _restored(self, started: list[Sequence], prepared: Prepared) -> list[Sequence] | Completion | None:
         """Give sequences the tokens that an earlier run has generated.
 
         Args:
@@ -386,7 +306,7 @@ class Generation:
         return Prompt(tuple(token_ids), logprobs)
 
     def _samples_of(
-        self, prepared: _Prepared, row_id: str | int, first: int, token_ids: array, sampling: SamplingParams
+        self, prepared: Prepared, row_id: str | int, first: int, token_ids: array, sampling: SamplingParams
     ) -> list[Sequence]:
         """The sequences of one prompt of a request.
 
@@ -515,7 +435,7 @@ class Generation:
         finished: list[Sequence] = []
         constrained: list[tuple[Constraint, int]] = []
         generated = 0
-        stats.begins_twice |= self._begins_twice
+        stats.begins_twice |= self._preparation.begins_twice
         if chosen.scorer is not None:
             finished += take_scores(chosen.scorer, self.non_finite, self._has_failed)
         stats.prompt_tokens += sum(1 + sequence.num_prompt for sequence in finished)

@@ -152,8 +152,10 @@ def _own_options(kind: str, rows: list[Row]) -> dict[str, Any]:
     shared = {"task": kind, "logprobs": 0}
     if kind == SCORE:
         return {**shared, "prompt_column": "context", "continuations_column": "continuations"}
-    source = "prompt_column" if isinstance(rows[0].prompt, str) else "messages_column"
-    columns = {source: "prompt", "id_column": ID_COLUMN[kind], "sampling_column": "sampling"}
+    source = {"prompt_column": "prompt", "chat": False}
+    if not isinstance(rows[0].prompt, str):
+        source = {"messages_column": "prompt"}
+    columns = {**source, "id_column": ID_COLUMN[kind], "sampling_column": "sampling"}
     return {**shared, **columns, "max_tokens": max(row.sampling["max_tokens"] for row in rows if row.sampling)}
 
 

@@ -57,6 +57,7 @@ def check_options(options: JobOptions) -> None:
             known, given = ", ".join(option.choices), getattr(options, option.name)
             raise InputError(f"{option.flag} must be one of {known}, not {given!r}")
     _check_task(options)
+    _check_chat(options)
     if options.plan is not None:
         fixed = ("hardware", "max_num_seqs", "num_gpu_batches", "max_num_batched_tokens")
         given = any(getattr(options, name) is not None for name in fixed)
@@ -78,6 +79,7 @@ def check_options(options: JobOptions) -> None:
         if value is not None and not 1 <= value <= most:
             bound = "at least 1" if value < 1 else f"at most {most:,}"
             raise InputError(f"{flag_of(name)} must be {bound}, not {value}")
+    size_bytes(options.cache_size)
     if options.overwrite and options.retry_failed:
         raise InputError(
             "--overwrite and --retry-failed exclude each other: the first starts afresh, the second"
@@ -155,6 +157,11 @@ def _check_ranks(options: JobOptions) -> None:
         )
 
 
+def _check_chat(options: JobOptions) -> None:
+    if options.chat is False and options.chat_template is not None:
+        raise InputError("--chat-template and --no-chat exclude each other: leave out one")
+
+
 def _check_task(options: JobOptions) -> None:
     if options.task == "generate":
         if options.continuations_column:
@@ -166,7 +173,9 @@ def _check_task(options: JobOptions) -> None:
         for name in SamplingParams.names()
         if name != "logprobs" and getattr(options.sampling, name) != getattr(default, name)
     ]
-    given += [name for name in ("sampling_column", "expected_output_len") if getattr(options, name) is not None]
+    given += [
+        name for name in ("sampling_column", "expected_output_len", "cache") if getattr(options, name) is not None
+    ]
     if given:
         raise InputError(f"{flag_of(given[0])} has no meaning with --task score, which generates nothing: leave it out")
 

@@ -82,7 +82,7 @@ class Deduplication:
         given = (request.prompt, *request.more_prompts)
         prompts = [prompt if isinstance(prompt, str) else list(prompt) for prompt in given]
         text = json.dumps(
-            [prompts, sampling.to_json(), request.chat.identity(), request.reasoning_apart], default=int
+            [prompts, sampling.identity(), request.chat.identity(), request.reasoning_apart], default=int
         )  # token ids may be numpy's
         return blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
 

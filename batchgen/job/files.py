@@ -13,7 +13,7 @@ from batchgen.core.atomic_file import write_atomically
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HARDWARE_VARIABLE
 from batchgen.dataset.paths import InputPaths, is_in, same_file
-from batchgen.job.options import AT_FILE, JobOptions, options_of
+from batchgen.job.options import AT_FILE, TEXT_OF_FILE, JobOptions, options_of
 from batchgen.output.formats import FORMATS
 from batchgen.output.run_directory import RUN_FILES, errors_path, run_directory, target_path
 
@@ -129,8 +129,8 @@ def _written(job: JobOptions, texts: dict[str, str | None], errors_file: bool) -
 def _read(job: JobOptions) -> Iterator[tuple[str, Path]]:
     """(flag, file) of each file that a job reads, but for its input."""
     for option in options_of("run"):
-        value = getattr(job, option.name, None)  # options of SamplingParams have been read before
-        if option.name == "input" or option.reads is None or not value:
+        value = getattr(job, option.name, None)
+        if option.name == "input" or option.reads in (None, TEXT_OF_FILE) or not value:
             continue
         if option.reads != AT_FILE:
             yield from ((option.flag, path) for path in _files_at(Path(value).expanduser()))

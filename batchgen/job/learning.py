@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from batchgen.core.knowledge import Knowledge, Parts
-from batchgen.core.machine import CpuTime
 from batchgen.core.plan import Plan, Prediction
 from batchgen.core.units import format_seconds
 from batchgen.job.job import Job
@@ -18,11 +17,12 @@ from batchgen.job.machine_profile import knowledge_of_table, record_of_machine
 from batchgen.job.planned_stages import PlannedStages, StageCounts, progress_of
 from batchgen.job.time_left import TimeLeft
 from batchgen.planner.cost_parts import mean_parts
+from batchgen.profiler.contention import Beside, slowed_by
 from batchgen.profiler.machine_record import MachineRecord, update_record
 
-# Standard deviations of the logarithm of a stage's measured time over the predicted one, beside what others took of the
-# cores; that of a whole job whose outputs had other lengths than planned.
-_NOISE, _NOISE_OF_OTHER_LENGTHS = 0.06, 0.15
+# Standard deviations of the logarithm of a stage's measured time over the predicted one, and of a whole job's whose
+# outputs had other lengths than planned; and their part of the logarithm by which others slowed the job down.
+_NOISE, _NOISE_OF_OTHER_LENGTHS, _NOISE_OF_OTHERS = 0.06, 0.15, 0.5
 # A job has the planned lengths if it has so many times as many tokens.
 _AS_PLANNED = (0.8, 1.25)
 # A stage tells nothing if it has fewer sweeps, or takes less time.
@@ -53,7 +53,7 @@ class SweepTimes:
 
     def __init__(self) -> None:
         self._points: list[tuple[int, float]] = [(0, 0.0)]  # (tokens, seconds since the first sweep began)
-        self._before = CpuTime.now()
+        self._beside = Beside()
 
     @property
     def sweeps(self) -> int:
@@ -77,16 +77,17 @@ class SweepTimes:
             expected: The prediction for the rows that this run had.
             seen: The job's counts at its end.
         """
-        others = self._others_frac()
+        slower = slowed_by(self._beside.taken_frac())
+        beside = _NOISE_OF_OTHERS * slower
         stages = expected.stages
         planned = sum(stage.tokens for stage in stages)
         applied = Knowledge(prediction.table, means=prediction.factors)
         if planned and _AS_PLANNED[0] <= seen.tokens / planned <= _AS_PLANNED[1]:
-            noise = math.hypot(_NOISE, others)
+            noise = math.hypot(_NOISE, beside)
             tokens = [stage.tokens * seen.tokens / planned for stage in stages]
             times = zip(stages, self._stage_times(tokens), strict=True)
             return [
-                Shown(stage.parts, math.log(seconds / stage.seconds) + applied.mean(stage.parts), noise)
+                Shown(stage.parts, math.log(seconds / stage.seconds) + applied.mean(stage.parts) - slower, noise)
                 for stage, (seconds, sweeps) in times
                 if sweeps >= _FEWEST_SWEEPS and seconds >= _LEAST_S and stage.parts and stage.seconds
             ]
@@ -94,8 +95,8 @@ class SweepTimes:
         if self.sweeps < _FEWEST_SWEEPS or seen.seconds < _LEAST_S or not done_s:
             return []
         parts = mean_parts([(stage.seconds, stage.parts) for stage in stages])
-        noise = math.hypot(_NOISE_OF_OTHER_LENGTHS, others)
-        return [Shown(parts, math.log(seen.seconds / done_s) + applied.mean(parts), noise)]
+        noise = math.hypot(_NOISE_OF_OTHER_LENGTHS, beside)
+        return [Shown(parts, math.log(seen.seconds / done_s) + applied.mean(parts) - slower, noise)]
 
     def _stage_times(self, tokens: Sequence[float]) -> Iterator[tuple[float, int]]:
         """Seconds and sweeps of stages with so many tokens each."""
@@ -111,14 +112,6 @@ class SweepTimes:
             return self._points[min(at, len(self._points) - 1)][1]
         (before, start_s), (after, end_s) = self._points[at - 1], self._points[at]
         return start_s + (end_s - start_s) * (tokens - before) / (after - before)
-
-    def _others_frac(self) -> float:
-        """The part of the cores' time that went to others since the job's first sweep."""
-        now = CpuTime.now()
-        if self._before is None or now is None or now.total_s <= self._before.total_s:
-            return 0.0
-        taken_s = now.others_s - self._before.others_s + now.stolen_s - self._before.stolen_s
-        return max(0.0, taken_s / (now.total_s - self._before.total_s))
 
 
 def learned(record: MachineRecord, first: Knowledge, shown: Sequence[Shown]) -> MachineRecord:

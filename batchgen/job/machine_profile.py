@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -29,6 +30,7 @@ from batchgen.models.layouts import main_format, output_format
 from batchgen.planner.parallel import Link, link_of, part_of_host, with_all_reduce
 from batchgen.planner.sizes import store_bytes
 from batchgen.profiler.cache import BUSY, Wanted, load_or_measure, path_of, recall
+from batchgen.profiler.contention import Beside
 from batchgen.profiler.emulated import emulated_profile
 from batchgen.profiler.kinds import corrected, first_knowledge, rates_of_kind, table_of_kind
 from batchgen.profiler.machine_record import MachineRecord, read_record, record_path, update_record
@@ -38,6 +40,7 @@ from batchgen.profiler.shipped import shipped_profile, shipped_profiles
 from batchgen.profiler.transfer import DiskRates, probe_disk
 
 logger = logging.getLogger(__name__)
+_BESIDE = Beside()  # since the process began
 
 # Layers with more parameters are planned with the rates for models of any size.
 _LARGE_LAYER_PARAMS = 1 << 28
@@ -46,6 +49,7 @@ _MEMORY_FRAC_WITHOUT_DISK = 0.5
 # The part of a job's expected time that measuring may take, and the most seconds of each measurement. A shorter probe
 # than the least tells nothing. (Emulating a device takes about a second more.)
 _MEASURING_FRAC, _LEAST_PROBE_S, _PROBE_S, _DISK_S = 0.02, 0.1, 1.0, 1.0
+_WORTH_LOGGING_S = 0.01
 # A probe is left out where the speed of products is known to this standard deviation.
 _WELL_KNOWN = 0.2
 # Tokens of sweeps that a rough estimate counts with: full of prompts, and decoding.
@@ -168,6 +172,11 @@ def measured_hardware(wanted: Wanted, offload_dir: Path, *, refresh: bool = Fals
     return load_or_measure(wanted, cache_dir=cache_dir(), offload_dir=offload_dir, refresh=refresh)
 
 
+def slowdown_here() -> float:
+    """The factor by which work takes longer beside what others have run on the cores since the process began."""
+    return _BESIDE.slowdown()
+
+
 def record_of_machine() -> Path:
     """The file with what is known of this machine."""
     return record_path(cache_dir(), machine_identity())
@@ -198,6 +207,7 @@ def _known_hardware(job: Job, workload: Workload) -> HardwareProfile:
     if streams:
         profile = with_disk(profile, disk)
     expected_s = _rough_seconds(profile, job, workload, streams=streams)
+    began_s = time.monotonic()
     known = _probed(profile, job, expected_s, path)
     if streams:
         now = probe_disk(offload_dir, min(_DISK_S, _MEASURING_FRAC * expected_s))
@@ -207,6 +217,9 @@ def _known_hardware(job: Job, workload: Workload) -> HardwareProfile:
         if disk is not None:
             noise = _EARLIER_DISK_NOISE if now is None else _DISK_NOISE
             known = known.after({DISK: 1.0}, known.mean({DISK: 1.0}), noise)
+    known = known.slowed(slowdown_here())
+    if (seconds := time.monotonic() - began_s) > _WORTH_LOGGING_S:
+        logger.debug("measured this machine for %.2f s", seconds)
     return with_disk(apply(known), disk)
 
 

@@ -120,7 +120,7 @@ class Observer:
         )
         return Counts(
             self._total_rows,
-            self._state.rows_resumed,
+            self._state.rows_resumed + self._state.rows_known,
             rows.done,
             rows.failed,
             stats.prompt_tokens,

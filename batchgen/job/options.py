@@ -26,8 +26,9 @@ MODEL, INPUT, SAMPLING, RESOURCES, RUN = GROUPS = ("model", "input", "sampling",
 # Takers of options: the commands, BatchgenLM, HELM's client, `Engine`, and MapFunction, which takes those of `Engine`
 # too.
 TAKERS = ("run", "plan", "bench", "profile", "convert", "lm_eval", "helm", "engine", "map")
-# Kinds of values that name something to read: a file; a file or a name; a text or @FILE.
-FILE, FILE_OR_NAME, AT_FILE = "FILE", "FILE|NAME", "@FILE"
+# Kinds of values that name something to read: a file; a file or a name; a text or @FILE; a file on the command line,
+# whose text is the value in Python.
+FILE, FILE_OR_NAME, AT_FILE, TEXT_OF_FILE = "FILE", "FILE|NAME", "@FILE", "text of FILE"
 _DECLARED = "option"
 
 
@@ -47,7 +48,10 @@ class Option:
         choices: The allowed values; empty: any.
         multiple: True for an option that may be repeated.
         required: True for an option that must be given.
-        reads: The kind of file that the value names: `FILE`, `FILE_OR_NAME` or `AT_FILE`; None: it names no file.
+        typed: True for text in which a typed \\n and \\t are a newline and a tab (`batchgen.core.text.typed`).
+        common: True for an option that the short help shows.
+        reads: The kind of file that the value names: `FILE`, `FILE_OR_NAME`, `AT_FILE` or `TEXT_OF_FILE`; None: it
+            names no file.
         python: The type of the value in Python, where it may be more than the field holds; None: the field's type.
     """
 
@@ -62,6 +66,8 @@ class Option:
     choices: tuple[str, ...] = ()
     multiple: bool = False
     required: bool = False
+    typed: bool = False
+    common: bool = False
     reads: str | None = None
     python: str | None = None
 
@@ -96,7 +102,10 @@ _DTYPES = ("auto", "bfloat16", "float16", "float32")
 _KV_DTYPES = ("auto", *KV_CODE_BITS)
 STYLES = ("auto", "plain", "none")
 LOG_FORMATS = ("text", "json")
-_MODEL_HELP = "Hugging Face directory or hub id, .gguf file, weight store, or 'demo' (SmolLM2-135M-Instruct)."
+_MODEL_HELP = (
+    "Hugging Face directory or hub id (org/name, org/name@revision, org/name:Q4_K_M), .gguf file, weight store, or"
+    " 'demo' (SmolLM2-135M-Instruct)."
+)
 _INPUT_HELP = (
     "Parquet, JSONL, JSON array or CSV file, glob or directory, here or at a URL (s3://...); saved or hub dataset;"
     " OpenAI batch JSONL; - is stdin."
@@ -138,9 +147,10 @@ class JobOptions:
         "run",
         "-o",
         "--output",
-        required=True,
         metavar="FILE",
-        help="A .parquet, .jsonl, .csv or .arrow file, here or at a URL (s3://...); - is stdout, in JSON lines.",
+        common=True,
+        help="A .parquet, .jsonl, .csv or .arrow file, here or at a URL (s3://...); - is stdout, in JSON lines"
+        " [default: beside the input, data.out.parquet for data.parquet].",
     )
 
     dtype: str = _option(MODEL, f"{_COMMANDS} lm_eval helm engine", default="auto", choices=_DTYPES)
@@ -159,14 +169,20 @@ class JobOptions:
     )
 
     prompt_column: str | None = _option(
-        INPUT, f"{_ROWS} map", metavar="NAME", help="Column that holds the prompts [default: prompt]."
+        INPUT,
+        f"{_ROWS} map",
+        metavar="NAME",
+        common=True,
+        help="Column that holds the prompts [default: messages, prompt, text, or the only column of text].",
     )
     prompt_template: str | None = _option(
         INPUT,
         f"{_ROWS} map",
         metavar="TEXT",
         reads=AT_FILE,
-        help="Jinja template over the columns; @FILE reads it from a file.",
+        typed=True,
+        common=True,
+        help=r"Jinja template over the columns, where \n is a newline; @FILE reads it from a file.",
     )
     messages_column: str | None = _option(
         INPUT,
@@ -175,14 +191,29 @@ class JobOptions:
         help="Column of chat messages: lists of {role, content}, or of ShareGPT's {from, value}.",
     )
     system_prompt: str | None = _option(
-        INPUT, f"{_ROWS} map", metavar="TEXT", help="System message before each row's messages; implies --chat."
-    )
-    chat: bool = _option(
         INPUT,
         f"{_ROWS} map",
-        default=False,
+        "--system",
+        metavar="TEXT",
+        typed=True,
+        common=True,
+        help="System message before each row's messages; implies --chat.",
+    )
+    chat: bool | None = _option(
+        INPUT,
+        f"{_ROWS} map",
+        "--chat/--no-chat",
         type=bool,
-        help="Send text prompts as a user's message, through the chat template.",
+        common=True,
+        help="Send text prompts as a user's message in the chat template, or as plain text [default: --chat where the"
+        " model has a chat template].",
+    )
+    chat_template: str | None = _option(
+        INPUT,
+        f"{_ROWS} engine",
+        metavar="FILE",
+        reads=TEXT_OF_FILE,
+        help="Chat template in Jinja that replaces the model's.",
     )
     chat_template_kwargs: str | Mapping[str, Any] | None = _option(
         INPUT,
@@ -197,11 +228,18 @@ class JobOptions:
         type=bool,
         help="Go on with the assistant's message that a row's messages end with, rather than begin another behind it.",
     )
+    tools_column: str | None = _option(
+        INPUT,
+        _ROWS,
+        metavar="NAME",
+        help="Column of tools that the chat template writes into the prompt: lists of JSON schemas, or JSON of them.",
+    )
     task: str = _option(
         INPUT,
         _ROWS,
         default="generate",
         choices=("generate", "score"),
+        common=True,
         help="score: log-probabilities of continuations of the prompt, or of the prompt itself.",
     )
     continuations_column: str | None = _option(
@@ -216,6 +254,8 @@ class JobOptions:
         default=(),
         multiple=True,
         metavar="TEXT",
+        typed=True,
+        common=True,
         help="A text that an answer may be, repeated for each: every generated text is one of them. With --task score"
         " the most likely one is the choice.",
     )
@@ -240,7 +280,7 @@ class JobOptions:
     shard: str | None = _option(
         INPUT, _ROWS, metavar="I/N", help="Only the I-th of N equal parts of the input, I from 0."
     )
-    limit: int | None = _option(INPUT, _ROWS, type=int, metavar="N", help="Only the first N rows.")
+    limit: int | None = _option(INPUT, _ROWS, type=int, metavar="N", common=True, help="Only the first N rows.")
     split: str | None = _option(INPUT, _ROWS, metavar="NAME", help="Split of a dataset that has several.")
     id_column: str | None = _option(
         INPUT,
@@ -386,11 +426,18 @@ class JobOptions:
         "run helm",
         default=False,
         type=bool,
+        common=True,
         help="Drop old progress; the old output stays until the new one is whole.",
     )
-    retry_failed: bool = _option(RUN, "run helm", default=False, type=bool, help="Run the rows that failed again.")
+    retry_failed: bool = _option(
+        RUN, "run helm", default=False, type=bool, common=True, help="Run the rows that failed again."
+    )
     max_time: str | float | None = _option(
-        RUN, "run helm", metavar="TIME", help="Stop cleanly after 6h, 90m, ...; the next run goes on (exit code 3)."
+        RUN,
+        "run helm",
+        metavar="TIME",
+        common=True,
+        help="Stop cleanly after 6h, 90m, ...; the next run goes on (exit code 3).",
     )
     flush_interval: str | float = _option(
         RUN,
@@ -398,6 +445,19 @@ class JobOptions:
         default="5s",
         metavar="TIME",
         help="How often finished rows are saved: what a crash can cost.",
+    )
+    cache: str | Path | None = _option(
+        RUN,
+        "run",
+        metavar="DIR",
+        help="Take answers that jobs with the same directory have computed before, and keep those of this one there.",
+    )
+    cache_size: str | int = _option(
+        RUN,
+        "run",
+        default="10GiB",
+        metavar="SIZE",
+        help="Limit of --cache; the answers that were used longest ago go first.",
     )
     share: bool = _option(
         RUN,
@@ -455,7 +515,7 @@ class JobOptions:
         help="Put before the names of the output columns [default: nothing, or gen_ where the input has one of the"
         " names].",
     )
-    report: str | None = _option(RUN, "run bench", metavar="FILE", help=_REPORT_HELP)
+    report: str | None = _option(RUN, "run bench", metavar="FILE", common=True, help=_REPORT_HELP)
     report_html: str | None = _option(
         RUN,
         "run",
@@ -488,8 +548,8 @@ class JobOptions:
         "run",
         default=False,
         type=bool,
-        help="Check everything, show the plan and the first prompt (as JSON too where standard output is no"
-        " terminal); run nothing.",
+        common=True,
+        help="Check everything, show the plan and the first prompt; run nothing.",
     )
     read_before: tuple[tuple[str, str], ...] = ()
     steps: tuple[Step, ...] = ()
@@ -685,8 +745,8 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 SAMPLING_OPTIONS = (
-    _sampling(f"{_ROWS} map", "max_tokens", int, "Most tokens generated per sample."),
-    _sampling(f"{_COMMANDS} map", "temperature", float, "0 is greedy."),
+    _sampling(f"{_ROWS} map", "max_tokens", int, "Most tokens generated per sample.", common=True),
+    _sampling(f"{_COMMANDS} map", "temperature", float, "0 is greedy.", common=True),
     _sampling(f"{_COMMANDS} map", "top_p", float, "Keep the most likely tokens that together have this probability."),
     _sampling(f"{_COMMANDS} map", "top_k", int, "Keep the k most likely tokens; 0 is off."),
     _sampling(f"{_COMMANDS} map", "min_p", float, "Keep tokens with this part of the best one's probability."),
@@ -695,21 +755,21 @@ SAMPLING_OPTIONS = (
     _sampling(f"{_ROWS} map", "frequency_penalty", float, "The same, for each time that it has them."),
     _sampling(f"{_ROWS} map", "logit_bias", _bias, "Added to the logit of a token, may be repeated.", multiple=True,
               metavar="ID=BIAS", python="Mapping[int, float] | Sequence[tuple[int, float]]"),
-    _sampling(f"{_COMMANDS} map", "n", int, "Samples per row.", flags=("-n",)),
+    _sampling(f"{_COMMANDS} map", "n", int, "Samples per row.", flags=("-n", "--n")),
     _sampling(f"{_COMMANDS} map helm", "seed", int),
-    _sampling(f"{_ROWS} map", "stop", str, r"Stop string, may be repeated; \n and \t are understood.", multiple=True,
-              metavar="TEXT", python="str | Sequence[str]"),
+    _sampling(f"{_ROWS} map", "stop", str, r"Stop string such as \n, may be repeated.", multiple=True, metavar="TEXT",
+              typed=True, common=True, python="str | Sequence[str]"),
     _sampling(f"{_ROWS} map", "stop_token_ids", int, "Stop token, may be repeated.", multiple=True, metavar="ID"),
     _sampling(f"{_ROWS} map", "ignore_eos", bool, "Go on past end-of-text."),
     _sampling(f"{_COMMANDS} map", "logprobs", int, "Log-probabilities of the chosen token and the top N.", metavar="N"),
     _sampling(f"{_ROWS} map", "prompt_logprobs", int, "Log-probabilities of the prompt's tokens and the top N.",
               metavar="N"),
     _sampling(f"{_ROWS} map", "json_schema", str, "Every text is JSON that is valid against this schema.",
-              metavar="FILE", reads=FILE, python="str | Mapping[str, Any] | type | None"),
+              metavar="FILE", reads=TEXT_OF_FILE, common=True, python="str | Mapping[str, Any] | type | None"),
     _sampling(f"{_ROWS} map", "compact_json", bool, "With --json-schema: no spaces between the parts of the JSON."),
     _sampling(f"{_ROWS} map", "regex", str, "Every text matches this regular expression, as a whole.", metavar="TEXT"),
     _sampling(f"{_ROWS} map", "grammar", str, "Every text follows this context-free grammar, in Lark's notation.",
-              metavar="FILE", reads=FILE),
+              metavar="FILE", reads=TEXT_OF_FILE),
 )  # fmt: skip
 
 

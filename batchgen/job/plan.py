@@ -91,7 +91,7 @@ def _plan_lines(options: PlanOptions, started_s: float) -> list[str]:
     check_path("-o", options.plan_file)
     check_path("--html", options.html)
     files, config = resolve_for_planning(asked.model)
-    estimated = _workload(options, files, resolve_context(config, asked.max_model_len))
+    estimated = _workload(options, files, config, resolve_context(config, asked.max_model_len))
     given = Split(tensor_parallel=asked.tensor_parallel, pipeline=asked.pipeline)
 
     def here(split: Split = given, of_host: int | None = None) -> tuple[Job, Problem]:
@@ -298,7 +298,7 @@ def _changed(
     return job, replace(changed, max_block_latency_s=problem.max_block_latency_s)
 
 
-def _workload(options: PlanOptions, files: ModelFiles, context: int) -> EstimatedWorkload:
+def _workload(options: PlanOptions, files: ModelFiles, config: ModelConfig, context: int) -> EstimatedWorkload:
     job = options.job
     lengths = (options.num_prompts, options.input_len, options.output_len)
     if job.input is None:
@@ -315,7 +315,8 @@ def _workload(options: PlanOptions, files: ModelFiles, context: int) -> Estimate
     from batchgen.models.tokenizers.loading import load_tokenizer
 
     source = open_rows(job)
-    tokenizer = load_tokenizer(files, job.special_tokens)
+    tokenizer = load_tokenizer(files, job.special_tokens, job.chat_template)
+    source = source.for_model(config, tokenizer, job)
     return measure_workload(source, tokenizer, job, context, rows_left=source.dataset.num_rows)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +18,7 @@ from batchgen.engine.tensor_parallel import KV_PLACEMENTS
 from batchgen.job.given_plan import read_plan, runnable
 from batchgen.job.job import Job
 from batchgen.job.kernels import kernels_here
-from batchgen.job.machine_profile import link_between, profile_here
+from batchgen.job.machine_profile import link_between, profile_here, slowdown_here
 from batchgen.job.routing import known_routing
 from batchgen.job.weight_choice import with_faster_weights
 from batchgen.job.workload import EstimatedWorkload
@@ -27,6 +28,9 @@ from batchgen.planner.prediction import loading_s
 from batchgen.planner.problem import Problem, problem_of
 from batchgen.planner.sizes import store_bytes
 from batchgen.planner.strategy_times import with_strategies
+
+# Importing torch and the engine, where that is done after planning.
+_IMPORT_S = 1.5
 
 
 def make_plan(
@@ -99,7 +103,7 @@ def problem_here(job: Job, estimated: EstimatedWorkload, *, started_s: float) ->
         job,
         hardware,
         estimated,
-        startup_s=time.monotonic() - started_s,
+        startup_s=time.monotonic() - started_s + (0.0 if "torch" in sys.modules else _IMPORT_S * slowdown_here()),
         process_bytes=process_bytes(),  # which gives back what measuring took
         to_write_bytes=to_write,
         has_int4_store=has_int4_store,

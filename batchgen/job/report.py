@@ -79,7 +79,7 @@ class Origin:
 
 def versions() -> dict[str, str]:
     """Versions of batchgen and of the packages that decide its results and speed; instruction set of the kernels."""
-    packages = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "pyarrow")}
+    packages = {name: importlib.metadata.version(name) for name in ("torch", "tokenizers", "pyarrow")}
     return {"batchgen": __version__, "python": platform.python_version(), "kernels": instruction_set(), **packages}
 
 
@@ -211,6 +211,20 @@ def _routing(executor: SweepRunner | None) -> dict[str, float] | None:
     return asdict(fitted) if fitted else None
 
 
+def dry_run_lines(report: dict[str, Any]) -> list[str]:
+    """The lines that `batchgen run --dry-run` prints. report: what `run_job` returns for a dry run."""
+    rows = report["rows"]
+    asked = f", {report['first_row_asks']}" if report["first_row_asks"] else ""
+    columns = f"; it adds {', '.join(report['output_columns'])}" if report["output_columns"] else ""
+    return [
+        *report["headline"],
+        f"model {report['model']} in {report['dtype']}; {'an unknown number of' if rows is None else f'{rows:,}'} rows",
+        f"output: {report['output'] or 'standard output'}{columns}",
+        f"row {report['first_row']}: {report['first_prompt_tokens']:,} prompt tokens{asked}",
+        *report["first_prompt"].split("\n"),
+    ]
+
+
 def summary(report: dict[str, Any]) -> list[str]:
     """The lines that `batchgen run` prints at its end. report: the report of the run."""
     lines = []
@@ -227,6 +241,8 @@ def summary(report: dict[str, Any]) -> list[str]:
         predicted = report["predicted_wall_s"]
         said = f" (predicted {format_seconds(predicted)}{_at_first(report)})" if predicted else ""
         lines.append(f"done in {format_seconds(report['wall_s'])}{said}: {rows}")
+    if cached := report.get("rows_cached"):
+        lines.append(f"{cached:,} of {ok + failed - resumed:,} rows from the cache")
     if repeated := report.get("rows_repeated"):
         lines.append(f"{repeated:,} rows repeat others and were not computed again")
     if report["prompt_tokens"]:

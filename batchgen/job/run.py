@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from batchgen.core.dtypes import NATIVE, changes_results
@@ -24,6 +25,7 @@ from batchgen.distributed.launch import own_share
 from batchgen.engine.encode import encode_all, encode_pairs, encode_prompt
 from batchgen.engine.engine import Engine
 from batchgen.engine.parts import EngineStats
+from batchgen.job.answer_cache import AnswerCache, answered
 from batchgen.job.cached_outputs import cached_output
 from batchgen.job.chat_notices import watch_chats
 from batchgen.job.checks import check_job
@@ -94,6 +96,7 @@ class _Job:
         page: Page of the run, `--report-html`; None: not asked for.
         group: Group of ranks that a launcher has started; None: there is none.
         versions: Versions of the model's files when the job began.
+        cache: Answers of earlier jobs, `--cache`; None: not asked for.
         row_sizes: Sizes of the input's rows.
     """
 
@@ -109,6 +112,7 @@ class _Job:
     page: RunPage | None = None
     group: Group | None = None
     versions: ModelVersions = field(default_factory=dict)
+    cache: AnswerCache | None = None
     row_sizes: RowSizes = field(default_factory=RowSizes)
 
     @property
@@ -119,6 +123,7 @@ class _Job:
         """Make the report of the end of the job, and write it where the options say."""
         report = make_report(self.options, self.source, state, engine, plan, self.origin, outcome)
         report |= {"estimated_wall_s": self.progress.estimated_s, "rows_repeated": self.deduplication.count}
+        report["rows_cached"] = self.cache.rows if self.cache is not None else 0
         put = self.destination if outcome != "stopped" else None
         errors_file = self.source.is_openai
         if put is not None:
@@ -193,10 +198,8 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
         versions = model_versions(files)
         resolved = resolve_job(options, files)
         resolved = replace(resolved, shares=tuple(map(frozenset, shares)))
-        tokenizer = background.submit(_load_tokenizer, resolved.files, options.special_tokens)
+        tokenizer = background.submit(_load_tokenizer, resolved.files, options)
         identities = {"input": source.dataset.identity(), "model": model_identity(resolved.files)}
-        if source.needs_chat_template or source.chat.chat_template_kwargs:
-            tokenizer.result().require_chat_template(source.chat)
         source = source.for_model(resolved.config, tokenizer.result(), options)
         if (renamed := _renamed_line(source, options)) is not None:
             progress.say(renamed)
@@ -226,10 +229,14 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
             options = replace(options, output=output)
             check_files(options)
             job = replace(job, resolved=replace(resolved, options=replace(resolved.options, output=output)))
-        with open_output(options, output, fingerprint, source, named=named) as state:
+        with contextlib.ExitStack() as stack:
+            if (cache := AnswerCache.of(job.resolved, fingerprint)) is not None:
+                stack.callback(cache.close)
+            state = open_output(options, output, fingerprint, source, named=named)
+            stack.callback(state.close)
             if isinstance(state, Run):
                 publisher.write_into(state.directory)
-            report = _carry_on(job, state)
+            report = _carry_on(replace(job, cache=cache), state)
         publisher.end(report)
         if options.log_format == "json":
             values = {key: report[key] for key in ("rows_ok", "rows_failed", "rows_left", "wall_s")}
@@ -248,7 +255,7 @@ def _carry_on(job: _Job, state: Run | SharedRun) -> dict[str, Any]:
         return job.ended(state, None, None, "already complete")
     total_rows = job.source.dataset.num_rows
     engine = plan = stopped = None
-    if not state.is_done(total_rows):
+    if not _all_known(job, state) and not state.is_done(total_rows):
         if state.has_begun:
             job.progress.say(_resuming(state))
         made_in = state.weight_format if state.has_begun else None
@@ -291,6 +298,26 @@ def _carry_on(job: _Job, state: Run | SharedRun) -> dict[str, Any]:
         before_replacing=job.source.dataset.check,
     )
     return job.ended(state, engine, plan, "complete")
+
+
+def _all_known(job: _Job, state: Run | SharedRun) -> bool:
+    """Write the rows whose answers are in the cache, before the model is loaded; returns whether no other is left.
+
+    Workers and rows that go through steps look up each row when its turn comes.
+    """
+    if job.cache is None or not isinstance(state, Run) or isinstance(job.source, SteppedSource):
+        return False
+    left = 0
+    with state.writer(flush_interval_s=seconds(job.options.flush_interval)) as writer:
+        for completion in answered(job.cache, job.resolved, job.source, job.tokenizer(), state):
+            if completion is None or completion.row is None:
+                left += 1
+                continue
+            writer.add(completion.row, _row_result(job.options, job.source, completion))
+            job.cache.add(completion)
+    state.rows_known = job.cache.rows
+    job.progress.say(f"cache: {job.cache.rows:,} rows are known, {left:,} have to be computed")
+    return not left
 
 
 def _resuming(state: Run | SharedRun) -> str:
@@ -365,10 +392,10 @@ def _kept(job: _Job, state: Run | SharedRun) -> str:
     return f"{finished} of {name} finished and saved, the same command goes on from there"
 
 
-def _load_tokenizer(files: ModelFiles, special_tokens: str) -> Tokenizer:
+def _load_tokenizer(files: ModelFiles, options: JobOptions) -> Tokenizer:
     from batchgen.models.tokenizers.loading import load_tokenizer
 
-    return load_tokenizer(files, special_tokens)
+    return load_tokenizer(files, options.special_tokens, options.chat_template)
 
 
 def _plan(job: _Job, state: Run | SharedRun | None) -> Plan:
@@ -466,7 +493,7 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
         None if expected is None or options.share else PlannedStages.of(plan, expected.rows, expected.seqs_per_row)
     )
     learner = Learner(job.resolved, plan, planned, job.progress.say, job.origin.started_s)
-    run: Callable[..., Any] = engine.score if options.task == "score" else engine.generate
+    run = _engine_call(job, engine)
     flow = None
     left = requests_left(job.source, state, engine.policy.max_num_seqs * 5 // 4, should_stop)
     if isinstance(job.source, SteppedSource) and isinstance(state, Run):
@@ -485,6 +512,7 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
             for result in job.deduplication.with_duplicates(results):
                 writer.add(result.row, _row_result(options, job.source, result))
                 observer.finished(result)
+                _keep_answer(job, result)
                 if isinstance(result, Completion):
                     finished_tokens += sum(len(sample.token_ids) for sample in result.samples)
                 too_many = rows.add(result.row, result.error)
@@ -498,6 +526,19 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
             job.row_sizes.stop()
             learner.keep()
     return None if state.is_done(total_rows) else stopped
+
+
+def _engine_call(job: _Job, engine: Engine) -> Callable[..., Any]:
+    """The engine's function for the job's task, which looks answers up if there is a cache."""
+    if job.options.task == "score":
+        return engine.score
+    return engine.generate if job.cache is None else partial(engine.generate, known=job.cache.known)
+
+
+def _keep_answer(job: _Job, result: Completion | Scored) -> None:
+    """Keep an answer for later jobs if there is a cache."""
+    if job.cache is not None and isinstance(result, Completion):
+        job.cache.add(result)
 
 
 def _row_result(options: JobOptions, source: RequestSource, result: Completion | Scored) -> RowResult | ScoreResult:
@@ -525,8 +566,7 @@ def _too_many(reason: str, report: dict[str, Any]) -> str:
 
 
 def _dry_run(job: _Job, plan: Plan) -> dict[str, Any]:
-    """Show what a run would do with the first row, without reading weights or writing anything."""
-    name, say = job.resolved.files.name, job.progress.say
+    """The report of what a run would do with the first row, without reading weights or writing anything."""
     first, batch = next(job.source.batches(0, 1), (0, None))
     request = Request("", error="there is none") if batch is None else next(job.source.requests_of(batch, first))
     (request,) = watch_chats([replace(request, row=first)], job.tokenizer)
@@ -537,22 +577,20 @@ def _dry_run(job: _Job, plan: Plan) -> dict[str, Any]:
     else:
         prompt, num_tokens = _shown(request, job.tokenizer())
         what = f"up to {job.options.sampling.max_tokens:,} generated"
-    rows = job.source.dataset.num_rows
-    for line in (*headline(plan), *dequantized_line(job.resolved)):
-        say(line)
-    say(f"model {name} in {plan.dtype}; {'an unknown number of' if rows is None else f'{rows:,}'} rows")
-    say(f"row {first}: {num_tokens:,} prompt tokens, {what}")
-    for line in prompt.split("\n"):
-        say(line)
     return {
         "state": "dry run",
-        "rows": rows,
-        "model": name,
+        "rows": job.source.dataset.num_rows,
+        "output": None if job.options.output is None else str(job.options.output),
+        "output_columns": job.source.output_names(job.options),
+        "model": job.resolved.files.name,
         "dtype": plan.dtype,
         "plan": plan.to_json(),
+        "headline": [*headline(plan), *dequantized_line(job.resolved)],
         "sampling": job.options.sampling.to_json(),
+        "first_row": first,
         "first_prompt": prompt,
         "first_prompt_tokens": num_tokens,
+        "first_row_asks": what,
     }
 
 

@@ -8,12 +8,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from batchgen.core.text import without_credentials
-from batchgen.job.options import JobOptions, Option, options_of
+from batchgen.core.text import as_typed, without_credentials
+from batchgen.job.options import AT_FILE, JobOptions, Option, options_of
 
 # Options that are left to the machine where the job is run.
 _OF_THE_PLAN = frozenset({"hardware", "trace", "progress"})
-_PLACEHOLDERS = {"input": "INPUT", "output": "OUTPUT"}
+_PLACEHOLDERS = {"input": "INPUT"}
 
 
 def run_command(options: JobOptions, *, skip: Collection[str] = _OF_THE_PLAN, **more: Any) -> str:
@@ -22,7 +22,7 @@ def run_command(options: JobOptions, *, skip: Collection[str] = _OF_THE_PLAN, **
     Credentials in URLs are hidden.
 
     Args:
-        options: The job's options. An input or output without a name is shown as a word in capitals.
+        options: The job's options. An input without a name is shown as a word in capitals.
         skip: Names of options that are left out.
         more: Further options, by name.
     """
@@ -65,5 +65,10 @@ def _words(option: Option, value: Any) -> list[str]:
         return [option.flag, json.dumps(value)]
     words = []
     for item in value if option.multiple else (value,):
-        words += [option.flag, f"{item[0]}={item[1]}" if isinstance(item, tuple) else str(item)]
+        text = f"{item[0]}={item[1]}" if isinstance(item, tuple) else str(item)
+        words += [option.flag, as_typed(text) if option.typed and not _names_file(option, text) else text]
     return words
+
+
+def _names_file(option: Option, value: str) -> bool:
+    return option.reads == AT_FILE and value.startswith("@")

@@ -31,10 +31,10 @@ class RunOptions(TypedDict, total=False):
     """Longest prompt plus output [default: the model's]."""
 
     prompt_column: str | None
-    """Column that holds the prompts [default: prompt]."""
+    """Column that holds the prompts [default: messages, prompt, text, or the only column of text]."""
 
     prompt_template: str | None
-    """Jinja template over the columns; @FILE reads it from a file."""
+    r"""Jinja template over the columns, where \n is a newline; @FILE reads it from a file."""
 
     messages_column: str | None
     """Column of chat messages: lists of {role, content}, or of ShareGPT's {from, value}."""
@@ -42,8 +42,13 @@ class RunOptions(TypedDict, total=False):
     system_prompt: str | None
     """System message before each row's messages; implies --chat."""
 
-    chat: bool
-    """Send text prompts as a user's message, through the chat template. Default: False."""
+    chat: bool | None
+    """Send text prompts as a user's message in the chat template, or as plain text [default: --chat where the model has
+    a chat template].
+    """
+
+    chat_template: str | None
+    """Chat template in Jinja that replaces the model's."""
 
     chat_template_kwargs: str | Mapping[str, Any] | None
     """Variables for the model's chat template, such as '{"enable_thinking": false}'."""
@@ -52,6 +57,9 @@ class RunOptions(TypedDict, total=False):
     """Go on with the assistant's message that a row's messages end with, rather than begin another behind it. Default:
     False.
     """
+
+    tools_column: str | None
+    """Column of tools that the chat template writes into the prompt: lists of JSON schemas, or JSON of them."""
 
     task: Literal["generate", "score"]
     """score: log-probabilities of continuations of the prompt, or of the prompt itself. Default: 'generate'."""
@@ -137,7 +145,7 @@ class RunOptions(TypedDict, total=False):
     """The seed. Default: 0."""
 
     stop: str | Sequence[str]
-    r"""Stop string, may be repeated; \n and \t are understood."""
+    r"""Stop string such as \n, may be repeated."""
 
     stop_token_ids: Sequence[int]
     """Stop token, may be repeated."""
@@ -235,6 +243,12 @@ class RunOptions(TypedDict, total=False):
     flush_interval: str | float
     """How often finished rows are saved: what a crash can cost. Default: '5s'."""
 
+    cache: str | Path | None
+    """Take answers that jobs with the same directory have computed before, and keep those of this one there."""
+
+    cache_size: str | int
+    """Limit of --cache; the answers that were used longest ago go first. Default: '10GiB'."""
+
     share: bool
     """Be one of any number of workers on this output, each started with this command, on machines that share the
     directory. Default: False.
@@ -288,9 +302,7 @@ class RunOptions(TypedDict, total=False):
     """Write rows done, tokens and time left every few seconds, in Prometheus' text format."""
 
     dry_run: bool
-    """Check everything, show the plan and the first prompt (as JSON too where standard output is no terminal); run
-    nothing. Default: False.
-    """
+    """Check everything, show the plan and the first prompt; run nothing. Default: False."""
 
     steps: Sequence[Mapping[str, Any]]
     """Steps that each row goes through: a mapping of options for each, as the tables `[[step]]` of a job file."""

@@ -45,6 +45,7 @@ def open_output(
             errors_file=source.is_openai,
             extends=extends,
             keep_parts=keep_parts,
+            describe_files=source.dataset.describe_files,
         )
     return open_run(
         output,
@@ -55,6 +56,7 @@ def open_output(
         errors_file=source.is_openai,
         extends=extends,
         keep_parts=keep_parts,
+        describe_files=source.dataset.describe_files,
         results_per_row=source.columns.results_per_row,
     )
 

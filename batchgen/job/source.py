@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -14,6 +15,8 @@ from batchgen.core.request import PLAIN_CHAT, ChatOptions, Request, ScoreRequest
 from batchgen.core.units import parse_shard
 from batchgen.dataset import Dataset, open_dataset
 from batchgen.dataset.continuations import ContinuationSpec
+from batchgen.job.default_output import default_output
+from batchgen.job.run_command import run_command
 from batchgen.job.standard_input import StandardInput, is_standard_input
 from batchgen.models.tokenizers.thinking import Thinking
 from batchgen.output.columns import Columns, SampleColumns, ScoreColumns
@@ -23,12 +26,17 @@ from batchgen.output.join import output_schema
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from batchgen.dataset.prompts import CompiledPrompts, PromptSpec
+    from batchgen.dataset.prompts import CompiledPrompts, NoPromptColumn, PromptSpec
     from batchgen.job.options import JobOptions
     from batchgen.models.config import ModelConfig
     from batchgen.models.tokenizers.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+_FIRST_ROWS = 100  # tell a column of numbers in a CSV file
+_NUMBER = re.compile(r"[\d\s.,:;/%+\-TZeE]*|true|false|nan|null|none|n/a", re.IGNORECASE)
+_WITH_TEMPLATE = "prompts: {}, in the model's chat template (--no-chat: as plain text, which base models are for)"
+_WITHOUT_TEMPLATE = "prompts: {}, as plain text: the model has no chat template"
 
 
 class DoneRows(Protocol):
@@ -47,7 +55,8 @@ class RequestSource:
         dataset: The input.
         requests_of: Function from (record batch, number of its first row) to the requests of its rows.
         identity: All values that the prompts depend on, as JSON values.
-        needs_chat_template: Whether prompts are chat messages.
+        needs_chat_template: Whether prompts are chat messages; None: they are texts that become messages if the model
+            has a chat template (`for_template`).
         columns: Columns that the output adds.
         reads: Names of the input's columns that requests are made of.
         scores_prompts: Whether the prompts themselves are scored, not continuations of them.
@@ -55,12 +64,14 @@ class RequestSource:
         chat: Options for chat messages.
         notices: Lines that tell a person how columns are read.
         reasoning_apart: Whether a model's thoughts between tags get a column of their own, apart from the text.
+        for_template: Function that gives the source for a model with a chat template, or without one; None: it would be
+            this source.
     """
 
     dataset: Dataset
     requests_of: Callable[[Any, int], Iterator[Request | ScoreRequest]]  # (record batch, first row)
     identity: dict[str, Any]
-    needs_chat_template: bool
+    needs_chat_template: bool | None
     columns: Columns
     reads: frozenset[str] = frozenset()
     scores_prompts: bool = False
@@ -68,6 +79,7 @@ class RequestSource:
     chat: ChatOptions = PLAIN_CHAT
     notices: tuple[str, ...] = ()
     reasoning_apart: bool = True
+    for_template: Callable[[bool], RequestSource] | None = None
 
     @property
     def requests_per_row(self) -> int:
@@ -93,7 +105,7 @@ class RequestSource:
         return list(schema.names[len(self.dataset.schema) :])
 
     def for_model(self, config: ModelConfig, tokenizer: Tokenizer, options: JobOptions) -> RequestSource:
-        """The source with the output columns that the model requires, such as that of its thoughts.
+        """The source with the prompts and the output columns of a model: its chat template, a column of its thoughts.
 
         Args:
             config: The model's configuration.
@@ -101,8 +113,15 @@ class RequestSource:
             options: The job's options.
 
         Raises:
-            InputError: The input has a column of such a name.
+            InputError: The input has a column of such a name, or the model lacks the chat template that prompts need.
         """
+        if self.identity.get("chat", False) is None:
+            source = self if self.for_template is None else self.for_template(tokenizer.renders_texts)
+            identity = self.identity | {"chat": tokenizer.renders_texts}
+            source = replace(source, dataset=self.dataset, identity=identity)
+            return source.for_model(config, tokenizer, options)
+        if self.needs_chat_template or self.chat.chat_template_kwargs:
+            tokenizer.require_chat_template(self.chat)
         if not isinstance(self.columns, SampleColumns):
             return self
         thinks = options.reasoning_column and Thinking.of(tokenizer, options.sampling.regex) is not None
@@ -179,7 +198,7 @@ def open_source(options: JobOptions, dataset: Dataset | None = None) -> RequestS
     if dataset.num_rows == 0:
         source = _source_without_rows(options, dataset, _prompts_of(options))
     else:
-        source = (_score_source if options.task == "score" else generate_source)(options, dataset)
+        source = _source_with_rows(options, dataset)
     check_output_schema(options, source)
     return source
 
@@ -201,10 +220,41 @@ def _prompts_of(options: JobOptions) -> PromptSpec:
         options.prompt_template,
         options.messages_column,
         options.system_prompt,
-        options.chat,
+        True if options.chat is None and options.chat_template is not None else options.chat,
         options.chat_template_kwargs,
         options.continue_final,
     )
+
+
+def _source_with_rows(options: JobOptions, dataset: Dataset) -> RequestSource:
+    """The source of an input with rows, whose only column of words has the prompts where no option names one."""
+    from batchgen.dataset.prompts import NoPromptColumn
+
+    source = _score_source if options.task == "score" else generate_source
+    try:
+        return source(options, dataset)
+    except NoPromptColumn as error:
+        words = error.among(lambda name: _holds_words(dataset, name))
+        if isinstance(words, NoPromptColumn):
+            raise InputError(_with_command(words, options)) from error
+        return source(replace(options, prompt_column=words), dataset)
+
+
+def _holds_words(dataset: Dataset, column: str) -> bool:
+    """True where the first values of a column of text are more than numbers and dates, which are text in CSV files."""
+    _, rows = next(dataset.batches(0, _FIRST_ROWS, [column]))
+    values = (value for value in rows.column(column).to_pylist() if isinstance(value, str))
+    return any(_NUMBER.fullmatch(value) is None for value in values)
+
+
+def _with_command(error: NoPromptColumn, options: JobOptions) -> str:
+    """The message for an input without a certain column of prompts, with a command line to copy where there is one."""
+    if not isinstance(options.input, str):
+        return str(error)
+    given: dict[str, Any] = {error.option: error.value}
+    if options.output == default_output(options):
+        given["output"] = None
+    return f"{error.reason}: say what to ask, as in: {run_command(replace(options, **given))}"
 
 
 def _source_without_rows(options: JobOptions, dataset: Dataset, spec: PromptSpec) -> RequestSource:
@@ -213,12 +263,21 @@ def _source_without_rows(options: JobOptions, dataset: Dataset, spec: PromptSpec
 
 
 def _identity(options: JobOptions, spec: PromptSpec) -> dict[str, Any]:
-    """All that decides the requests of rows, as JSON values."""
-    identity = spec.identity()
+    """All that decides the requests of rows, as JSON values; "chat" is None where that depends on the model."""
+    identity = spec.identity() | {"chat": spec.makes_chat}
+    if spec.makes_chat is None and not _asks(options):
+        identity["chat"] = False
+    if options.tools_column is not None:
+        identity["tools_column"] = options.tools_column
     if options.task == "score":
         return identity | {"continuations": _continuations(options).identity()}
     columns = {name: getattr(options, name) for name in ("sampling_column", "choices_column")}
     return identity | {name: column for name, column in columns.items() if column is not None}
+
+
+def _asks(options: JobOptions) -> bool:
+    """True where prompts are questions, with answers; False where a text is scored, or what follows a text."""
+    return options.task == "generate" or bool(options.choices or options.choices_column)
 
 
 def _continuations(options: JobOptions) -> ContinuationSpec:
@@ -241,7 +300,7 @@ def generated_columns(options: JobOptions) -> SampleColumns:
     if options.json_columns and options.sampling.json_schema is not None:
         from batchgen.job.json_columns import json_columns
 
-        of_json = json_columns(options.sampling.json_schema)
+        of_json = json_columns(str(options.sampling.json_schema))
     return replace(SampleColumns.of(options.sampling, token_ids=options.token_ids), json=of_json)
 
 
@@ -259,20 +318,42 @@ def generate_source(options: JobOptions, dataset: Any) -> RequestSource:
     from batchgen.dataset.sampling_column import compile_row_sampling
 
     spec = _prompts_of(options)
-    compiled = compile_prompts(spec, dataset.schema, options.id_column)
     row_sampling = compile_row_sampling(
         options.sampling_column, _continuations(options), dataset.schema, options.sampling
     )
-    return RequestSource(
-        dataset,
-        lambda batch, first: rows_to_requests(batch, first, compiled, row_sampling, options.id_column),
-        _identity(options, spec),
-        compiled.uses_chat,
-        _columns(options),
-        _names(*compiled.columns, options.id_column, *row_sampling.columns),
-        chat=_chat_of(compiled),
-        notices=compiled.notices,
-    )
+
+    def source(compiled: CompiledPrompts) -> RequestSource:
+        return RequestSource(
+            dataset,
+            lambda batch, first: rows_to_requests(batch, first, compiled, row_sampling, options.id_column),
+            _identity(options, spec),
+            compiled.uses_chat,
+            _columns(options),
+            _names(*compiled.columns, *compiled.tools_columns, options.id_column, *row_sampling.columns),
+            chat=_chat_of(compiled),
+            notices=compiled.notices,
+        )
+
+    compiled = compile_prompts(spec, dataset.schema, options.id_column)
+    return _for_any_model(source, compiled.with_tools(options.tools_column, dataset.schema))
+
+
+def _for_any_model(source: Callable[[CompiledPrompts], RequestSource], compiled: CompiledPrompts) -> RequestSource:
+    """The source before the model is known.
+
+    Args:
+        source: Function that makes the source of compiled prompts.
+        compiled: The compiled prompts.
+    """
+    if compiled.uses_chat is not None:
+        return source(compiled)
+
+    def for_template(has_template: bool) -> RequestSource:
+        line = _WITH_TEMPLATE if has_template else _WITHOUT_TEMPLATE
+        known = compiled.for_template(has_template)
+        return source(replace(known, notices=(line.format(compiled.origin), *known.notices)))
+
+    return replace(source(compiled), for_template=for_template)
 
 
 def _chat_of(compiled: CompiledPrompts) -> ChatOptions:
@@ -295,21 +376,31 @@ def _score_source(options: JobOptions, dataset: Dataset) -> RequestSource:
     spec = _prompts_of(options)
     wanted = _continuations(options)
     continuations = compile_continuations(wanted, dataset.schema)
-    compiled = compile_prompts(spec, dataset.schema, options.id_column, may_be_empty=not wanted.whole)
+    compiled = compile_prompts(spec, dataset.schema, options.id_column, may_be_empty=not wanted.whole).with_tools(
+        options.tools_column, dataset.schema
+    )
+    if not _asks(options):
+        compiled = compiled.for_template(False)
     if wanted.whole and compiled.uses_chat:
         raise InputError("chat messages are contexts: give --continuations-column or --choices, what may follow them")
     logprobs = options.sampling.logprobs
-    return RequestSource(
-        dataset,
-        lambda batch, first: rows_to_score_requests(batch, first, compiled, continuations, logprobs, options.id_column),
-        _identity(options, spec),
-        compiled.uses_chat,
-        _columns(options),
-        _names(*compiled.columns, *continuations.columns, options.id_column),
-        scores_prompts=wanted.whole,
-        chat=_chat_of(compiled),
-        notices=compiled.notices,
-    )
+
+    def source(compiled: CompiledPrompts) -> RequestSource:
+        return RequestSource(
+            dataset,
+            lambda batch, first: rows_to_score_requests(
+                batch, first, compiled, continuations, logprobs, options.id_column
+            ),
+            _identity(options, spec),
+            compiled.uses_chat,
+            _columns(options),
+            _names(*compiled.columns, *compiled.tools_columns, *continuations.columns, options.id_column),
+            scores_prompts=wanted.whole,
+            chat=_chat_of(compiled),
+            notices=compiled.notices,
+        )
+
+    return _for_any_model(source, compiled)
 
 
 def _each(columns: dict[str, list[Any] | None]) -> list[dict[str, Any]]:
@@ -329,9 +420,10 @@ def _openai_source(options: JobOptions, dataset: Dataset) -> RequestSource:
         "--prompt-column": options.prompt_column,
         "--prompt-template": options.prompt_template,
         "--messages-column": options.messages_column,
-        "--system-prompt": options.system_prompt,
-        "--chat": options.chat,
+        "--system": options.system_prompt,
+        "--chat" if options.chat else "--no-chat": options.chat is not None,
         "--continue-final": options.continue_final,
+        "--tools-column": options.tools_column,
         "--id-column": options.id_column,
         "--output-prefix": options.output_prefix,
         "--json-schema": options.sampling.json_schema,

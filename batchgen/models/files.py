@@ -7,7 +7,6 @@ imported here, so that a wrong model is refused at once.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,19 +16,18 @@ from typing import Literal
 from batchgen.core.dtypes import AUTO, DEQUANTIZED, MIXED, NATIVE, NATIVE_FORMATS, WEIGHTS
 from batchgen.core.errors import InputError, naming_files, one_line
 from batchgen.models.config import ModelConfig
-from batchgen.models.downloads import HUB_PATTERNS, HUB_SMALL, demo_file, fetch_from_hub
+from batchgen.models.downloads import demo_file
 from batchgen.models.formats.base import Scheme
-from batchgen.models.formats.gguf.fields import ROPE_FACTORS, config_of_gguf, matrix_formats
+from batchgen.models.formats.gguf.fields import ROPE_FACTORS, check_architecture, config_of_gguf, matrix_formats
 from batchgen.models.formats.gguf.split import first_part, gguf_paths, model_stem, read_gguf
 from batchgen.models.formats.schemes import read_scheme
 from batchgen.models.hf.config import config_of_hf
 from batchgen.models.hf.config_files import QUANTIZATION, read_config_json, read_json_object
 from batchgen.models.hf.fields import stated_dtype
 from batchgen.models.hf.weight_files import find_weight_files, no_config, tensors_of
+from batchgen.models.hub import HubName, fetch_configuration, fetch_gguf, fetch_weights
 from batchgen.models.store.manifest import RANK_KEY, STORE_MANIFEST, STORE_UNFINISHED, is_store, read_store_manifest
 from batchgen.models.tensor_files.headers import TensorInfo, read_safetensors_header
-
-_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 _SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
@@ -74,12 +72,22 @@ def resolve_model(spec: str) -> ModelFiles:
             return files
         if path.is_file():
             return _gguf_files(path)
-    if _HUB_ID.fullmatch(spec) and not spec.endswith(".gguf"):
-        files = ModelFiles(fetch_from_hub(spec, HUB_PATTERNS), "hf", spec)
-        with naming_files(spec):
-            _check_directory(files)
-        return files
+    if (name := HubName.parse(spec)) is not None:
+        return _from_hub(name, spec)
     raise InputError(f"model {spec} does not exist")
+
+
+def _from_hub(name: HubName, spec: str) -> ModelFiles:
+    """The local files of a model of the hub. Weights are fetched once its configuration is known to be supported."""
+    if name.gguf is not None:
+        return replace(_gguf_files(fetch_gguf(name, check_architecture)), name=spec)
+    files = ModelFiles(fetch_configuration(name), "hf", spec)
+    with naming_files(spec):
+        _config_without_weights(files.path / "config.json")
+        stated_scheme(files)
+        fetch_weights(name, files.path)
+        _check_directory(files)
+    return files
 
 
 def resolve_for_planning(spec: str) -> tuple[ModelFiles, ModelConfig]:
@@ -99,8 +107,9 @@ def resolve_for_planning(spec: str) -> tuple[ModelFiles, ModelConfig]:
             return ModelFiles(path.parent, "hf", path.resolve().parent.name), _config_without_weights(path)
         if path.is_dir() and (path / "config.json").exists():
             return ModelFiles(path, "hf", path.resolve().name), _config_without_weights(path / "config.json")
-        if _HUB_ID.fullmatch(spec) and not path.exists() and spec != "demo" and not spec.endswith(".gguf"):
-            folder = fetch_from_hub(spec, HUB_SMALL)
+        name = None if spec == "demo" or path.exists() else HubName.parse(spec)
+        if name is not None and name.gguf is None:
+            folder = fetch_configuration(name)
             return ModelFiles(folder, "hf", spec), _config_without_weights(folder / "config.json")
         files = resolve_model(spec)
         return files, read_config(files)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from batchgen.models.config import ModelConfig
 from batchgen.models.experts import OnCounts, OnInput, Routes, Weights, experts, route
+from batchgen.models.families import GEMMA
 from batchgen.models.rope import RopeConfig
 from batchgen.ops import dispatch as ops
 
@@ -79,8 +80,10 @@ def embed(config: ModelConfig, weights: Weights, token_ids: Tensor, positions: T
     """
     hidden = ops.embedding(token_ids, weights["embed.weight"], dtype)
     if config.embedding_scale != 1:
-        # Rounded to the dtype first, as the models were trained.
-        hidden = hidden * torch.tensor(config.embedding_scale, dtype=hidden.dtype).item()
+        scale = config.embedding_scale
+        if config.family in GEMMA:  # rounded to the dtype first, as the models were trained
+            scale = torch.tensor(scale, dtype=hidden.dtype).item()
+        hidden = hidden * scale
     if "embed_proj.weight" in weights:
         hidden = linear(weights, "embed_proj", hidden)
     if "positions.weight" in weights:
@@ -255,6 +258,8 @@ def _added(
 def before_logits(config: ModelConfig, weights: Weights, hidden: Tensor) -> Tensor:
     """Compute the input of the output matrix, [tokens, embed], from the last layer's output [tokens, hidden]."""
     x = norm(config, weights, "final_norm", hidden) if config.final_norm else hidden
+    if config.logit_scale != 1:
+        x = x * config.logit_scale
     return linear(weights, "head_proj", x) if "head_proj.weight" in weights else x
 
 

@@ -31,7 +31,7 @@ class RopeConfig:
         factors: Divisor of each frequency, head_dim // 2 numbers (the tensor `rope_freqs` of a GGUF); or None.
         short_factors, long_factors: Divisors of each frequency for contexts within original_max_position, and for
             longer contexts (longrope); or None.
-        rotated: Number of values at the beginning of a head that are rotated. None: all.
+        rotated: Number of values at the beginning of a head that are rotated. None: all; 0: none.
     """
 
     theta: float
@@ -60,7 +60,7 @@ class RopeConfig:
             raise InputError(f"rope_type {self.kind!r} needs original_max_position_embeddings")
         if self.kind == "longrope" and (self.short_factors is None or self.long_factors is None):
             raise InputError("rope_type 'longrope' needs short_factor and long_factor")
-        if self.rotated is not None and (self.rotated < 2 or self.rotated % 2):
+        if self.rotated is not None and (self.rotated < 0 or self.rotated % 2):
             raise InputError(f"rotary positions need an even number of rotated values, not {self.rotated}")
         if self.kind == "llama3" and not self.high_freq_factor > self.low_freq_factor:
             raise InputError("rope_type 'llama3' needs high_freq_factor above low_freq_factor")
@@ -75,6 +75,8 @@ class RopeConfig:
             head_dim: Number of values in one head.
             context: Longest context of the sequences, in tokens. It selects the divisors of longrope.
         """
+        if self.rotated == 0:
+            return ()
         head_dim = self.rotated or head_dim
         exponents = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
         powers = np.power(self.theta, exponents.astype(np.float64)).astype(np.float32)  # [head_dim / 2]
@@ -156,6 +158,10 @@ class RopeConfig:
 
     def _yarn_mscale(self, weight: float) -> float:
         return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
+
+
+# The positions of layers that do not rotate queries and keys (SmolLM3).
+NO_ROPE = RopeConfig(theta=1e4, rotated=0)
 
 
 def rotates_part(rope: RopeConfig | None, part: str) -> bool:

@@ -151,7 +151,7 @@ class ScoreColumns:
             column of the perplexity.
         choices: The continuations, where every row has the same.
         choices_column: The input column of the continuations. With `choices_column` or `choices` there is a column of
-            the most likely continuation.
+            the most likely continuation, without spaces at its beginning.
         token_logprobs: True where each token's log-probability is a column.
     """
 
@@ -209,6 +209,8 @@ class ScoreColumns:
             assert rows is not None
             column = rows.column(self.choices_column)
             texts = [None if i is None else column[row].as_py()[i] for row, i in enumerate(index)]
+        # Spaces before a text are for its tokens, which continue the prompt: they are no part of the answer.
+        texts = [None if text is None else text.lstrip(" ") for text in texts]
         return [pa.array(texts, pa.string()), pa.array(index, pa.int32())]
 
 

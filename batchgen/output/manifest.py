@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from batchgen.output.result_counts import ResultCounts
 
 FORMAT_VERSION = 2
 _SHOWN_CHARS = 48
+_FILES = "input.files"  # field of fingerprints
 
 
 class DamagedManifest(InputError):
@@ -95,11 +97,23 @@ def read_kernels(values: Any) -> KernelChoice | None:
     return None if values is None else read_typed(KernelChoice, values, "kernels")
 
 
-def describe_changes(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """The fields in which two fingerprints differ, as text such as "sampling.seed was 0, now 1"; "" for none."""
+def describe_changes(
+    old: dict[str, Any], new: dict[str, Any], describe_files: Callable[[dict[str, Any]], str] | None = None
+) -> str:
+    """The fields in which two fingerprints differ, as text such as "sampling.seed was 0, now 1"; "" for none.
+
+    Args:
+        old: The earlier fingerprint.
+        new: The fingerprint now.
+        describe_files: Function from the earlier identity of the input to a text on how its files differ now; None: the
+            lists of files are shown as other fields are.
+    """
     was, now = _flat(old), _flat(new)
     changes = []
     for name in sorted(was.keys() | now.keys()):
+        if name == _FILES and describe_files and name in was and name in now and was[name] != now[name]:
+            changes.append(describe_files(old["input"]))
+            continue
         old_text, new_text = (_shown(fields, name) for fields in (was, now))
         if old_text != new_text:
             changes.append(f"{name} was {_cut(old_text, new_text)}, now {_cut(new_text, old_text)}")

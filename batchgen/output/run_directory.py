@@ -70,6 +70,9 @@ RUN_FILES = (
     "parts/part-000000.parquet.tmp",
 )
 
+# Identity of an input before -> how its files differ now.
+DescribeFiles = Callable[[dict[str, Any]], str]
+
 # (fingerprint before, fingerprint now) -> whether the rows of the job before are the first ones of the job now.
 Extends = Callable[[dict[str, Any], dict[str, Any]], bool]
 
@@ -103,6 +106,7 @@ def open_run(
     shared: bool = False,
     extends: Extends | None = None,
     keep_parts: bool = False,
+    describe_files: DescribeFiles | None = None,
     results_per_row: int = 1,
 ) -> Run:
     """Lock the run directory of an output, create it where it does not exist, and find the rows that are not finished.
@@ -118,6 +122,7 @@ def open_run(
         shared: True where the caller is one of several workers and holds their lease for opening. No lock is taken.
         extends: The function that says whether this job may reuse the rows of another, smaller job; None: of no other.
         keep_parts: True to keep part files after the output is complete, since another job may reuse the rows.
+        describe_files: The function that says, from the earlier identity of an input, how its files differ now.
         results_per_row: Number of results of each row: one a step.
 
     Raises:
@@ -139,7 +144,16 @@ def open_run(
         lock = None if shared else _lock(directory / "lock", output_path)
     except OSError as error:
         raise _unwritable(directory, error.strerror) from error
-    run = Run(targets, directory, json.loads(json.dumps(fingerprint)), lock, extends, keep_parts, results_per_row)
+    run = Run(
+        targets,
+        directory,
+        json.loads(json.dumps(fingerprint)),
+        lock,
+        extends,
+        keep_parts,
+        describe_files,
+        results_per_row,
+    )
     try:
         run._open(resume, overwrite, retry_failed)
     except OSError as error:
@@ -199,11 +213,12 @@ class Run:
         done_rows: Rows that need no more work. The part writer adds rows to it.
         rows_resumed: Number of rows that were done when the run was opened.
         rows_of_others: Number of rows that other workers have finished since.
+        rows_known: Number of rows of this run whose answers were known before the model was loaded.
         partials: Tokens of unfinished rows, by row.
         notices: Messages to show to the user.
     """
 
-    rows_of_others = 0
+    rows_of_others = rows_known = 0
 
     def __init__(
         self,
@@ -213,6 +228,7 @@ class Run:
         lock: int | None,
         extends: Extends | None,
         keep_parts: bool,
+        describe_files: DescribeFiles | None = None,
         results_per_row: int = 1,
     ) -> None:
         self.output_path = targets[0]
@@ -228,6 +244,7 @@ class Run:
         self._lock = lock
         self._extends = extends
         self._keep_parts = keep_parts
+        self._describe_files = describe_files
         self._writer: PartWriter | None = None
         self._saver: PartialSaver | None = None
 
@@ -533,11 +550,11 @@ class Run:
             InputError: The directory has rows that this run may not reuse.
         """
         rows = held.totals["rows"] if held.totals and is_intact else len(self.done_rows)
-        changes = describe_changes(held.fingerprint, self._manifest.fingerprint)
+        changes = describe_changes(held.fingerprint, self._manifest.fingerprint, self._describe_files)
         if changes and rows:
             raise InputError(
-                f"{self._where(is_intact)} has {rows} rows made with other settings: {changes}. "
-                "Use the old settings to go on, or --overwrite to start again"
+                f"{self._where(is_intact)} has {rows} rows made {self._unlike(held)}: {changes}. "
+                "Give another --output, or the old settings to go on, or --overwrite to start again"
             )
         if rows and not resume:
             raise InputError(
@@ -545,6 +562,12 @@ class Run:
                 "or start again with --overwrite"
             )
         return not changes
+
+    def _unlike(self, held: Manifest) -> str:
+        """The words for what rows of another job were made of."""
+        now = self._manifest.fingerprint
+        others = {**held.fingerprint, "input": None} != {**now, "input": None}
+        return "with other settings" if others else "of another input"
 
     def _where(self, is_complete: bool) -> Path:
         return self.output_path if is_complete else self.directory

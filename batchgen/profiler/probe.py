@@ -10,10 +10,12 @@ from functools import partial
 from batchgen.core.dtypes import matmul_key
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.knowledge import DECODE, FEW, MANY, SPEED, Knowledge, Parts, weights_name
+from batchgen.profiler.contention import Beside, slowed_by
 from batchgen.profiler.timing import Trial
 
 # Standard deviations of the logarithms: a probe of a second sees a moment, and no cache that other work has used.
-_NOISE = 0.1
+# Work of others adds to the deviation, by a part of what it slows the probe down.
+_NOISE, _NOISE_OF_OTHERS = 0.1, 0.5
 _WIDTH, _MANY_TOKENS, _MANY_BYTES = 1024, 256, 8 << 20
 _OPERAND_BYTES = 64 << 20  # more than most cores have of the last cache
 _SEQUENCES, _CONTEXT, _GROUP = 16, 1024, 4
@@ -26,7 +28,11 @@ ProbeTrial = tuple[Parts, float, Callable[[], Trial]]
 
 
 def probed(
-    knowledge: Knowledge, trials: Iterable[ProbeTrial], seconds: float, clock: Clock = time.perf_counter
+    knowledge: Knowledge,
+    trials: Iterable[ProbeTrial],
+    seconds: float,
+    clock: Clock = time.perf_counter,
+    taken_frac: Callable[[], float] | None = None,
 ) -> Knowledge:
     """Probe the machine; returns the knowledge of its rates afterwards.
 
@@ -36,12 +42,16 @@ def probed(
         seconds: Seconds that the probe may take. Each trial gets a part of what is left of them, and is left out where
             it does not fit.
         clock: Function that tells the time, in seconds.
+        taken_frac: Function that tells which part of the cores' time others have taken since the probe began; None:
+            the kernel's counters tell it.
     """
-    ends, after = clock() + seconds, knowledge
+    ends, after, taken_frac = clock() + seconds, knowledge, taken_frac or Beside().taken_frac
     for part, (parts, expected, prepare) in zip(_PARTS, trials, strict=False):
         rate = _rate(prepare, clock() + part * (ends - clock()), clock)
         if rate is not None:
-            after = after.after(parts, knowledge.mean(parts) + math.log(expected / rate), _NOISE)
+            slower = slowed_by(taken_frac())
+            logarithm = knowledge.mean(parts) + math.log(expected / rate) - slower
+            after = after.after(parts, logarithm, math.hypot(_NOISE, _NOISE_OF_OTHERS * slower))
     return after
 
 

@@ -82,7 +82,9 @@ class Generate:
     async def __call__(self, batch: pa.Table) -> pa.Table:
         """A batch of rows with the output columns added. Raises InputError."""
         if self._reasoning is None:
-            self._reasoning = await asyncio.to_thread(gives_reasoning, self._model, self._sampling)
+            self._reasoning = await asyncio.to_thread(
+                gives_reasoning, self._model, self._sampling, self._options.get("chat_template")
+            )
         token_ids = bool(self._options.get("token_ids"))
         columns = SampleColumns.of(self._sampling, reasoning=self._reasoning, token_ids=token_ids)
         schema = output_schema(batch.schema, columns, self._prefix)
@@ -91,8 +93,10 @@ class Generate:
         compiled = compile_prompts(self._prompts, batch.schema, self._id_column)
         rows = batch.combine_chunks().to_batches()[0]
         stream = await asyncio.to_thread(self._stream_here)
+        tokenizer = stream.engine.parts.tokenizer
+        compiled = compiled.for_template(tokenizer.renders_texts)
         if compiled.uses_chat:
-            stream.engine.parts.tokenizer.require_chat_template(compiled.chat)
+            tokenizer.require_chat_template(compiled.chat)
         requests = list(rows_to_requests(rows, 0, compiled, RowSampling(self._sampling), self._id_column))
         completions: list[Completion] = await asyncio.wrap_future(stream.submit(requests))
         results = RowResult.to_batch(

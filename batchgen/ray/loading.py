@@ -49,5 +49,5 @@ def load_stream(
     job = resolve_job(replace(job_options(model, options), sampling=sampling), resolve_model(model))
     plan = runnable(Plan.from_json(given), job)
     plan = replace(plan, kernels=kernels_here(plan.kernels))
-    tokenizer = load_tokenizer(job.files, job.options.special_tokens)
+    tokenizer = load_tokenizer(job.files, job.options.special_tokens, job.options.chat_template)
     return EngineStream(load_engine(job, plan, lambda: tokenizer, Progress("none"), None))

@@ -51,8 +51,8 @@ def plan_here(model: str, input: Any, options: Mapping[str, Any], memory: int, r
     """
     started_s = time.monotonic()
     job = resolve_job(job_options(model, {"cpu_memory": memory, **options}, input), resolve_model(model))
-    source = open_source(job.options)
-    tokenizer = load_tokenizer(job.files, job.options.special_tokens)
+    tokenizer = load_tokenizer(job.files, job.options.special_tokens, job.options.chat_template)
+    source = open_source(job.options).for_model(job.config, tokenizer, job.options)
     plan = make_plan(
         job,
         lambda: measure_workload(source, tokenizer, job.options, job.context, rows_left=rows),

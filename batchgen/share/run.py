@@ -41,7 +41,15 @@ from batchgen.output.partials import Partials, PartialSaver
 from batchgen.output.parts import DamagedPart, Result, next_part_number, part_number, part_paths, scan_part
 from batchgen.output.result_counts import ResultCounts, count_parts
 from batchgen.output.row_map import DoneRows
-from batchgen.output.run_directory import SHARE_FOLDER, Extends, Run, open_run, run_directory, target_path
+from batchgen.output.run_directory import (
+    SHARE_FOLDER,
+    DescribeFiles,
+    Extends,
+    Run,
+    open_run,
+    run_directory,
+    target_path,
+)
 from batchgen.share.files import DirectoryFiles, Files, damaged, read_json
 from batchgen.share.lease import Lease, is_held
 from batchgen.share.part_store import PartStore, link_parts
@@ -122,6 +130,8 @@ class SharedRun:
     It has the attributes of a `Run`. Its `done_rows` counts the finished rows of all workers, as far as this worker has
     seen.
     """
+
+    rows_known = 0  # a worker looks its rows up as it runs them
 
     def __init__(
         self, output_path: Path, lease_s: float, open_plain: Callable[[], Run], fingerprint: dict[str, Any]
@@ -567,6 +577,7 @@ def open_shared_run(
     errors_file: bool = False,
     extends: Extends | None = None,
     keep_parts: bool = False,
+    describe_files: DescribeFiles | None = None,
 ) -> SharedRun:
     """Become one of the workers on an output.
 
@@ -579,6 +590,7 @@ def open_shared_run(
         errors_file: True where the output comes with a second file for failed rows.
         extends: The function that says whether this job may reuse the rows of another, smaller job; None: of no other.
         keep_parts: True to keep part files after the output is complete, since another job may reuse the rows.
+        describe_files: The function that says, from the earlier identity of an input, how its files differ now.
 
     Raises:
         BatchgenError: The output cannot be written, belongs to another job, or has workers with another fingerprint.
@@ -587,7 +599,13 @@ def open_shared_run(
 
     def open_plain() -> Run:
         return open_run(
-            output_path, fingerprint, errors_file=errors_file, shared=True, extends=extends, keep_parts=keep_parts
+            output_path,
+            fingerprint,
+            errors_file=errors_file,
+            shared=True,
+            extends=extends,
+            keep_parts=keep_parts,
+            describe_files=describe_files,
         )
 
     run = SharedRun(target_path(Path(output_path)), lease_s, open_plain, fingerprint)

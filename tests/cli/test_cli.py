@@ -35,7 +35,7 @@ def table(tmp_path):
 
 
 def run(model, table, output, *args):
-    defaults = ["--prompt-column", "q", "--max-tokens", "5", "--dtype", "float32", "--progress", "none"]
+    defaults = ["--prompt-column", "q", "--no-chat", "--max-tokens", "5", "--dtype", "float32", "--progress", "none"]
     return invoke("run", "-m", model, "-i", table, "-o", output, *defaults, *args)
 
 
@@ -132,7 +132,7 @@ def test_templates_chat_samples_and_logprobs(model, table, tmp_path):
     template.write_text("Row {{ number }}: {{ q }}\n")
     output = tmp_path / "out.parquet"
     code, _, _ = invoke(
-        "run", "-m", model, "-i", table, "-o", output, "--prompt-template", f"@{template}", "--system-prompt",
+        "run", "-m", model, "-i", table, "-o", output, "--prompt-template", f"@{template}", "--system",
         "Be kind",
         "--max-tokens", 4, "-n", 2, "--temperature", 0.7, "--logprobs", 2, "--dtype", "float32", "--limit", 5,
         "--progress", "none",
@@ -187,12 +187,15 @@ def test_config_file(model, table, tmp_path):
         ("chat = 1", "chat must be true or false"),
         ("system-prompt = {a = 1}", "must be a text"),
         ("chat-template-kwargs = {messages = 1}", "cannot have 'messages'"),
-        ("[chat-template-kwargs]\nday = 2020-01-01", "--chat-template-kwargs is for chat messages"),
+        ("chat = false\n[chat-template-kwargs]\nday = 2020-01-01", "--chat-template-kwargs is for chat messages"),
+        ('chat = false\nsystem-prompt = "x"', "--system and --no-chat exclude each other"),
+        ('chat-template = "none.jinja"', "--chat-template none.jinja cannot be read"),
         ('model = ["x"]', "must be a text"),
         ('config = "other.toml"', "is no option"),
     ):
         config.write_text(
-            f'model = "{model}"\ninput = "{table}"\nprompt-column = "q"\n' * ("kwargs" in line) + f"{line}\n"
+            f'model = "{model}"\ninput = "{table}"\nprompt-column = "q"\n' * ("kwargs" in line or "chat" in line)
+            + f"{line}\n"
         )
         code, _, said = invoke("run", "--config", config, "-o", output)
         assert code == 2 and message in said
@@ -216,7 +219,7 @@ def test_files_beside_a_config_file_are_found_from_anywhere(model, table, tmp_pa
     (elsewhere / "here.jinja").write_text("Here {{ q }}")  # not beside it: where the command is run
     config.write_text(config.read_text().replace("say.jinja", "here.jinja"))
     result = CliRunner().invoke(commands.cli, ["run", "--config", str(config), "-o", "o.parquet", "--dry-run"])
-    assert result.exit_code == 0 and "Here The ferry" in result.stderr
+    assert result.exit_code == 0 and "Here The ferry" in result.stdout
     code, _, message = invoke("run", "--config", config, "-i", "rows.parquet", "-o", "o.parquet", "--limit", 2)
     assert code == 2 and "rows.parquet" in message  # a flag's path has nothing to do with the file
 
@@ -226,9 +229,18 @@ def test_dry_run_shows_the_prompt_and_writes_nothing(model, table, tmp_path):
         commands.cli, ["run", "-m", model, "-i", table, "-o", str(tmp_path / "x.parquet"), "--prompt-template",
                   "Say {{ q }}", "--dry-run"]
     )  # fmt: skip
-    assert result.exit_code == 0 and "Say The ferry left at 0" in result.stderr
-    assert json.loads(result.stdout)["rows"] == 20
+    assert result.exit_code == 0 and "Say The ferry left at 0" in result.stdout and "x.parquet" in result.stdout
     assert not list(tmp_path.glob("x.parquet*"))
+
+
+def test_a_dry_run_gives_programs_json_and_no_other_run_does(model, table, tmp_path):
+    arguments = ["run", "-m", model, "-i", table, "-o", tmp_path / "x.parquet", "--prompt-column", "q"]
+    code, stdout, _ = invoke(*arguments, "--dry-run", "--json")
+    report = json.loads(stdout)
+    assert code == 0 and report["rows"] == 20 and report["output_columns"][0] == "text"
+    assert "The ferry left at 0" in report["first_prompt"] and report["plan"]["prediction"]
+    code, _, message = invoke(*arguments, "--json")
+    assert code == 2 and "--json is for --dry-run" in message
 
 
 def test_a_dry_run_on_a_terminal_ends_with_the_prompt(model, table, tmp_path, monkeypatch, capsys):
@@ -248,7 +260,7 @@ def test_a_dry_run_on_a_terminal_ends_with_the_prompt(model, table, tmp_path, mo
     monkeypatch.setattr("sys.argv", line)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     assert commands.run_cli() == 0
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().out.endswith("user\nThe ferry left at 0<|im_end|>\n<|im_start|>assistant\n\n")
 
 
 def test_a_value_whose_quotes_were_forgotten_is_told_of(monkeypatch, capsys):

@@ -47,7 +47,7 @@ JOB = ["-m", "M", "-i", "in.jsonl", "--max-tokens", "1", "--progress", "none"]
     ("arguments", "says"),
     [
         (["run", *JOB, "-o", "out.jsonl", "--regex", "\udcff"], "--regex is not UTF-8"),
-        (["run", *JOB, "-o", "out.jsonl", "--system-prompt", "a\udc80"], "--system-prompt is not UTF-8"),
+        (["run", *JOB, "-o", "out.jsonl", "--system", "a\udc80"], "--system is not UTF-8"),
         (["run", *JOB, "-o", "a\x00b"], "--output has a NUL character"),
         (["run", *JOB, "-o", "out.jsonl", "--hardware", ""], "--hardware is empty"),
         (["run", *JOB, "-o", "out.jsonl", "--limit", "9" * 30], "--limit must be at most 9,223,372,036,854,775,807"),

@@ -70,6 +70,14 @@ def test_the_speed_drifts_from_job_to_job_and_what_is_peculiar_stays():
     assert later.deviation(PROMPTS) > known.deviation(PROMPTS)
 
 
+def test_a_job_beside_others_is_expected_to_take_longer_and_less_certainly():
+    known = Knowledge("t").after(PROMPTS, 0.3, 0.02)
+    beside = known.slowed(2.0)
+    assert math.exp(beside.mean(PROMPTS) - known.mean(PROMPTS)) == pytest.approx(2)
+    assert beside.deviation(PROMPTS) > 2 * known.deviation(PROMPTS)
+    assert known.slowed(1.0).mean(PROMPTS) == known.mean(PROMPTS)
+
+
 def test_a_measured_table_is_known_better():
     assert Knowledge(f"{MEASURED} x", prior=0.3).deviation(PROMPTS) < 0.5 * Knowledge("t").deviation(PROMPTS)
 

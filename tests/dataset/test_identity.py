@@ -13,7 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from batchgen.core.errors import InputError
 from batchgen.dataset import open_dataset
-from batchgen.dataset.identity import InputFiles
+from batchgen.dataset.identity import InputFiles, describe_files
 
 LARGE = 1000  # bytes, in these tests
 
@@ -188,3 +188,40 @@ def test_remote_files_are_told_by_the_tags_of_their_contents(tmp_path):
     assert "version" not in was["files"][0]
     system.pipe_file("/bucket/in.jsonl", write_lines(lines, 5).read_bytes())
     assert open_dataset("tagged://bucket/in.jsonl").begins_with(was)
+
+
+def test_changes_of_files_are_told_in_words():
+    def file(name, digest, size_bytes=2048, **more):
+        return {"name": name, "size_bytes": size_bytes, "sha256": digest, **more}
+
+    def told(was, now, alike=None):
+        return describe_files(was, now, lambda _: alike)
+
+    a, b = file("a.csv", "1"), file("b.csv", "2")
+    assert told([a], [file("a.csv", "3", 4096)]) == "a.csv has changed (2.0 KiB before, 4.0 KiB now)"
+    assert told([a, b], [b, file("c.csv", "3")]) == "c.csv is new; a.csv is gone"
+    assert told([a, b], [b, a]) == "its files are read in another order"
+    assert told([a, a], [a]) == "its 1 files are not the 2 files that they were"
+    before = [file(f"{i}.csv", "1") for i in range(5)]
+    after = [file(f"{i}.csv", "2") for i in range(5)]
+    assert told(before, after).endswith("2.csv and 2 more files are changed")
+    was, now = (
+        file("a.parquet", "1", rows=1000, sample=["x", "y"]),
+        file("a.parquet", "2", rows=1200, sample=["x", "z"]),
+    )
+    assert told([was], [now], True).startswith("a.parquet has grown from 1,000 to 1,200 rows and begins with the same")
+    assert told([was], [now], None) == "a.parquet has 1,200 rows, 1,000 before"
+    assert told([now], [was], True) == "a.parquet has 1,000 rows, 1,200 before"
+
+
+def test_a_large_row_group_is_not_read_for_its_last_rows(tmp_path, monkeypatch):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from batchgen.dataset import open_dataset
+
+    path = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"prompt": [f"row {i}" for i in range(100)]}), path)
+    first, last = open_dataset(path).identity()["files"][0]["sample"]
+    monkeypatch.setattr("batchgen.dataset.readers.parquet._SAMPLED_BYTES", 10)
+    assert open_dataset(path).identity()["files"][0]["sample"] == [first, None] and last

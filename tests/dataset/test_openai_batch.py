@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from batchgen.core.errors import RowError
-from batchgen.core.request import SamplingParams
+from batchgen.core.request import ChatOptions, SamplingParams
 from batchgen.dataset import open_dataset
 from batchgen.dataset.openai_batch import (
     CHAT_URL,
@@ -14,6 +14,7 @@ from batchgen.dataset.openai_batch import (
     COMPLETIONS_URL,
     line_to_row,
     parse_body,
+    parse_row,
     rows_to_requests,
 )
 from batchgen.dataset.openai_response import format_error, format_response
@@ -123,7 +124,6 @@ def test_prompts():
 @pytest.mark.parametrize(
     ("name", "neutral", "active"),
     [
-        ("tools", [], [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "none", "required"),
         ("functions", [], [{"name": "f"}]),
         ("response_format", {"type": "text"}, {"type": "grammar"}),
@@ -142,6 +142,41 @@ def test_unsupported_parameters_are_refused_by_name_where_they_ask_for_something
     for make in (chat, completion):
         assert make(**{name: neutral})[1] == make()[1]
         assert name in refusal(make, **{name: active})
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "default": None}}}
+
+
+def test_tools_of_a_chat_are_for_its_template():
+    def tools(**fields):
+        return parse_row(line_to_row(line(body={"messages": MESSAGES, **fields})), JOB, ChatOptions())[2].tools
+
+    assert tools(tools=[TOOL], tool_choice="auto") == [TOOL]
+    for nothing in ({}, {"tools": []}, {"tools": None}):
+        assert tools(**nothing) is None
+    assert "tools" in refusal(completion, tools=[TOOL])
+    with pytest.raises(RowError, match="tools must be a list of tools"):
+        tools(tools=[5])
+
+
+def test_calls_of_tools_in_an_answer_are_openais():
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": "é"}}\n</tool_call>'
+
+    def message(text, **body):
+        row = ROW | {"samples": [{"text": text, "finish_reason": "stop", "logprobs": None}]}
+        choice = format_response("id-1", {"messages": MESSAGES, **body}, row, "demo", 3)["response"]["body"]["choices"][
+            0
+        ]
+        return choice["message"], choice["finish_reason"]
+
+    answer, reason = message(f"Let me see.\n{call}\n{call}", tools=[TOOL])
+    assert (answer["content"], reason) == ("Let me see.", "tool_calls")
+    assert [made["id"] for made in answer["tool_calls"]] == ["call_0_0", "call_0_1"]
+    assert answer["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 2, "b": "é"}'}
+    assert message(call, tools=[TOOL])[0]["content"] is None
+    for text, body in ((call, {}), ("<tool_call>add</tool_call>", {"tools": [TOOL]}), ("4", {"tools": [TOOL]})):
+        answer, reason = message(text, **body)
+        assert (answer["content"], reason) == (text, "stop") and "tool_calls" not in answer
 
 
 def test_what_does_not_change_the_answer_is_accepted():

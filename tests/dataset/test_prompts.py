@@ -59,11 +59,17 @@ def test_column():
 
 
 def test_default_columns():
-    assert prompts_of({"messages": [[user("m")]], "prompt": ["p"]}) == ["p"]
+    assert prompts_of({"prompt": ["p"], "messages": [[user("m")]]}) == [[user("m")]]
+    assert prompts_of({"text": ["t"], "prompt": ["p"], "messages": [1]}) == ["p"]
+    assert prompts_of({"title": ["a"], "text": ["t"], "body": ["b"]}) == ["t"]
+    assert prompts_of({"number": [1], "body": ["b"], "image": [b"x"]}) == ["b"]
     assert prompts_of({"messages": [[user("m")]], "x": ["p"]}) == [[user("m")]]
     assert prompts_of({"prompt": [[user("conversational")]]}) == [[user("conversational")]]
     message = error_of({"question": ["p"], "answer": ["a"]})
-    assert "--prompt-column" in message and "question, answer" in message
+    assert r"--prompt-template '{{ question }}\n{{ answer }}'" in message and "question, answer hold text" in message
+    assert """'{{ row["a b"] }}'""" in error_of({"a b": [1]})
+    assert "--messages-column talk" in error_of({"talk": [[user("m")]], "x": ["p"]})
+    assert "a, b, c and 2 more" in error_of({name: ["p"] for name in "abcde"})
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
@@ -318,6 +324,11 @@ def test_message_parts():
         normalize_messages([user("x"), {"role": "user", "content": [None]}])
     with pytest.raises(RowError, match="tool_calls"):
         normalize_messages([{"role": "assistant", "content": "x", "tool_calls": [{"id": 1}]}])
+    padded_call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    expected = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    assert normalize_messages([user("x"), padded_call, {"role": "tool", "content": "4", "tool_call_id": "a"}]) == [
+        user("x"), expected, {"role": "tool", "content": "4", "tool_call_id": "a"},
+    ]  # fmt: skip
     padded = {
         "role": "user",
         "content": "x",

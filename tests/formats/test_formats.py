@@ -36,8 +36,16 @@ same_library = pytest.mark.skipif(
 )
 EXACT = {"dtype": "float32", "cpu_memory": "2GiB", "max_num_seqs": 2}
 OPTIONS = {
-    "generate": {"max_tokens": 6, "temperature": 0.8, "seed": 7, "n": 2, "logprobs": 1, "id_column": "id"},
-    "score": {"task": "score", "choices": [" yes", " no", " onions"]},
+    "generate": {
+        "max_tokens": 6,
+        "temperature": 0.8,
+        "seed": 7,
+        "n": 2,
+        "logprobs": 1,
+        "id_column": "id",
+        "chat": False,
+    },
+    "score": {"task": "score", "choices": [" yes", " no", " onions"], "chat": False},
     "openai": {},
 }
 PROMPTS = [prompt for prompt in pq.read_table(HERE / "run_directory" / "rows.parquet")["prompt"].to_pylist() if prompt]
@@ -175,7 +183,7 @@ def test_outputs_without_a_name_are_found_again(folder, monkeypatch):
     (folder / "cache" / "outputs").mkdir(parents=True)
     shutil.copy(output, folder / "cache" / "outputs")
     take_run(folder, HERE / "outputs" / "run", f"cache/outputs/{output.name}")
-    table = batchgen.run("model", "rows.parquet", max_tokens=6, report="report.json", **EXACT)
+    table = batchgen.run("model", "rows.parquet", max_tokens=6, chat=False, report="report.json", **EXACT)
     report = json.loads(Path("report.json").read_text())
     assert report["state"] == "already complete" and Path(report["output"]).name == output.name
     assert table.num_rows == 9

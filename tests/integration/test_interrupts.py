@@ -176,9 +176,9 @@ def test_a_second_signal_does_not_wait_for_the_disk(job, tmp_path):
     assert saved(output) > 0
 
 
-@pytest.mark.parametrize("module", ["click", "torch", "transformers"])
+@pytest.mark.parametrize("module", ["click", "torch", "tokenizers"])
 def test_while_libraries_are_imported(job, tmp_path, module):
-    """transformers is imported by a thread, for which the main one waits."""
+    """tokenizers is imported by a thread, for which the main one waits."""
     stubs, sign = tmp_path / "stubs", tmp_path / "sign"
     stubs.mkdir()
     blocking = (

@@ -71,7 +71,7 @@ def test_appended_lines(job, tmp_path):
     assert output.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     write_lines(source, [*ROWS[:3], {**ROWS[3], "pier": 33}, *ROWS[4:]])
     code, _, said = job(source, output)
-    assert code == 2 and "made with other settings: input.files" in said
+    assert code == 2 and f"rows made of another input: {source.name} has changed (" in said
 
 
 def test_lines_after_none(job, tmp_path):
@@ -149,3 +149,27 @@ def test_columns_that_more_rows_change(job, tmp_path, template, kept):
         assert code == 0 and counts(report) == (4, 5)
     else:
         assert code == 2 and 'input.columns.pier was "int64", now "double"' in said
+
+
+@pytest.mark.parametrize("stopped", [True, False], ids=["of a job that was stopped", "of a complete job"])
+def test_a_parquet_file_that_grew_is_told_in_words(job, tmp_path, stopped):
+    source, output = tmp_path / "in.parquet", tmp_path / "out.parquet"
+    write_table(source, ROWS[:6])
+    if stopped:
+        assert job(source, output, "--limit", 6)[0] == 0
+        output.unlink()
+    else:
+        assert job(source, output)[0] == 0
+    write_table(source, ROWS)
+    code, _, said = job(source, output)
+    assert code == 2 and "in.parquet has grown from 6 to 9 rows and begins with the same ones" in said
+    assert "the new rows alone, in a file of their own" in said and "Give another --output" in said
+    write_table(source, [*ROWS[5:], *ROWS[:5]])
+    assert "in.parquet has 9 rows, 6 before, and begins with other ones" in job(source, output)[2]
+    write_table(source, ROWS[:3])
+    assert "in.parquet has 3 rows, 6 before" in job(source, output)[2]
+    write_table(source, ROWS[3:])
+    assert "in.parquet has other values in its 6 rows" in job(source, output)[2]
+    code, _, said = job(source, output, "--seed", 5)
+    assert "made with other settings: in.parquet has other values in its 6 rows; " in said
+    assert "sampling.seed was 0, now 5" in said

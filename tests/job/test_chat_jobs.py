@@ -78,7 +78,7 @@ def test_variables_reach_the_chat_template_and_decide_the_job(job):
         (messages("Why?"), {"chat_template_kwargs": "enable_thinking=false"}, "no JSON object"),
         (
             {"prompt": "a"},
-            {"chat_template_kwargs": {"enable_thinking": False}},
+            {"chat_template_kwargs": {"enable_thinking": False}, "chat": False},
             "--chat-template-kwargs is for chat messages",
         ),
         ({"prompt": "a"}, {"continue_final": True}, "--continue-final is for chat messages"),

@@ -16,7 +16,7 @@ from batchgen.cli.commands import cli
 from batchgen.core.errors import InputError
 from batchgen.dataset.paths import InputPaths
 from batchgen.job.files import check_files
-from batchgen.job.options import AT_FILE, JobOptions, options_of
+from batchgen.job.options import AT_FILE, TEXT_OF_FILE, JobOptions, options_of
 from batchgen.job.report import write_report
 from batchgen.lmeval.jobs import Workplace
 from batchgen.models.convert import convert
@@ -101,14 +101,6 @@ REFUSED = {
     "matched by a link": (dict(input="data/*.parquet", output="link-to-data/new.parquet"), "matches the input"),
     "matched behind a link": (dict(input="data/*/*.parquet", output="elsewhere/new.parquet"), "matches the input"),
     "matched at any depth": (dict(input="**/*.jsonl", output="data/new.jsonl"), "matches the input"),
-    "parts that are matched": (
-        dict(input="**/*.parquet", output="elsewhere/new.jsonl"),
-        "parts/part-000000.parquet matches the input",
-    ),
-    "a manifest that is matched": (
-        dict(input="*/*.json", output="new.csv", input_format="jsonl"),
-        "manifest.json matches the input",
-    ),
     "parts as the input": (
         dict(input="old.parquet.batchgen/parts/part-000000.parquet", output="old.parquet"),
         "where --output keeps its progress",
@@ -277,7 +269,7 @@ def test_a_report_to_a_device_goes_through_it():
 def test_every_option_that_names_a_file_is_known(here):
     """By what the options say of themselves: one that is read is not written over."""
     for option in options_of("run"):
-        if option.reads is None or option.name in ("input", "json_schema"):
+        if option.reads in (None, TEXT_OF_FILE) or option.name == "input":
             continue
         Path("read").write_text("{}")
         job = JobOptions("model", None, None, report="read")

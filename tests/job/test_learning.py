@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,8 +30,11 @@ class Plan:
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch):
-    monkeypatch.setattr(learning.CpuTime, "now", staticmethod(lambda: None))
+def taken(monkeypatch):
+    """The part of the cores' time that others take, as a list of one number."""
+    taken = [0.0]
+    monkeypatch.setattr(learning, "Beside", lambda: SimpleNamespace(taken_frac=lambda: taken[0]))
+    return taken
 
 
 def ran(slower=(1.0, 1.0), tokens=1.0):
@@ -82,12 +86,13 @@ def test_a_second_job_is_predicted_by_the_first():
     assert known.deviation(PROMPTS) < 0.15
 
 
-def test_sweeps_beside_other_work_say_less(monkeypatch):
-    cores = [learning.CpuTime(100.0, 0.0, 0.0), learning.CpuTime(200.0, 60.0, 0.0)]
-    monkeypatch.setattr(learning.CpuTime, "now", staticmethod(lambda: cores.pop(0) if len(cores) > 1 else cores[0]))
+def test_what_others_took_is_not_taken_for_a_slow_machine(taken):
     times, seen = ran((2.0, 2.0))
-    busy = times.shown(Plan, EXPECTED, seen)
-    assert busy[0].noise == pytest.approx(0.6, rel=0.02)
+    alone = times.shown(Plan, EXPECTED, seen)
+    taken[0] = 0.5
+    beside = times.shown(Plan, EXPECTED, seen)
+    assert [math.exp(shown.logarithm) for shown in beside] == pytest.approx([1.0, 1.0], rel=0.01)
+    assert all(a.noise > 3 * b.noise for a, b in zip(beside, alone, strict=True))
 
 
 def test_after_some_sweeps_a_long_job_is_predicted_anew():

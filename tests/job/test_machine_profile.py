@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from planner_cases import GIB, opt
@@ -34,6 +35,8 @@ def job(tmp_path, monkeypatch):
     monkeypatch.setattr(kinds, "instruction_set", lambda: "avx2")
     monkeypatch.setattr(kinds, "available_cores", lambda: 2)
 
+    monkeypatch.setattr(machine_profile, "_BESIDE", SimpleNamespace(slowdown=lambda: job.slowdown))
+
     def probed(known, trials, seconds):
         job.probes.append(seconds)
         return known.after(PRODUCTS, math.log(3), 0.05)
@@ -51,7 +54,7 @@ def job(tmp_path, monkeypatch):
         job.probes, job.disks = [], []
         return profile_here(resolved, Workload.uniform(max(1, tokens // 256), 256, 1))
 
-    job.disk = DISK_RATES
+    job.disk, job.slowdown = DISK_RATES, 1.0
     monkeypatch.setattr(machine_profile, "probed", probed)
     monkeypatch.setattr(machine_profile, "probe_disk", probe_disk)
     return job
@@ -98,6 +101,15 @@ def test_weights_that_may_stream_have_their_disk_probed_and_kept(job):
     job.disk = None  # it was full, or there was no time
     assert job(1_000_000, memory=GIB // 4).disk_read_bytes_per_s == DISK_RATES.read_bytes_per_s
     assert job(1_000_000).disk_read_bytes_per_s > 0 and job.disks == []
+
+
+def test_a_job_beside_others_is_expected_to_take_longer_but_the_machine_is_not_taken_for_slow(job):
+    first = job(100_000_000)
+    job.slowdown = 2.0
+    beside = job(100_000_000)
+    assert math.exp(beside.knowledge.mean(PRODUCTS) - first.knowledge.mean(PRODUCTS)) == pytest.approx(2)
+    (kept,) = read_record(record_of_machine()).knowledge.values()
+    assert kept.mean(PRODUCTS) == pytest.approx(first.knowledge.mean(PRODUCTS))
 
 
 def test_a_measured_profile_is_used_where_there_is_one(job, monkeypatch):

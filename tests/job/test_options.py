@@ -69,7 +69,7 @@ def test_every_field_is_an_option():
 def test_commands_have_the_options_declared_for_them(command):
     parameters = {p.name: p for p in cli.commands[command].params}
     options = declared(command)
-    assert set(parameters) - {"config"} == set(options)
+    assert set(parameters) - {"config", "as_json", "help_all"} == set(options) - {"as_json"}
     for name, option in options.items():
         parameter = parameters[name]
         assert parameter.required == (option.required and (command, name) != ("plan", "input")), name
@@ -83,7 +83,8 @@ def test_commands_have_the_options_declared_for_them(command):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_has_every_option_in_its_group(command):
-    text = CliRunner().invoke(cli, [command, "--help"], terminal_width=200).output
+    whole = "--help-all" if command == "run" else "--help"
+    text = CliRunner().invoke(cli, [command, whole], terminal_width=200).output
     titles = [f"\n{group.capitalize()}:\n" for group in GROUPS if f"\n{group.capitalize()}:\n" in text]
     sections = dict(
         zip(titles, text.split("\nOther:")[0].replace("\n\n  -", "  -").split("\n\n")[-len(titles) :], strict=True)
@@ -99,12 +100,12 @@ def test_defaults_of_the_command_line_are_those_of_a_job():
 
     def run_job(options):
         seen["options"] = options
-        return {"state": "dry run"}
+        return {"state": "stopped"}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("batchgen.job.run.run_job", run_job)
-        assert CliRunner().invoke(cli, ["run", "-m", "m", "-i", "i", "-o", "o.parquet"]).exit_code == 0
-    assert seen["options"] == JobOptions("m", "i", "o.parquet")
+        assert CliRunner().invoke(cli, ["run", "-m", "m", "-i", "i", "-o", "o.parquet", "--report", "-"]).exit_code == 3
+    assert seen["options"] == JobOptions("m", "i", "o.parquet", report="-")
 
 
 def test_run_takes_every_option_of_a_run(monkeypatch):

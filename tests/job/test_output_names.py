@@ -10,7 +10,7 @@ from command_line import invoke
 import batchgen
 
 TEXTS = ["The ferry left at six.", "Two plus two is four.", "Rain is due."]
-TEMPLATE = ["--prompt-template", "Classify: {{ text }}", "--max-tokens", "3", "--dtype", "float32"]
+TEMPLATE = ["--prompt-template", "Classify: {{ text }}", "--no-chat", "--max-tokens", "3", "--dtype", "float32"]
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +79,8 @@ def test_the_line_that_names_the_column_of_errors_names_the_one_that_is_there(mo
 def test_map_keeps_a_column_named_text(model):
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_dict({"text": TEXTS})
-    with batchgen.MapFunction(model, prompt_template="Classify: {{ text }}", max_tokens=3, dtype="float32") as answer:
+    with batchgen.MapFunction(
+        model, prompt_template="Classify: {{ text }}", chat=False, max_tokens=3, dtype="float32"
+    ) as answer:
         mapped = rows.map(answer, batched=True)
     assert mapped["text"][:] == TEXTS and mapped["gen_text"][:] == answers_of(model)

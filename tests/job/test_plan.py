@@ -471,8 +471,9 @@ class TestEveryRun:
         assert policy["share_prefixes"] is False and report["predicted_wall_s"] > 0
 
     def test_dry_run_shows_the_plan(self, model, table, tmp_path):
-        code, stdout, stderr = invoke("run", *job(model, table, tmp_path / "o.jsonl", "--dry-run"))
-        assert code == 0 and "plan: 40 sequences" in stderr and "predicted: " in stderr
+        code, stdout, _ = invoke("run", *job(model, table, tmp_path / "o.jsonl", "--dry-run"))
+        assert code == 0 and "plan: 40 sequences" in stdout and "predicted: " in stdout
+        _, stdout, _ = invoke("run", *job(model, table, tmp_path / "o.jsonl", "--dry-run", "--json"))
         assert Plan.from_json(json.loads(stdout)["plan"]).workload.num_seqs == 40
         assert not list(tmp_path.iterdir())
 

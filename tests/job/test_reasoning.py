@@ -14,7 +14,7 @@ from batchgen.hf_datasets import MapFunction
 from batchgen.ray.generate import Generate
 
 PROMPTS = [f"The ferry to pier {i}" for i in range(6)]
-OPTIONS = {"max_tokens": 3, "dtype": "float32", "cpu_memory": "2GiB"}
+OPTIONS = {"chat": False, "max_tokens": 3, "dtype": "float32", "cpu_memory": "2GiB"}
 
 
 class TwoChannels:
@@ -42,7 +42,7 @@ def table(tmp_path):
 
 
 def run(model, source, output, **options):
-    return batchgen.run(model, source, output, offload_dir=output.parent, **OPTIONS, **options)
+    return batchgen.run(model, source, output, offload_dir=output.parent, **{**OPTIONS, **options})
 
 
 def check(rows):
@@ -82,7 +82,7 @@ def test_an_openai_batch(model, tmp_path):
     ]  # fmt: skip
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run(model, source, output)
+    run(model, source, output, chat=None)
     answers = [
         json.loads(line)["response"]["body"]["choices"][0]["message"] for line in output.read_text().splitlines()
     ]

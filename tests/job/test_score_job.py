@@ -149,7 +149,7 @@ def test_choices(model, tmp_path, from_column, suffix):
     table = {"text": contexts, "answers": choices}
     _, rows = run(
         model, table, tmp_path / f"out{suffix}", prompt_column=None,
-        prompt_template="Text: {{ text.upper() }}\nAnswer: ",
+        prompt_template="Text: {{ text.upper() }}\nAnswer: ", chat=False,
         **given,
     )  # fmt: skip
     assert rows[20]["error"] and rows[20]["choice"] is rows[20]["choice_index"] is None
@@ -324,7 +324,9 @@ def test_dry_run_shows_what_is_scored(model, tmp_path):
     pq.write_table(pa.table({"q": ["The ferry left"]}), tmp_path / "in.parquet")
     line = ["run", "-m", model[0], "-i", tmp_path / "in.parquet", "-o", tmp_path / "o.parquet", "--prompt-column", "q"]
     line += ["--task", "score", "--choices", " late", "--choices", " early", "--dry-run"]
-    result = CliRunner().invoke(commands.cli, [str(a) for a in line])
+    result = CliRunner().invoke(commands.cli, [str(a) for a in [*line, "--no-chat"]])
     assert result.exit_code == 0
-    assert "The ferry left\n-> late\n-> early" in result.stderr.replace("->  ", "-> ")
+    assert "The ferry left\n-> late\n-> early" in result.stdout.replace("->  ", "-> ")
+    result = CliRunner().invoke(commands.cli, [str(a) for a in line])
+    assert "The ferry left<|im_end|>\n<|im_start|>assistant\n-> \n late\n-> \n early" in result.stdout
     assert not (tmp_path / "o.parquet.batchgen").exists()

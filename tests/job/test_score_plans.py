@@ -152,6 +152,7 @@ def test_the_plan_says_what_is_scored(tiny_models, tmp_path):
     pq.write_table(pa.table({"q": ["The ferry left the harbour"] * 50}), tmp_path / "in.parquet")
     model = tiny_models("llama")[0]
     job = ["-m", model, "-i", tmp_path / "in.parquet", "--prompt-column", "q", "--task", "score", "--hardware", "zen4"]
+    job.append("--no-chat")
     said = invoke(*job, "--choices", " a", "--choices", " b", "--explain", "--what-if", "cpu-memory=4GiB")
     assert "50 sequences" in said and "1.0 scored" in said and "generated" not in said
     lengths = ["-m", model, "--num-prompts", "50", "--input-len", "100", "--output-len", "20", "--hardware", "zen4"]

@@ -75,7 +75,7 @@ def hf_model(family: str, **overrides):
     config_class, model_class = classes_of(family)
     fields = {"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
     fields |= {"ffn_dim": 96} if family == "opt" else {"intermediate_size": 96, "num_key_value_heads": 2}
-    fields |= {"pad_token_id": 0} if family == "phi3" else {}  # whose own is beyond this vocabulary
+    fields |= {"pad_token_id": 0} if family in ("phi3", "smollm3") else {}  # whose own is beyond this vocabulary
     with torch.device("meta"):
         return model_class(config_class(**{**fields, **overrides}))
 
@@ -196,6 +196,35 @@ PUBLISHED = {
         "max_position_embeddings": 131072,
         "num_attention_heads": 24,
         "rope_scaling": {"long_factor": [1.5] * 48, "short_factor": [1.0] * 48, "type": "longrope"},
+    },
+    "granite": {
+        "attention_multiplier": 0.0078125,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 16.0,
+        "attention_dropout": 0.0,
+        "rope_scaling": None,
+        "rope_theta": 10000000.0,
+    },
+    "smollm3": {
+        "no_rope_layer_interval": 4,
+        "no_rope_layers": [1, 1, 1, 0] * 9,
+        "layer_types": ["full_attention"] * 36,
+        "max_window_layers": 28,
+        "pretraining_tp": 2,
+        "rope_scaling": None,
+        "rope_theta": 5000000.0,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
+    "seed_oss": {
+        "attention_dropout": 0.1,
+        "residual_dropout": 0.1,
+        "attention_out_bias": False,
+        "head_dim": 128,
+        "pretraining_tp": 1,
+        "rope_scaling": {"rope_type": "default"},
+        "rope_theta": 10000000.0,
     },
     "mixtral": {"output_router_logits": False, "router_aux_loss_coef": 0.02, "sliding_window": None, "rope_theta": 1e6},
     "qwen2_moe": {"use_sliding_window": False, "max_window_layers": 21, "sliding_window": 32768, "mlp_only_layers": []},

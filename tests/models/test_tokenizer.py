@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import subprocess
@@ -374,6 +375,22 @@ def test_a_gguf_without_a_tokenizer_is_one_line(tmp_path, monkeypatch):
     write_tiny_gguf(make_tiny_model("llama", tmp_path / "hf"), tmp_path / "bare.gguf")
     with pytest.raises(InputError, match=r"cannot load the tokenizer of .*bare\.gguf") as caught:
         load_tokenizer(resolve_model(str(tmp_path / "bare.gguf")))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_vocabulary_alone_is_read_by_transformers_where_it_is_installed(tmp_path, monkeypatch):
+    model = json.loads(make_tiny_tokenizer(tmp_path / "whole").backend_tokenizer.to_str())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in model["merges"]))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    ours, reference = load_tokenizer(ModelFiles(tmp_path, "hf", "x")), reference_tokenizer(tmp_path)
+    assert ours.encode_batch(TEXTS) == reference(TEXTS)["input_ids"]
+    assert ours.eos_token_ids == (reference.eos_token_id,)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else found(name))
+    with pytest.raises(InputError, match=r"needs the package transformers: fetch that file, or pip install") as caught:
+        load_tokenizer(ModelFiles(tmp_path, "hf", "x"))
     assert "\n" not in str(caught.value)
 
 

@@ -179,7 +179,7 @@ def test_a_changed_field_is_named_with_both_values(output):
     assert str(raised.value) == (
         f"{output}.batchgen has 10 rows made with other settings: input.rows was not set, now 5; "
         "limit was null, now not set; sampling.temperature was 0.0, now 0.7. "
-        "Use the old settings to go on, or --overwrite to start again"
+        "Give another --output, or the old settings to go on, or --overwrite to start again"
     )
     assert len(work(output)[0]) == 30  # the refusal harmed nothing
     with pytest.raises(InputError, match=r"out\.parquet has 40 rows made with other settings: input"):

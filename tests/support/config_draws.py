@@ -192,6 +192,9 @@ def _make_model(given: Draw, folder: Path):
     except Exception:  # also for what changes no logits, which is then left out
         path.write_text(json.dumps(without_ignored(given.stated)))
         config = AutoConfig.from_pretrained(folder)
+    if (config.get_text_config().pad_token_id or 0) >= _VOCAB:  # a default of large models, which changes no logits
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token_id": None}))
+        config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         shape = AutoModelForCausalLM.from_config(config)
     if sum(p.numel() for p in shape.parameters()) > _MOST_PARAMS:
@@ -281,8 +284,15 @@ def _ordinary(family: str, rng: random.Random) -> dict[str, Any]:
     }
     if "attention_bias" in _fields(config_class):
         drawn |= {"attention_bias": maybe(True, False)}
-    if family == "llama":
+    if family in ("llama", "granite", "smollm3", "seed_oss"):
         drawn |= {"mlp_bias": maybe(True, False), "pretraining_tp": maybe(1, 2)}
+    if family == "granite":
+        drawn |= {"embedding_multiplier": maybe(1.0, 12), "residual_multiplier": maybe(0.22, 1)}
+        drawn |= {"logits_scaling": maybe(1.0, 6), "attention_multiplier": maybe(0.0625, 0.3)}
+    if family == "smollm3":
+        drawn |= {"no_rope_layer_interval": maybe(1, 2, 4), "no_rope_layers": maybe(None, [1, 0, 1], [0, 0, 1, 1])}
+    if family == "seed_oss":
+        drawn |= {"attention_out_bias": maybe(True, False)}
     drawn |= _windows(family, layers, rng)
     drawn |= _experts(family, layers, rng)
     if family.startswith("gemma"):
@@ -326,10 +336,12 @@ def _windows(family: str, layers: int, rng: random.Random) -> dict[str, Any]:
         if family == "mistral" and drawn["sliding_window"] is not None:
             drawn["layer_types"] = types
         return drawn
-    if family.startswith("qwen"):
+    if family.startswith(("qwen", "smollm3")):
         used = rng.choice((_LEFT_OUT, True, False))
         drawn = {"use_sliding_window": used, "sliding_window": window}
-        if family != "qwen3_moe":
+        if family == "smollm3":
+            drawn["layer_types"] = types
+        elif family != "qwen3_moe":
             drawn["max_window_layers"] = rng.choice((_LEFT_OUT, 0, 1, 2))
             drawn["layer_types"] = types if used is True else rng.choice((_LEFT_OUT, None, ["full_attention"] * layers))
         return drawn
@@ -425,6 +437,7 @@ def _odd_value(family: str, stated: dict[str, Any], rng: random.Random) -> tuple
         "id2label",
         "label2id",
         "pad_token_id",
+        "residual_dropout",
     ):  # what else these say is of no matter, unless it breaks transformers
         return name, _LEFT_OUT
     if name in _SIZES and rng.random() < 0.5:

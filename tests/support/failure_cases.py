@@ -55,6 +55,10 @@ the result itself cannot be written, the exit code is 1: so it is for `batchgen 
 `--output -` whose rows are not taken (they are kept). A reader that stops early (`batchgen plan ... | head`) is no
 error.
 
+What only saves work never ends a job. If the tokens of unfinished rows cannot be saved, or are damaged, a line says so,
+and these rows begin anew after a stop. If the directory of `--cache` is damaged or full, a line says so, and the job
+computes what it would have found there.
+
 Control characters in names and texts, such as the first one of an escape sequence, are spelled out (`\\x1b`) wherever
 they are shown.
 """

@@ -31,6 +31,7 @@ import batchgen
 from batchgen.core.errors import BatchgenError
 from batchgen.core.hardware import read_profile
 from batchgen.job.planning import read_plan
+from batchgen.job.status import describe_status, output_status
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.convert import convert
 from batchgen.models.files import read_config, resolve_for_planning, resolve_model, resolve_weights
@@ -43,7 +44,6 @@ from batchgen.share.files import DirectoryFiles
 from batchgen.share.lease import Lease, Table, WorkerRecord, claim, finish, write_worker
 from batchgen.share.ranges import row_ranges
 from batchgen.share.run import SharedJob
-from batchgen.job.status import describe_status, output_status
 
 MOST_BYTES = 256 << 20
 _FINGERPRINT = {"input": {"rows": 3}, "sampling": {"seed": 0}}

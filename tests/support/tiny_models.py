@@ -19,6 +19,9 @@ FAMILIES = (
     "gemma2",
     "gemma3",
     "phi3",
+    "granite",
+    "smollm3",
+    "seed_oss",
     "mixtral",
     "qwen2_moe",
     "qwen3_moe",
@@ -45,6 +48,14 @@ MODELS = {
     "phi3, part of each head, windows": ("phi3", {"head_dim": 24, "sliding_window": 20, "rope_parameters": {
         "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
     }}),
+    "granite, plain factors": ("granite", {
+        "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0, "attention_multiplier": 0.25,
+        "attention_bias": True, "mlp_bias": True,
+    }),
+    "smollm3, windows in layers without rope": ("smollm3", {
+        "use_sliding_window": True, "sliding_window": 20, "no_rope_layers": [1, 0, 0], "tie_word_embeddings": False,
+    }),
+    "seed_oss, a bias of the output": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
     "mixtral, one of 16, windows": ("mixtral", {
         "num_local_experts": 16, "num_experts_per_tok": 1, "sliding_window": 20, "num_hidden_layers": 2,
     }),
@@ -96,9 +107,14 @@ def classes_of(family: str) -> tuple[type, type]:
     """The family's configuration and model in transformers."""
     import transformers
 
-    prefix = {"opt": "OPT", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe", "gpt_oss": "GptOss"}.get(
-        family, family.capitalize()
-    )
+    prefix = {
+        "opt": "OPT",
+        "qwen2_moe": "Qwen2Moe",
+        "qwen3_moe": "Qwen3Moe",
+        "gpt_oss": "GptOss",
+        "smollm3": "SmolLM3",
+        "seed_oss": "SeedOss",
+    }.get(family, family.capitalize())
     text = "Text" if family == "gemma3" else ""
     return getattr(transformers, f"{prefix}{text}Config"), getattr(transformers, f"{prefix}ForCausalLM")
 
@@ -126,6 +142,11 @@ def make_tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: s
         fields = {"intermediate_size": 96, "num_key_value_heads": 2, "initializer_range": 0.2}
     if family == "qwen3":
         fields["head_dim"] = 32  # as in the real ones, not hidden_size / heads
+    if family == "granite":
+        fields |= {"embedding_multiplier": 6.0, "residual_multiplier": 0.375, "logits_scaling": 0.75}
+        fields |= {"attention_multiplier": 0.125}
+    if family == "seed_oss":
+        fields |= {"head_dim": 32}
     if family == "mistral":
         fields["sliding_window"] = None
     if family in ("gemma2", "gemma3"):
@@ -233,6 +254,9 @@ GGUF_FAMILIES = (
     "gemma2",
     "gemma3",
     "phi3",
+    "granite",
+    "smollm3",
+    "seed_oss",
 )
 # How SentencePiece tokenizers differ between families: where the space comes from that stands before the first word.
 SENTENCEPIECE_STYLES = {"llama": "normalizer", "phi3": "normalizer", "gemma2": "none", "gemma3": "none"}
@@ -299,6 +323,7 @@ GGUF_MODELS = {
     }),
     "gemma3, every second window": ("gemma3", {"sliding_window_pattern": 2}),
     "phi3, windows": ("phi3", {"sliding_window": 20}),
+    "smollm3, a layer without rope": ("smollm3", {"num_hidden_layers": 4}),
     "phi3, part of each head": ("phi3", {"head_dim": 32, "rope_parameters": {
         "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
     }}),
@@ -424,12 +449,17 @@ def write_tiny_gguf(  # a line for each key and each name of the format
         _write_gemma(writer, config, family)
     elif family == "phi3":
         _write_phi3(writer, config, head_dim)
+    elif family == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
     if tokenizer is not None:
         _write_tokenizer(writer, tokenizer, pre_tokenizer, add_bos)
     if rope_freqs is not None:
         writer.add_tensor("rope_freqs.weight", np.array(rope_freqs, dtype=np.float32))
     for name, values in _gguf_tensors(model, family):
-        if arch == "llama" and name.split(".")[-2] in ("attn_q", "attn_k"):
+        if arch in ("llama", "granite", "smollm3") and name.split(".")[-2] in ("attn_q", "attn_k"):
             heads = values.shape[0] // head_dim
             halves = values.reshape(heads, 2, head_dim // 2, *values.shape[1:])
             values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
@@ -509,7 +539,9 @@ def _gguf_tensors(model, family: str):
     """Names in a GGUF, and values fp32; experts of a layer together."""
     import numpy as np
 
-    names = _GGUF_NAMES | ({"post_attention_layernorm": "post_attention_norm"} if family == "gpt_oss" else {})
+    names = _GGUF_NAMES | (
+        {"post_attention_layernorm": "post_attention_norm"} if family in ("gpt_oss", "seed_oss") else {}
+    )
     gemma = family.startswith("gemma")
     names |= _GEMMA_GGUF_NAMES if gemma else {}
     for full_name, tensor in model.state_dict().items():

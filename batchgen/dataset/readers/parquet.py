@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from batchgen.core.digest import json_sha256
 from batchgen.core.errors import InputError, one_line
+from batchgen.dataset.binary_text import is_binary
+from batchgen.dataset.column_types import is_text
 from batchgen.dataset.identity import InputFiles
 from batchgen.dataset.partitions import Partitions
 from batchgen.dataset.source import (
@@ -27,12 +32,21 @@ if TYPE_CHECKING:
 
 _PARQUET_BUFFER_BYTES = 256 << 10  # per column, so that pages are streamed instead of whole column chunks
 
+_SAMPLED_ROWS = 16  # at either end of a file
+_SAMPLED_BYTES = 64 << 20  # a row group that is larger is not read for a few rows
 _PROBED_ROWS = 64  # of a file, which tell how large its rows are once they are decoded
 
 
-def parquet_source(paths: list[str], partitions: Partitions) -> Source:
-    """Open Parquet files as one input. Raises InputError where a file is damaged or columns are incompatible."""
-    files = InputFiles(paths, partitions)
+def parquet_source(paths: list[str], partitions: Partitions, *, may_get_files: bool) -> Source:
+    """Open Parquet files as one input. Raises InputError where a file is damaged or columns are incompatible.
+
+    Args:
+        paths: The files.
+        partitions: Columns of the files' partition directories.
+        may_get_files: True for files of a directory or glob, to which files may be added. False for one file, which is
+            written once.
+    """
+    files = InputFiles(paths, partitions, details=lambda path: details(path))
     schema, columns, groups = None, {}, []
     for path in paths:
         with naming(path), _open_parquet(path) as file:
@@ -72,8 +86,81 @@ def parquet_source(paths: list[str], partitions: Partitions) -> Source:
                     yield first, partitions.extend(_in_types(batch, in_files, path), path).select(names)
                     first += batch.num_rows
 
+    samples = None if may_get_files or is_url(paths[0]) else _Samples(paths[0], own)
+
+    def details(path: str) -> dict[str, Any]:
+        rows = sum(groups[paths.index(path)])
+        return {"rows": rows} | ({} if samples is None else {"sample": samples.digests(rows)})
+
+    def begins_alike(was: dict[str, Any]) -> bool | None:
+        if samples is None or "sample" not in was:
+            return None
+        known = [pair for pair in zip(was["sample"], samples.digests(was["rows"]), strict=True) if None not in pair]
+        return all(before == now for before, now in known) if known else None
+
     total = sum(map(sum, groups))
-    return Source("parquet", whole, total, read, files.identity, begins_with=files.begin_with, check=files.check_all)
+    return Source(
+        "parquet",
+        whole,
+        total,
+        read,
+        files.identity,
+        begins_with=files.begin_with if may_get_files else None,
+        begins_alike=begins_alike,
+        check=files.check_all,
+    )
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """Digests of a few rows of a local file, by which a file is recognized that has more rows than before.
+
+    Attributes:
+        path: Path of the file.
+        schema: The file's columns.
+    """
+
+    path: str
+    schema: pa.Schema
+
+    def digests(self, stop: int) -> list[str | None]:
+        """The digests of the first and of the last few of the file's first `stop` rows; None where reading takes long.
+
+        Args:
+            stop: Number of rows, at most those of the file.
+        """
+        return [self._digest(0, min(_SAMPLED_ROWS, stop)), self._digest(max(0, stop - _SAMPLED_ROWS), stop)]
+
+    def _digest(self, start: int, stop: int) -> str | None:
+        names = [
+            f.name for f in self.schema if pa.types.is_integer(f.type) or (is_text(f.type) and not is_binary(f.type))
+        ]
+        values: list[Any] = []
+        with naming(self.path), _open_parquet(self.path) as file:
+            first = 0
+            for group in range(file.metadata.num_row_groups):
+                end = first + file.metadata.row_group(group).num_rows
+                if first < stop and start < end:
+                    if start > first and file.metadata.row_group(group).total_byte_size > _SAMPLED_BYTES:
+                        return None
+                    values += _rows_of_group(file, group, names, max(0, start - first), min(end, stop) - first)
+                first = end
+        return json_sha256(values)
+
+
+def _rows_of_group(file: pq.ParquetFile, group: int, names: list[str], start: int, stop: int) -> list[Any]:
+    """Rows of a row group as Python values; rows with text that is not UTF-8 are left out."""
+    rows: list[Any] = []
+    first = 0
+    for batch in file.iter_batches(_SAMPLED_ROWS, row_groups=[group], columns=names, use_threads=False):
+        with contextlib.suppress(UnicodeError):
+            rows += batch.slice(
+                max(0, start - first), max(0, min(batch.num_rows, stop - first) - max(0, start - first))
+            ).to_pylist()
+        first += batch.num_rows
+        if first >= stop:
+            break
+    return rows
 
 
 def _in_types(batch: pa.RecordBatch, schema: pa.Schema, path: str) -> pa.RecordBatch:

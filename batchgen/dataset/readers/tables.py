@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -165,15 +166,20 @@ def _of_arrow(given: Any, name: str, limit: int | None) -> pa.Table:
     """The table of an object that exports an Arrow C stream. Raises InputError."""
     if isinstance(given, pa.Table):
         return given
-    try:
-        in_memory = type(given).__module__.partition(".")[0] in _IN_MEMORY
+    in_memory = type(given).__module__.partition(".")[0] in _IN_MEMORY
+    with _reading(name):
         if in_memory and not isinstance(given, pa.RecordBatchReader):
             return pa.table(given)
         reader = pa.RecordBatchReader.from_stream(given)
-        return copy_of(_without_views(reader.schema), _first_rows(reader, limit), name)
-    except InputError:
-        raise
-    except Exception as error:  # each library raises errors of its own, as of a query that fails
+    return copy_of(_without_views(reader.schema), _first_rows(reader, limit, name), name)
+
+
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """Turn what is raised while a table is read into an InputError: each library has errors of its own."""
+    try:
+        yield
+    except Exception as error:
         raise InputError(f"{name} cannot be read as an Arrow table: {one_line(error)}") from error
 
 
@@ -184,15 +190,17 @@ def _is_column(given: Any) -> bool:
     return hasattr(given, "__array__") and len(getattr(given, "shape", ())) == 1
 
 
-def _first_rows(reader: pa.RecordBatchReader, limit: int | None) -> Iterator[pa.RecordBatch]:
+def _first_rows(reader: pa.RecordBatchReader, limit: int | None, name: str) -> Iterator[pa.RecordBatch]:
+    """Yield the first rows of a stream, with columns that can be written. Raises InputError."""
     schema, left = _without_views(reader.schema), limit
-    for batch in reader:
-        rows = batch if left is None else batch.slice(0, left)
-        yield conform(rows, schema)
-        if left is not None:
-            left -= rows.num_rows
-            if not left:
+    while left is None or left > 0:
+        with _reading(name):
+            batch = next(reader, None)
+            if batch is None:
                 return
+            rows = conform(batch if left is None else batch.slice(0, left), schema)
+        yield rows
+        left = None if left is None else left - rows.num_rows
 
 
 def _without_views(schema: pa.Schema) -> pa.Schema:

@@ -10,9 +10,10 @@ from typing import Any
 
 from batchgen.core.errors import InputError
 from batchgen.models.config import Activation
-from batchgen.models.families import ARCHITECTURES, MIXTURES, QWEN_MIXTURES
+from batchgen.models.families import ARCHITECTURES, GEMMA, MIXTURES, QWEN_MIXTURES
 from batchgen.models.formats.schemes import read_scheme
 from batchgen.models.hf.keys import KEYS, read_keys, refuse_unsupported
+from batchgen.models.scales import scales_of
 from batchgen.models.stated_numbers import shown
 
 # Models that take images too, whose text model alone is read.
@@ -106,7 +107,7 @@ def read_heads(keys: Mapping[str, Any], family: str) -> tuple[int, int, int]:
     kv_heads, head_dim = (keys.get(name) for name in ("num_key_value_heads", "head_dim"))
     if head_dim is None:
         if hidden % heads:
-            raise InputError(f"hidden_size {hidden} is not a multiple of {heads} attention heads")
+            raise InputError(f"hidden_size {hidden} is not a multiple of {heads} attention heads: state head_dim")
         head_dim = hidden // heads
     return heads, kv_heads or heads, head_dim
 
@@ -177,13 +178,42 @@ def read_biases(keys: Mapping[str, Any], family: str) -> dict[str, Any]:
     attention = keys.get("attention_bias", False)
     return {
         "qkv_bias": attention or keys.get("qkv_bias", family == "qwen2"),
-        "out_bias": attention,
+        "out_bias": keys.get("attention_out_bias", attention),
         "mlp_bias": family == "gpt_oss" or keys.get("mlp_bias", False),
     }
 
 
+def read_scales(keys: Mapping[str, Any], family: str, eps: float) -> dict[str, Any]:
+    """The fields of a ModelConfig that scale embeddings, hidden states and logits.
+
+    Args:
+        keys: Values of the keys in `hf.keys.KEYS`.
+        family: Family of the model.
+        eps: Number that norms add to the mean square.
+    """
+    return scales_of(
+        eps,
+        embedding=keys["hidden_size"] ** 0.5 if family in GEMMA else float(keys.get("embedding_multiplier", 1.0)),
+        residual=float(keys.get("residual_multiplier", 1.0)),
+        logits_divisor=float(keys.get("logits_scaling", 1.0)),
+    )
+
+
+def read_unrotated_layers(keys: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """Numbers of the layers of SmolLM3 that do not rotate queries and keys."""
+    if "no_rope_layers" not in keys:
+        return ()
+    stated, interval = keys["no_rope_layers"], keys["no_rope_layer_interval"]
+    rotated = [(layer + 1) % interval != 0 for layer in range(layers)] if stated is None else stated
+    if len(rotated) < layers or any(value not in (0, 1) for value in rotated):
+        raise InputError(f"no_rope_layers must have a 0 or a 1 for each of {layers} layers, not {shown(stated)}")
+    return tuple(layer for layer in range(layers) if not rotated[layer])
+
+
 def read_query_scale(keys: Mapping[str, Any]) -> float | None:
-    """The factor of queries of Gemma; None: head_dim ** -0.5."""
+    """The factor of queries of Gemma and Granite; None: head_dim ** -0.5."""
+    if "attention_multiplier" in keys:
+        return float(keys["attention_multiplier"])
     return keys["query_pre_attn_scalar"] ** -0.5 if "query_pre_attn_scalar" in keys else None
 
 
@@ -216,6 +246,8 @@ def _layer_types(keys: Mapping[str, Any], family: str, layers: int, window: int 
             return layer % 2 == 0
         if family == "gemma3":
             return bool((layer + 1) % keys["sliding_window_pattern"])
+        if family == "smollm3":  # windows are of the layers without rotary positions
+            return window is not None and layer in read_unrotated_layers(keys, layers)
         if family == "qwen2_moe":
             return keys["use_sliding_window"] and layer % 2 == 0 and layer < keys["max_window_layers"]
         return window is not None and layer >= keys.get("max_window_layers", 0)

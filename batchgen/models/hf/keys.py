@@ -92,6 +92,7 @@ _GEMMA = {
     "query_pre_attn_scalar": Key(256, "positive"),
     "sliding_window": _WINDOW,
 }
+_MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")  # Granite's
 KEYS: dict[str, dict[str, Key]] = {
     "opt": {
         **_counts(vocab_size=50272, hidden_size=768, num_hidden_layers=12, ffn_dim=3072, num_attention_heads=12),
@@ -167,6 +168,37 @@ KEYS: dict[str, dict[str, Key]] = {
         "num_key_value_heads": _HEADS_NULL,
         "sliding_window": Key(None, "index", True),
     },
+    "granite": {
+        **_rotary(),
+        **_counts(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32),
+        **_counts(num_attention_heads=32, max_position_embeddings=2048),
+        **_flags(attention_bias=False, mlp_bias=False, tie_word_embeddings=False),
+        **_ends(1, 2),
+        **_DERIVED_HEAD,
+        **dict.fromkeys(_MULTIPLIERS, Key(1.0, "positive")),
+        "num_key_value_heads": _HEADS_NULL,
+    },
+    "smollm3": {
+        **_rotary(theta=2e6),
+        **_counts(vocab_size=128256, hidden_size=2048, intermediate_size=11008, num_hidden_layers=36),
+        **_counts(num_attention_heads=16, max_position_embeddings=32768, no_rope_layer_interval=4),
+        **_flags(attention_bias=False, mlp_bias=False, tie_word_embeddings=True, use_sliding_window=False),
+        **_ends(128000, 128001),
+        **_TYPES,
+        **_DERIVED_HEAD,
+        "num_key_value_heads": Key(4, "count", True),
+        "no_rope_layers": Key(None, "layers", True),
+        "sliding_window": Key(None, "index", True),
+    },
+    "seed_oss": {
+        **_rotary(),
+        **_counts(vocab_size=155136, hidden_size=4096, intermediate_size=27648, num_hidden_layers=64),
+        **_counts(num_attention_heads=80, max_position_embeddings=524288),
+        **_flags(attention_bias=True, attention_out_bias=False, mlp_bias=False, tie_word_embeddings=False),
+        **_ends(0, 2),
+        "num_key_value_heads": Key(8, "count", True),
+        "head_dim": Key(128, "count", True),
+    },
     "mixtral": {
         **_rotary(theta=1e6, eps=1e-5),
         **_counts(vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32),
@@ -225,6 +257,7 @@ _OF_TRAINING = (
     "layerdrop",
     "resid_pdrop",
     "embd_pdrop",
+    "residual_dropout",
     "initializer_range",
     "init_std",
 )

@@ -83,8 +83,8 @@ class ChatTemplate:
             if given:
                 raise InputError(f"the model has several chat templates, none of them the default: {', '.join(given)}")
             raise InputError(
-                "the model has no chat template: give it prompts instead of messages, without --chat and "
-                "--system-prompt"
+                "the model has no chat template: give one with --chat-template, or prompts instead of messages, without"
+                " --chat and --system"
             )
         names = {
             name: list(map(str, t)) if isinstance(t, list | tuple) else str(t) for name, t in special_tokens.items()
@@ -152,10 +152,16 @@ class ChatTemplate:
         messages = [self._as_given(message) for message in chat.messages]
         if chat.continues:
             messages[-1] = {**messages[-1], "content": _with_end_mark(messages[-1].get("content"))}
-        return self._around(messages, add_generation_prompt=not chat.continues) | dict(variables)
+        tools = None if chat.options.tools is None else _plain(list(chat.options.tools))
+        if tools is not None and "tools" not in self.variables:
+            raise RowError("the model's chat template takes no tools: leave them out, or choose another model")
+        around = self._around(messages, add_generation_prompt=not chat.continues, tools=tools)
+        return around | dict(variables)
 
-    def _around(self, messages: Sequence[Any], *, add_generation_prompt: bool) -> dict[str, Any]:
-        variables = {"messages": messages, "tools": None, "documents": None}
+    def _around(
+        self, messages: Sequence[Any], *, add_generation_prompt: bool, tools: list[Any] | None = None
+    ) -> dict[str, Any]:
+        variables = {"messages": messages, "tools": tools, "documents": None}
         return {**self.special_tokens, **variables, "add_generation_prompt": add_generation_prompt}
 
     def _as_given(self, message: Any) -> Any:
@@ -163,6 +169,8 @@ class ChatTemplate:
         if not isinstance(message, Mapping):
             raise RowError("the model's chat template takes {role, content} objects: a message is none")
         plain = {name: _plain(value) for name, value in message.items() if value is not None}
+        if "tool_calls" in plain:  # beside which templates expect a content, if only None
+            plain.setdefault("content", None)
         thoughts = next((plain[name] for name in _REASONING if name in plain), None)
         if thoughts is not None:
             plain = {"thinking": thoughts, **plain, "reasoning_content": thoughts}
@@ -229,12 +237,25 @@ class ChatTemplate:
             # Templates leave out the thoughts of the assistant's messages.
             role = message.get("role")
             left_out = self._taken.get(role) == "not at all"
+            if not all(name in text for name in _called(message)):
+                raise RowError(
+                    f"the model's chat template leaves out the tool calls of message {number}:"
+                    " write them into its content, or choose another model"
+                )
             if role != "assistant" and not all(_holds(text, said, left_out) for said in _texts(message)):
                 raise RowError(
                     f"the model's chat template leaves out the text of message {number} ({role}):"
                     " give the messages in another form, or the prompt as text"
                 )
         return _cut_at_end_mark(text, chat.messages[-1]) if chat.continues else text
+
+
+def _called(message: Message) -> Iterator[str]:
+    """The names of the functions that a message calls."""
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call) if isinstance(call, Mapping) else {}
+        if isinstance(name := function.get("name"), str):
+            yield name
 
 
 def _content(role: str, way: str) -> Any:

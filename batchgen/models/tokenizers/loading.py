@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from batchgen.core.cache_folder import cache_dir, is_trusted
@@ -34,17 +35,21 @@ _STORE_FOLDER = "tokenizer"  # folder of a weight store
 _CONVERSION = 3  # version of the conversion: tokenizers in the cache that have another are made again
 
 
-def load_tokenizer(files: ModelFiles, special_tokens: str = "parse") -> Tokenizer:
+def load_tokenizer(files: ModelFiles, special_tokens: str = "parse", chat_template: str | None = None) -> Tokenizer:
     """Load the tokenizer of a model.
 
     Args:
         files: Files of the model.
         special_tokens: Meaning of the text of special tokens in prompts: "parse" or "text" (`Tokenizer`).
+        chat_template: Jinja text of a chat template that replaces the model's; None: the model's.
 
     Raises:
         InputError: The tokenizer is missing or broken.
     """
-    return Tokenizer(load_parts(files), special_tokens)
+    parts = load_parts(files)
+    if chat_template is not None:
+        parts = replace(parts, chat_template=chat_template)
+    return Tokenizer(parts, special_tokens)
 
 
 def load_parts(files: ModelFiles) -> TokenizerParts:

@@ -30,18 +30,20 @@ TAGS = {
 _TAIL_TOKENS = 48  # a tag and blanks behind it take no more tokens of a prompt
 
 
-def gives_reasoning(model: str, sampling: SamplingParams) -> bool:
+def gives_reasoning(model: str, sampling: SamplingParams, chat_template: str | None = None) -> bool:
     """True if the samples of a model may have reasoning.
 
     Args:
         model: Name of the model, which is not loaded.
         sampling: Sampling parameters of the samples.
+        chat_template: Chat template that replaces the model's; None: the model's.
 
     Raises:
         InputError: The model's tokenizer is missing or broken.
     """
     files = resolve_model(model)
-    return read_config(files).has_channels or Thinking.of(load_tokenizer(files), sampling.regex) is not None
+    tokenizer = load_tokenizer(files, chat_template=chat_template)
+    return read_config(files).has_channels or Thinking.of(tokenizer, sampling.regex) is not None
 
 
 @dataclass(frozen=True)

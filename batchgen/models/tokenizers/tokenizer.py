@@ -151,6 +151,12 @@ class Tokenizer:
         """True if prompts depend on the messages, or if the model has no chat template."""
         return not self.has_chat_template or self.chat_template.reads_messages
 
+    @property
+    def renders_texts(self) -> bool:
+        """True if a text can be a user's message: the model has a default chat template, which reads messages."""
+        given = self._parts.chat_template
+        return bool(given.get("default") if isinstance(given, dict) else given) and self.reads_messages
+
     def require_chat_template(self, options: ChatOptions = PLAIN_CHAT) -> None:
         """Raise InputError if the model has no chat template, or one that does not use a variable of `options`."""
         self.chat_template.check_variables(options.variables)

@@ -5,6 +5,7 @@ Nothing else imports transformers, which takes about a second.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchgen.core.errors import InputError
+from batchgen.core.installer import install_command
 from batchgen.models.tokenizers.parts import TokenizerParts
 
 if TYPE_CHECKING:
@@ -37,9 +39,14 @@ def load_with_transformers(directory: Path) -> TokenizerParts:
     """Load the tokenizer of a directory by the class of transformers that its files name.
 
     Raises:
-        InputError: It is no fast tokenizer.
+        InputError: It is no fast tokenizer, or transformers is not installed.
         Exception: The files are damaged, or need Python code.
     """
+    if importlib.util.find_spec("transformers") is None:
+        raise InputError(
+            "without a tokenizer.json it needs the package transformers: fetch that file, or"
+            f" {install_command('transformers>=4.51')}"
+        )
     with _quiet_transformers():
         from transformers import AutoTokenizer
 

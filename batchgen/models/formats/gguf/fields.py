@@ -16,6 +16,7 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.families import ARCHITECTURES, GEMMA
 from batchgen.models.formats.gguf.known_tokens import end_ids, special_id
 from batchgen.models.rope import RopeConfig
+from batchgen.models.scales import scales_of
 from batchgen.models.stated_numbers import require_positive
 from batchgen.models.tensor_files.headers import TensorInfo
 
@@ -29,6 +30,9 @@ GGUF_ARCHITECTURES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
 }
 _LLAMA_MIXTURE = "MixtralForCausalLM"  # its GGUFs have architecture "llama", and experts
 # Family -> whether the weights of the experts chosen add up to 1, where the file does not say.
@@ -60,6 +64,7 @@ _FUSED = {"q": "attn_qkv", "k": "attn_qkv", "v": "attn_qkv", "gate": "ffn_up", "
 _QK_NORMS = ("qwen3", "qwen3_moe", "gemma3")  # families that have norms of queries and keys
 # Layers of the models of 27B, which alone scale queries by another size than that of a head; no file says so.
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
+_SMOLLM3_PERIOD = 4  # layers, of which the last one does not rotate queries and keys; no file says so
 _GEMMA_PERIOD = {"gemma2": 2, "gemma3": 6}  # family -> layers, of which the last one sees all
 _ENDS = {"embed": "token_embd", "final_norm": "output_norm", "lm_head": "output"}
 _EXPERT = re.compile(r"experts\.(\d+)\.(gate|up|down)")
@@ -100,7 +105,7 @@ def place_of(config: ModelConfig, part: str, layer: int) -> Place:
         return Place(name, (expert, expert + 1, config.num_experts), is_expert=True)
     if config.family == "phi3" and stem in _FUSED:
         return Place(f"blk.{layer}.{_FUSED[stem]}.{suffix}", _fused_rows(config, stem))
-    if stem == "post_norm" and config.family == "gpt_oss":
+    if stem == "post_norm" and config.family in ("gpt_oss", "seed_oss"):
         return Place(f"blk.{layer}.post_attention_norm.{suffix}")
     return Place(f"blk.{layer}.{(_MATRICES | _VECTORS | _GEMMA_VECTORS)[stem]}.{suffix}")
 
@@ -111,6 +116,13 @@ def _fused_rows(config: ModelConfig, stem: str) -> tuple[int, int, int]:
     inner = config.intermediate_size
     first, rows = {"q": (0, q), "k": (q, kv), "v": (q + kv, kv), "gate": (0, inner), "up": (inner, inner)}[stem]
     return first, first + rows, 2 * inner if stem in ("gate", "up") else q + 2 * kv
+
+
+def check_architecture(arch: Any) -> str:
+    """The architecture that a GGUF names. Raises InputError if it is not supported."""
+    if not isinstance(arch, str) or arch not in GGUF_ARCHITECTURES:
+        raise InputError(f"GGUF architecture {arch!r} is not supported; supported: {', '.join(GGUF_ARCHITECTURES)}")
+    return arch
 
 
 def config_of_gguf(
@@ -132,9 +144,7 @@ def config_of_gguf(
     Raises:
         InputError: The model is not supported, or a value is missing.
     """
-    arch = metadata.get("general.architecture")
-    if arch not in GGUF_ARCHITECTURES:
-        raise InputError(f"GGUF architecture {arch!r} is not supported; supported: {', '.join(GGUF_ARCHITECTURES)}")
+    arch = check_architecture(metadata.get("general.architecture"))
     fields = {k.removeprefix(f"{arch}."): v for k, v in metadata.items() if k.startswith(f"{arch}.")}
     experts = _get_or(fields, "expert_count", 0)
     architecture = _LLAMA_MIXTURE if arch == "llama" and experts else GGUF_ARCHITECTURES[arch]
@@ -174,7 +184,7 @@ def config_of_gguf(
         vocab_size=tensors["token_embd.weight"].shape[0],
         max_position=context,
         norm="rms",
-        norm_eps=float(fields.get("attention.layer_norm_rms_epsilon", 1e-6)),
+        **_scales(fields, family, hidden),
         activation="swiglu_oai" if gpt_oss else "gelu_tanh" if gemma else "silu",
         gated_mlp=True,
         qkv_bias="blk.0.attn_q.bias" in tensors,
@@ -190,7 +200,7 @@ def config_of_gguf(
         eos_token_ids=end_ids(metadata, known_tokens or {}),
         dtype=dtype,
         output_norms=gemma,
-        embedding_scale=hidden**0.5 if gemma else 1.0,
+        unrotated_layers=tuple(range(_SMOLLM3_PERIOD - 1, layers, _SMOLLM3_PERIOD)) if family == "smollm3" else (),
         query_scale=_query_scale(fields, family, layers, hidden, heads, head_dim),
         attention_softcap=attention_softcap,
         logit_softcap=logit_softcap,
@@ -297,6 +307,16 @@ def _query_scale(
         return None
     scale: float = (hidden // heads if layers == _GEMMA_27B[family] else head_dim) ** -0.5
     return scale
+
+
+def _scales(fields: Mapping[str, Any], family: str, hidden: int) -> dict[str, Any]:
+    """The fields of a ModelConfig that scale embeddings, hidden states and logits. llama.cpp divides logits."""
+    return scales_of(
+        float(fields.get("attention.layer_norm_rms_epsilon", 1e-6)),
+        embedding=hidden**0.5 if family in GEMMA else float(_get_or(fields, "embedding_scale", 1.0)),
+        residual=float(_get_or(fields, "residual_scale", 1.0)),
+        logits_divisor=float(_get_or(fields, "logit_scale", 1.0)),
+    )
 
 
 def _softcaps(fields: Mapping[str, Any], family: str) -> tuple[float, float]:

@@ -75,6 +75,20 @@ def read_gguf_vocabulary(path: Path) -> dict[str, Any]:
     return _read_pairs(path, lambda parser: parser.pairs(lambda key: key.startswith(VOCABULARY)))
 
 
+def stated_architecture(begin: bytes) -> str | None:
+    """The architecture that the first bytes of a GGUF state; None: they do not."""
+    try:
+        parser = _GgufParser(Path(), begin)
+        for _ in range(parser.num_pairs):
+            key = parser.string()
+            value = parser.value(parser.scalar("I"), False)
+            if key == "general.architecture":
+                return str(value)
+    except _MALFORMED:  # the rest of the header is behind them
+        pass
+    return None
+
+
 def gguf_pairs_sha256(path: Path) -> str:
     """sha256 of the bytes of all key-value pairs of a GGUF file. Raises InputError if it is corrupt."""
 
@@ -107,7 +121,7 @@ _MALFORMED = (ValueError, KeyError, OverflowError, RecursionError, struct.error)
 class _GgufParser:
     """A parser of a GGUF's header; `position` is the offset of the next byte."""
 
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
+    def __init__(self, path: Path, data: mmap.mmap | bytes) -> None:
         self.path = path
         self.data = data
         if data[:4] != b"GGUF":

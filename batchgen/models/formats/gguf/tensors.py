@@ -72,12 +72,15 @@ def _check(name: str, info: TensorInfo, shape: Shape) -> None:
         raise InputError(f"{where} has the unsupported type {info.dtype}")
 
 
+_INTERLEAVED = ("llama", "mixtral", "granite", "smollm3")
+
+
 def _interleaved_head_dim(config: ModelConfig, part: str) -> int | None:
     """The number of rows of a head, if llama.cpp's converter has interleaved the rows of this part; otherwise None.
 
-    It does so for queries and keys of the architecture "llama" only.
+    It does so for queries and keys of the families that it converts as it converts Llama.
     """
-    return config.head_dim if config.family in ("llama", "mixtral") and part.split(".")[0] in ("q", "k") else None
+    return config.head_dim if config.family in _INTERLEAVED and part.split(".")[0] in ("q", "k") else None
 
 
 @dataclass(frozen=True)
