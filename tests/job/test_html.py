@@ -1,5 +1,6 @@
 """The pages of plans and runs: they are whole, need nothing else, and what rows say stays text."""
 
+import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
@@ -14,7 +15,7 @@ from batchgen.cli import commands
 from batchgen.core.errors import InputError
 from batchgen.job.pages.charts import Bar, Span, bars, histogram, line, ticks, timeline
 from batchgen.job.pages.html_page import escaped, page
-from batchgen.job.pages.run_page import rates_over_time
+from batchgen.job.pages.run_page import RunPage, rates_over_time
 
 HOSTILE = '<script>alert(1)</script><img src="http://evil.example/x" onerror=alert(2)> & "quoted" \x00 {row}'
 VOID = {"meta", "br"}
@@ -74,7 +75,7 @@ def run(model, rows, **options):
 
 
 def test_the_page_of_a_run(model, rows, tmp_path):
-    run(model, rows, report_html=str(tmp_path / "run.html"))
+    report = run(model, rows, report_html=str(tmp_path / "run.html"))
     text = (tmp_path / "run.html").read_text()
     found = Checked(text)
     assert "http://evil.example/x" in found.words and "<script>alert(1)</script>" in found.words  # as text
@@ -82,7 +83,34 @@ def test_the_page_of_a_run(model, rows, tmp_path):
     assert "is null" in found.words and "row 29 of many" not in found.words[:50]
     for heading in ("Predicted and measured", "Throughput over time", "Lengths", "Errors by kind", "Sample rows"):
         assert heading in found.words
-    assert text.count("<svg") == 7 and found.words.count("of many") >= 15
+    assert text.count("<svg") == 7 + bool(report["answers"]) and found.words.count("of many") >= 15
+
+
+def test_what_a_row_says_is_escaped_wherever_it_is_shown(model, rows, tmp_path, monkeypatch):
+    """In answers, labels, tooltips, cells and the header."""
+    report = run(model, rows)
+    hostile = "<script>x</script>"
+    report |= {
+        "answers": [{"answer": hostile, "count": 7}], "host": hostile, "command": hostile, "model": hostile,
+        "finish_reasons": {hostile: 3}, "cut_tokens": None, "errors": [{"error": hostile, "rows": 1}],
+    }  # fmt: skip
+    text = RunPage().render(report, None)
+    found = Checked(text)
+    assert "<script" not in text and found.words.count(hostile) >= 7
+
+
+def test_the_page_of_a_run_says_when_where_and_with_what_and_counts_answers(model, rows, tmp_path):
+    report = run(model, rows, report_html=str(tmp_path / "run.html"), ignore_eos=True)
+    words = Checked((tmp_path / "run.html").read_text()).words
+    assert report["host"] in words and report["command"] in words and report["model_sha256"][:16] in words
+    assert report["started"][:10] in words and "31 of 31 answers were cut at 3 tokens" in words
+    assert "The most frequent short answers of 31" in words or not report["answers"]
+
+
+def test_a_long_label_of_a_bar_is_not_cut():
+    chart = bars("b", [Bar("x" * 40, ((0, "part", 1.0),))], str)
+    (x,) = (float(found) for found in re.findall(r'<text x="([0-9.]+)" y="16.0" text-anchor="end">', chart))
+    assert x >= 40 * 6.5
 
 
 def test_the_page_of_a_run_that_went_on_and_of_one_that_had_nothing_to_do(model, rows, tmp_path):

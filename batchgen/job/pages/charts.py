@@ -6,9 +6,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from batchgen.core.text import visible
 from batchgen.job.pages.html_page import COLOURS, escaped
 
 _WIDTH, _LABEL, _VALUE, _ROW = 860, 190, 180, 24
+_MOST_LABEL, _CHAR = 400, 6.8  # px of the longest label, and of a character of it
 _PLOT_HEIGHT, _LEFT, _BOTTOM, _TOP = 260, 80, 42, 14
 _MOST_BINS = 40  # of a histogram
 _LEAST_PX = 0.5  # width below which Steps are merged
@@ -57,17 +59,18 @@ def bars(title: str, rows: Sequence[Bar], show: Show) -> str:
     """
     totals = [sum(value for _, _, value in row.parts) for row in rows]
     most = max([*totals, *(row.limit or 0 for row in rows)], default=0) or 1.0
-    scale = (_WIDTH - _LABEL - _VALUE) / most
+    label_px = min(_MOST_LABEL, max([_LABEL, *(_CHAR * len(visible(row.label)) + 12 for row in rows)]))
+    scale = (_WIDTH - label_px - _VALUE) / most
     shapes = []
     for i, (row, total) in enumerate(zip(rows, totals, strict=True)):
-        top, x = i * _ROW, float(_LABEL)
-        shapes.append(_text(_LABEL - 8, top + 16, row.label, "end"))
+        top, x = i * _ROW, float(label_px)
+        shapes.append(_text(label_px - 8, top + 16, row.label, "end"))
         for colour, name, value in row.parts:
             shapes.append(_rect(x, top + 3, value * scale, _ROW - 6, colour, f"{row.label}, {name}: {show(value)}"))
             x += value * scale
         of = ""
         if row.limit is not None:
-            at = _LABEL + row.limit * scale
+            at = label_px + row.limit * scale
             shapes.append(f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{top}" y2="{top + _ROW}"/>')
             of, x = f" of {show(row.limit)}", max(x, at)
         shapes.append(_text(x + 6, top + 16, show(total) + of))
@@ -91,8 +94,10 @@ def columns(title: str, values: Sequence[tuple[str, float]], x_label: str, y_lab
         left, width = plot.x(i), plot.x(i + 1) - plot.x(i)
         top = plot.y(value)
         shapes.append(_rect(left, top, max(width - 1, 1), plot.y(0) - top, colour, f"{name}: {value:,.0f}"))
-    for i in sorted({0, len(values) // 2, len(values) - 1} if values else ()):
-        shapes.append(_text((plot.x(i) + plot.x(i + 1)) / 2, _PLOT_HEIGHT - _BOTTOM + 16, values[i][0], "middle"))
+    last = len(values) - 1
+    for i in sorted({0, len(values) // 2, last} if values else ()):
+        x, anchor = (plot.x(i + 1), "end") if i == last > 0 else ((plot.x(i) + plot.x(i + 1)) / 2, "middle")
+        shapes.append(_text(x, _PLOT_HEIGHT - _BOTTOM + 16, values[i][0], anchor))
     return _svg(title, _PLOT_HEIGHT, shapes)
 
 
@@ -172,7 +177,8 @@ def histogram(counts: Mapping[int, int]) -> list[tuple[str, float]]:
     for length, count in counts.items():
         bins[(length - low) // width] += count
     starts = [low + i * width for i in range(len(bins))]
-    names = [f"{start:,}" if width == 1 else f"{start:,} to {min(start + width - 1, high):,}" for start in starts]
+    ends = [min(start + width - 1, high) for start in starts]
+    names = [f"{a:,}" if a == b else f"{a:,} to {b:,}" for a, b in zip(starts, ends, strict=True)]
     return list(zip(names, map(float, bins), strict=True))
 
 
@@ -233,7 +239,8 @@ def _merged(spans: Sequence[Span], least: float) -> list[Span]:
 
 
 def _svg(title: str, height: float, shapes: Sequence[str]) -> str:
-    return f'<svg viewBox="0 0 {_WIDTH} {height:g}" role="img" aria-label="{escaped(title)}">{"".join(shapes)}</svg>\n'
+    svg = f'<svg viewBox="0 0 {_WIDTH} {height:g}" role="img" aria-label="{escaped(title)}">{"".join(shapes)}</svg>'
+    return f'<div class="wide">{svg}</div>\n'
 
 
 def _rect(x: float, y: float, width: float, height: float, colour: int, text: str) -> str:

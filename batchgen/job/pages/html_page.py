@@ -1,17 +1,21 @@
-"""The parts of an HTML page: frame, sections, tables and texts.
+"""The parts of an HTML page: frame, sections, tables and legends, rendered from the templates beside this module.
 
-All text from elsewhere is escaped here or in `charts`.
+The templates escape all text. Charts, which are SVG, and parts that were rendered before are passed as `Markup`.
 """
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from markupsafe import Markup, escape
 
 from batchgen.core.text import visible
 
-# With this policy a browser fetches and runs nothing, whatever text a row has.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
 # The first colours are those of Okabe and Ito, which colour-blind people can tell apart; lighter ones on dark ground.
 _LIGHT = (
     "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00",
@@ -22,11 +26,20 @@ _DARK = (
     "#d6d64a", "#a8a8a8", "#b09be0", "#d9a066", "#c7eae5", "#e0e0e0",
 )  # fmt: skip
 COLOURS = len(_LIGHT)
+# Colours that mean one thing in all charts of a page.
+PURPOSE_COLOURS = {"weights": 0, "KV": 1, "activations": 2, "buffers": 3, "process": 7}
+TIER_COLOURS = {"gpu": 8, "cpu": 9, "disk": 10}
+PREDICTED, MEASURED, FAILED, COUNT = 4, 6, 5, 11
+
+
+def purpose_colour(name: str) -> int:
+    """The index of the colour of a purpose of memory."""
+    return PURPOSE_COLOURS.get(name, COUNT)
 
 
 def escaped(text: object) -> str:
     """Text escaped for an element or a quoted attribute, with control characters made visible."""
-    return html.escape(visible(str(text), lines=True), quote=True)
+    return str(escape(visible(str(text), lines=True)))
 
 
 def page(title: str, lines: Sequence[str], sections: Sequence[str]) -> str:
@@ -37,67 +50,50 @@ def page(title: str, lines: Sequence[str], sections: Sequence[str]) -> str:
         lines: Lines under the title, plain text.
         sections: Sections, HTML.
     """
-    head = "".join(f"<p>{escaped(line)}</p>" for line in lines)
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escaped(title)}</title><style>{_style()}</style></head>"
-        f"<body><h1>{escaped(title)}</h1>{head}{''.join(sections)}</body></html>\n"
-    )
+    template = _templates().get_template("page.html.jinja")
+    parts = [Markup(part) for part in sections]
+    return template.render(title=title, lines=lines, sections=parts, light=_LIGHT, dark=_DARK) + "\n"
 
 
 def section(heading: str, *parts: str) -> str:
     """A section with a heading of plain text, and parts of HTML."""
-    return f"<section><h2>{escaped(heading)}</h2>{''.join(parts)}</section>\n"
+    return _part("section", heading, [Markup(part) for part in parts])
 
 
 def note(text: str) -> str:
     """A paragraph of plain text."""
-    return f"<p>{escaped(text)}</p>"
+    return _part("note", text)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table whose cells are plain text; the first cell of a row names it."""
-    top = "".join(f"<th scope=col>{escaped(cell)}</th>" for cell in header)
-    body = "".join("<tr>" + "".join(f"<td>{escaped(cell)}</td>" for cell in row) + "</tr>\n" for row in rows)
-    return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+    """A table whose cells are plain text; the first cell of a row names it. Without a header it has no head."""
+    return _part("table", header, rows)
 
 
-def legend(names: Sequence[str]) -> str:
-    """A legend of a chart: names of its colours, in the order of their indices."""
-    return (
-        "<p>"
-        + " ".join(
-            f'<span class="key"><span class="swatch b{i % COLOURS}"></span>{escaped(name)}</span>'
-            for i, name in enumerate(names)
-        )
-        + "</p>"
+def legend(keys: Sequence[tuple[int, str]]) -> str:
+    """A legend of a chart. keys: (index of the colour, name) of each."""
+    return _part("legend", keys)
+
+
+def _part(name: str, *values: Any) -> str:
+    macro = getattr(_templates().get_template("parts.html.jinja").module, name)
+    return str(macro(*values))
+
+
+@lru_cache(maxsize=1)
+def _templates() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    return Environment(
+        loader=PackageLoader("batchgen.job.pages"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_shown,
     )
 
 
-def _style() -> str:
-    def variables(colours: Sequence[str], ground: str, ink: str, faint: str) -> str:
-        own = "".join(f"--c{i}:{colour};" for i, colour in enumerate(colours))
-        return f":root{{{own}--ground:{ground};--ink:{ink};--faint:{faint};}}"
-
-    light = variables(_LIGHT, "#ffffff", "#1a1a1a", "#c8c8c8")
-    dark = variables(_DARK, "#16181c", "#e8e8e8", "#4a4d55")
-    classes = "".join(
-        f".f{i}{{fill:var(--c{i})}}.s{i}{{stroke:var(--c{i})}}.b{i}{{background:var(--c{i})}}" for i in range(COLOURS)
-    )
-    return (
-        f"{light}@media (prefers-color-scheme:dark){{{dark}}}@media print{{{light}section{{break-inside:avoid}}}}"
-        "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;"
-        "background:var(--ground);color:var(--ink);print-color-adjust:exact;-webkit-print-color-adjust:exact}"
-        "h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2rem}p{margin:.4rem 0}"
-        "svg{width:100%;height:auto;display:block;font:12px system-ui,sans-serif}svg text{fill:var(--ink)}"
-        ".axis{stroke:var(--faint);fill:none}.line{fill:none;stroke-width:2}"
-        ".mark{stroke:var(--ink);stroke-dasharray:4 3}"
-        ".ring{fill:none;stroke:var(--ink);stroke-width:2}"
-        "table{border-collapse:collapse;margin:.5rem 0;display:block;overflow-x:auto}"
-        "th,td{text-align:left;padding:.2rem .8rem .2rem 0;border-bottom:1px solid var(--faint);vertical-align:top;"
-        "white-space:pre-wrap;overflow-wrap:anywhere}td:first-child{white-space:nowrap}"
-        ".key{margin-right:1rem;white-space:nowrap}"
-        ".swatch{display:inline-block;width:.8em;height:.8em;margin-right:.35em}" + classes
-    )
+def _shown(value: Any) -> Any:
+    """A value as text with control characters made visible; HTML stays as it is."""
+    return value if isinstance(value, Markup) else visible(str(value), lines=True)

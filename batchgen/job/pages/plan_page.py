@@ -8,7 +8,17 @@ from batchgen.core.hardware import HardwareProfile
 from batchgen.core.plan import Plan
 from batchgen.core.units import format_bytes, format_seconds
 from batchgen.job.pages.charts import Bar, Span, bars, line, timeline
-from batchgen.job.pages.html_page import COLOURS, legend, note, page, section, table
+from batchgen.job.pages.html_page import (
+    COLOURS,
+    PREDICTED,
+    TIER_COLOURS,
+    legend,
+    note,
+    page,
+    purpose_colour,
+    section,
+    table,
+)
 from batchgen.models.config import ModelConfig
 from batchgen.planner.explain import TIER_NAMES, compare_rows, headline, lane_seconds
 from batchgen.planner.explanation import LANE_NAMES, Explanation, price_lines, stage_rows, total_lines
@@ -72,7 +82,7 @@ def placement(plan: Plan) -> list[str]:
     used = [
         Bar(
             f"{TIER_NAMES[tier]} memory" if tier != "disk" else "disk",
-            tuple((names.index(name), name, size) for name, size in parts.items()),
+            tuple((purpose_colour(name), name, size) for name, size in parts.items()),
             plan.budgets.get(tier),
         )
         for tier, parts in plan.prediction.memory_bytes.items()
@@ -80,22 +90,22 @@ def placement(plan: Plan) -> list[str]:
     ]
     tiers = [tier for tier in TIER_NAMES if tier in plan.budgets]
     placed = [
-        Bar(kind, tuple((tiers.index(tier), TIER_NAMES[tier], by_tier.get(tier, 0.0)) for tier in tiers))
+        Bar(kind, tuple((TIER_COLOURS[tier], TIER_NAMES[tier], by_tier.get(tier, 0.0)) for tier in tiers))
         for kind, by_tier in plan.placement_bytes.items()
     ]
     return [
         bars("Memory of each tier at its peak, and its budget", used, format_bytes),
-        legend(names),
+        legend([(purpose_colour(name), name) for name in names]),
         bars("Weights, KV and activations by tier", placed, format_bytes),
-        legend([TIER_NAMES[tier] for tier in tiers]),
+        legend([(TIER_COLOURS[tier], TIER_NAMES[tier]) for tier in tiers]),
     ]
 
 
 def lanes(plan: Plan) -> str:
     """A chart of the predicted busy seconds of each lane, the busiest first."""
     busy = sorted(plan.prediction.lane_s.items(), key=lambda item: -item[1])
-    rows = [Bar(LANE_NAMES[lane], ((0, "busy", seconds),)) for lane, seconds in busy if seconds > 0]
-    return bars("Predicted busy time of each lane", rows, format_seconds)
+    rows = [Bar(LANE_NAMES[lane], ((PREDICTED, "busy", seconds),)) for lane, seconds in busy if seconds > 0]
+    return bars("Predicted busy time of each lane", rows, _duration)
 
 
 def _steady_sweep(plan: Plan, config: ModelConfig, hardware: HardwareProfile) -> list[str]:
@@ -126,7 +136,7 @@ def _steady_sweep(plan: Plan, config: ModelConfig, hardware: HardwareProfile) ->
             f"Sweep {numbers.index(number) + 1:,} of {run.sweeps:,} that were simulated; each colour is a kind of Step."
         ),
         timeline("What each lane does in a sweep", rows, _milliseconds),
-        legend(kinds),
+        legend([(kinds.index(kind) % COLOURS, kind) for kind in kinds]),
     ]
 
 
@@ -142,18 +152,20 @@ def _frontier(plan: Plan, problem: Problem) -> list[str]:
         bound = LANE_NAMES[max(busy, key=busy.__getitem__)]
         chosen.append("chosen" if s.max_num_seqs == plan.policy.max_num_seqs else "")
         block = f"{s.num_gpu_batches} x {s.gpu_batch_size}, {s.admission}"
-        rows.append([format_seconds(latency_s), f"{rate:,.1f}", block, f"{s.weight_format}, KV {s.kv_format}", bound])
+        rows.append([_duration(latency_s), f"{rate:,.1f}", block, f"{s.weight_format}, KV {s.kv_format}", bound])
     verb = "generated" if plan.workload.task == "generate" else "scored"
     dots = [f"{row[2]}: {row[0]}, {row[1]} tokens/s" for row in rows]
     listed = {round(i * (len(rows) - 1) / (_MOST_BLOCKS - 1)) for i in range(_MOST_BLOCKS)}
     points = [(latency_s, rate) for latency_s, rate, _ in blocks]
     predicted, workload = plan.prediction, plan.workload
     own_rate = workload.num_seqs * workload.made_len / max(predicted.total_s - predicted.startup_s, 1e-9)
+    of_plan = [point for point, mark in zip(points, chosen, strict=True) if mark]
+    ring = of_plan[0] if of_plan else (predicted.block_latency_s, own_rate)
     return [
         note("Blocks that no other one beats in both; the ring is the plan."),
         line(
             "Throughput against block latency", points, "block latency, s", f"{verb} tokens/s", dots=dots,
-            ring=(predicted.block_latency_s, own_rate),
+            ring=ring,
         ),
         table(
             ["block latency", f"{verb} tokens/s", "block", "formats", "bound by", ""],
@@ -171,10 +183,10 @@ def _prices(explained: Explanation) -> list[str]:
     rows = [
         Bar(
             f"{price.what}{words}",
-            ((colour, words or "at this block size", seconds),),
+            ((PREDICTED, words.removeprefix(", ") or "at this block size", seconds),),
         )
         for price in most
-        for colour, words, seconds in ((0, "", price.saved_s), (1, ", re-planned", price.replanned_s))
+        for words, seconds in (("", price.saved_s), (", re-planned", price.replanned_s))
         if seconds is not None
     ]
     return [
@@ -186,9 +198,14 @@ def _prices(explained: Explanation) -> list[str]:
 
 
 def _side_by_side(plans: Sequence[tuple[str, Plan]]) -> list[str]:
-    rows = [Bar(label, ((0, "time", plan.prediction.total_s),)) for label, plan in plans]
+    rows = [Bar(label, ((PREDICTED, "time", plan.prediction.total_s),)) for label, plan in plans]
     header, *cells = compare_rows(list(plans))
     return [bars("Predicted time of each plan", rows, format_seconds), table(header, cells)]
+
+
+def _duration(seconds: float) -> str:
+    """A duration, in milliseconds where it is below a second."""
+    return format_seconds(seconds) if seconds >= 1 else _milliseconds(seconds)
 
 
 def _milliseconds(seconds: float) -> str:

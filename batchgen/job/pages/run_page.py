@@ -5,21 +5,25 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from batchgen.core.plan import Plan
+from batchgen.core.text import visible
 from batchgen.core.units import format_bytes, format_seconds
 from batchgen.engine.parts import EngineStats
 from batchgen.job.pages.charts import Bar, bars, columns, histogram, line
 from batchgen.job.pages.finished_rows import FinishedRows, finished_rows
-from batchgen.job.pages.html_page import legend, note, page, section, table
+from batchgen.job.pages.html_page import COUNT, FAILED, MEASURED, PREDICTED, legend, note, page, section, table
 from batchgen.job.pages.plan_page import placement
+from batchgen.job.report import result_lines
 from batchgen.job.source import RequestSource
 from batchgen.planner.explanation import LANE_NAMES
 
 _MOST_MOMENTS = 2000  # beyond these every other one is dropped
 _SHOWN_MOMENTS = 120
+_LABEL_CHARS = 24
 
 
 class RunPage:
@@ -61,11 +65,12 @@ class RunPage:
             report: The run's report.
             plan: The run's plan; None: no row was left to run.
         """
-        sections = []
+        sections = [section("Run", table([], _origin(report)))]
         if plan is not None:
             sections.append(section("Predicted and measured", *_predicted_and_measured(report)))
             sections.append(section("Throughput over time", *self._throughput(report)))
             sections.append(section("Where weights, KV and activations lie", *placement(plan)))
+        sections.append(section("Answers", *_answers(report)))
         sections.append(section("Lengths", *_lengths(self._rows)))
         sections.append(section("Errors by kind", *_errors(report)))
         sections.append(section("Sample rows", *_sample(self._rows)))
@@ -113,6 +118,42 @@ def _summary(report: Mapping[str, Any], plan: Plan | None) -> list[str]:
     return lines
 
 
+def _origin(report: Mapping[str, Any]) -> list[list[object]]:
+    """Rows of a table that say when, where, by which command and with what model a job ran."""
+    started, ended = (datetime.fromisoformat(report[name]) for name in ("started", "ended"))
+    return [
+        ["started", f"{started:%Y-%m-%d %H:%M:%S %Z}"],
+        ["ended", f"{ended:%Y-%m-%d %H:%M:%S %Z}"],
+        ["host", report["host"]],
+        ["model", f"{report['model']} (sha256 {report['model_sha256'][:16]})"],
+        ["version", f"batchgen {report['versions']['batchgen']}"],
+        ["output", report["output"]],
+        ["command", report["command"]],
+    ]
+
+
+def _answers(report: Mapping[str, Any]) -> list[str]:
+    """How answers ended, and a chart of the most frequent short ones."""
+    parts = []
+    if reasons := report["finish_reasons"]:
+        total = sum(reasons.values())
+        cells = [[reason, f"{count:,}", f"{count / total:.0%}"] for reason, count in reasons.items()]
+        parts.append(table(["finish reason", "answers", "part"], cells))
+    parts += [note(line) for line in result_lines({**report, "answers": []})]
+    if answers := report["answers"]:
+        rows = [Bar(_short(one["answer"]), ((COUNT, one["answer"], one["count"]),)) for one in answers]
+        about = "" if report["answers_exact"] else " Counts are lower bounds."
+        parts.append(note(f"The most frequent short answers of {report['answered']:,}.{about}"))
+        parts.append(bars("The most frequent answers", rows, lambda value: f"{value:,.0f}"))
+    return parts or [note("No answers were counted.")]
+
+
+def _short(text: str) -> str:
+    """A text short enough for the label of a bar."""
+    text = visible(text)
+    return (text if len(text) <= _LABEL_CHARS else f"{text[: _LABEL_CHARS - 1]}…") or "(empty)"
+
+
 def _predicted_and_measured(report: Mapping[str, Any]) -> list[str]:
     """A chart with the predicted and the measured seconds of each lane, and of the whole run."""
     predicted, measured = report["predicted"], dict(report["busy_s"])
@@ -127,12 +168,12 @@ def _predicted_and_measured(report: Mapping[str, Any]) -> list[str]:
     rows = [
         Bar(f"{name}, {what}" if what == "predicted" else what, ((colour, what, seconds),))
         for name, *values in shown
-        for colour, (what, seconds) in enumerate(zip(("predicted", "measured"), values, strict=True))
+        for colour, what, seconds in zip((PREDICTED, MEASURED), ("predicted", "measured"), values, strict=True)
     ]
     stalled = [[LANE_NAMES[lane], format_seconds(s)] for lane, s in report["stalled_s"].items() if s > 0]
     return [
         bars("Predicted and measured busy time of each lane", rows, format_seconds),
-        legend(["predicted", "measured"]),
+        legend([(PREDICTED, "predicted"), (MEASURED, "measured")]),
         table(["compute waited for", "time"], stalled) if stalled else note("Compute waited for no other lane."),
     ]
 
@@ -141,15 +182,15 @@ def _lengths(rows: FinishedRows) -> list[str]:
     if not rows.prompt_lens:
         return [note("No part has finished rows: the output has them all.")]
     return [
-        columns("Prompts by length", histogram(rows.prompt_lens), "prompt, tokens", "rows"),
-        columns("Outputs by length", histogram(rows.output_lens), "generated or scored, tokens", "samples", colour=2),
+        columns("Prompts by length", histogram(rows.prompt_lens), "prompt, tokens", "rows", COUNT),
+        columns("Outputs by length", histogram(rows.output_lens), "generated or scored, tokens", "samples", COUNT),
     ]
 
 
 def _errors(report: Mapping[str, Any]) -> list[str]:
     if not report["errors"]:
         return [note("No row failed.")]
-    kinds = [Bar(f"kind {i}", ((5, kind["error"], kind["rows"]),)) for i, kind in enumerate(report["errors"], 1)]
+    kinds = [Bar(f"kind {i}", ((FAILED, kind["error"], kind["rows"]),)) for i, kind in enumerate(report["errors"], 1)]
     listed = [[f"kind {i}", kind["rows"], kind["error"]] for i, kind in enumerate(report["errors"], 1)]
     return [
         bars("Failed rows by kind of error", kinds, lambda value: f"{value:,.0f}"),
