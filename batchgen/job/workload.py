@@ -75,8 +75,7 @@ def measure_workload(
     limits = [sequence.limit for sequence in sequences]
     copies = sum(sequence.copies for sequence in sequences) / len(sequences)
     seqs_per_row = copies * len(sequences) / len(rows)
-    requests_left = (UNKNOWN_ROWS if rows_left is None else rows_left) * source.requests_per_row
-    rows_to_run = requests_left * len(rows) / sampled
+    rows_to_run = (UNKNOWN_ROWS if rows_left is None else rows_left) * len(rows) / sampled
     expected = options.expected_output_len
     known = expected is not None or options.sampling.ignore_eos or max(limits) == 1
     if expected is not None:
@@ -107,22 +106,24 @@ def _sampled_rows(
     Raises:
         NoUsableRow: No row can be run.
     """
-    sampled, reason = 0, None
+    reason = None
+    seen: set[int] = set()
     rows: dict[int, list[_Sampled]] = {}
     for row, request in _sample(source):
-        sampled += 1
+        seen.add(row)
         try:
-            rows[row] = _sequences(request, tokenizer, options.sampling, context, options.on_overlong)
+            sequences = _sequences(request, tokenizer, options.sampling, context, options.on_overlong)
+            rows.setdefault(row, []).extend(sequences)
         except (RowError, InputError) as error:
             reason = reason or str(error)
-    if not sampled:
+    if not seen:
         raise NoUsableRow("the input has no rows: there is nothing to plan")
     if not rows:
         raise NoUsableRow(
-            f"none of the {sampled:,} rows sampled for planning can be run (the first: {reason}):"
+            f"none of the {len(seen):,} rows sampled for planning can be run (the first: {reason}):"
             " give an --input that has prompts, or another --prompt-column"
         )
-    return rows, sampled
+    return rows, len(seen)
 
 
 @dataclass(frozen=True)
@@ -172,9 +173,10 @@ def _sequences(
 
 
 def _sample(source: RequestSource) -> Iterator[tuple[int, Request | ScoreRequest]]:
-    """Yield (number of the row, its request) for each sampled row."""
+    """Yield (number of the row, a request of the row) for each sampled row."""
     for first, batch in _sampled_batches(source):
-        yield from enumerate(source.requests_of(batch, first), first)
+        for number, request in enumerate(source.requests_of(batch, first)):
+            yield first + number // source.requests_per_row, request
 
 
 def _sampled_batches(source: RequestSource) -> Iterator[tuple[int, Any]]:
