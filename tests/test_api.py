@@ -1,6 +1,7 @@
 """`batchgen.run` in Python: tables of every kind in, a table or a report out."""
 
 import inspect
+import json
 import os
 import re
 import subprocess
@@ -281,6 +282,13 @@ def test_a_stopped_call_with_an_output_says_so_in_its_report(model, table, tmp_p
 def test_a_dry_run_gives_its_report(model, table):
     report = batchgen.run(model, table, prompt_column="q", dry_run=True, **OPTIONS)
     assert report["state"] == "dry run" and report["first_prompt"] == QUESTIONS[0]
+
+
+def test_an_openai_batch_needs_an_output(model, tmp_path):
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "The ferry"}}
+    (tmp_path / "batch.jsonl").write_text(json.dumps(line) + "\n")
+    with pytest.raises(InputError, match=r"answered in JSON lines: give an output that ends in \.jsonl"):
+        batchgen.run(model, str(tmp_path / "batch.jsonl"), dtype="float32")
 
 
 def test_too_many_failed_rows_raise_and_the_output_is_kept(model, cache):

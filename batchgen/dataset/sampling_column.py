@@ -147,6 +147,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "float": (lambda v: isinstance(v, int | float) and not isinstance(v, bool), "a number"),
     "bool": (lambda v: isinstance(v, bool), "true or false"),
     "str": (lambda v: isinstance(v, str), "text"),
+    "str | Mapping[str, Any] | type": (lambda v: isinstance(v, str), "the text of a JSON schema"),
     "tuple[str, ...]": (
         lambda v: isinstance(v, str) or (isinstance(v, list | tuple) and all(isinstance(s, str) for s in v)),
         "a text or a list of texts",

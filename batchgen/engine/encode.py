@@ -144,6 +144,8 @@ def encode_prompt(
     prompt = request.prompt
     if not len(prompt):
         return []
+    if request.chat.tools is not None and not is_chat(prompt):
+        raise RowError("tools are for chat messages, and the prompt is none: give it as messages")
     if isinstance(prompt, str):
         key = (prompt, True)
     elif isinstance(prompt[0], dict):

@@ -191,6 +191,8 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
         dataset = open_input(options, copy_streams=options.output is None and not options.dry_run)
         source = open_rows(options, dataset)
         if source.is_openai:
+            if options.output is None and destination is None and not options.dry_run:
+                raise InputError("an OpenAI batch is answered in JSON lines: give an output that ends in .jsonl")
             check_files(options, errors_file=True)
         elif options.output is None:  # a file's column names are checked in `open_source`
             source.output_names(options)

@@ -376,11 +376,10 @@ def _score_source(options: JobOptions, dataset: Dataset) -> RequestSource:
     spec = _prompts_of(options)
     wanted = _continuations(options)
     continuations = compile_continuations(wanted, dataset.schema)
-    compiled = compile_prompts(spec, dataset.schema, options.id_column, may_be_empty=not wanted.whole).with_tools(
-        options.tools_column, dataset.schema
-    )
+    compiled = compile_prompts(spec, dataset.schema, options.id_column, may_be_empty=not wanted.whole)
     if not _asks(options):
         compiled = compiled.for_template(False)
+    compiled = compiled.with_tools(options.tools_column, dataset.schema)
     if wanted.whole and compiled.uses_chat:
         raise InputError("chat messages are contexts: give --continuations-column or --choices, what may follow them")
     logprobs = options.sampling.logprobs

@@ -141,7 +141,7 @@ def test_what_earlier_runs_finished_is_not_denied(job, tmp_path):
     said = []
     for name, after in (
         ("batchgen.job.run:_row_result", 9),
-        ("batchgen.job.run:open_source", 0),
+        ("batchgen.job.run:open_rows", 0),
         ("batchgen.job.loading:load_on_ranks", 0),
     ):
         process = start_in_process(patched, [name, str(sign), after, [str(a) for a in job(output)]], log)

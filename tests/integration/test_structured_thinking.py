@@ -4,6 +4,7 @@ import json
 import random
 import re
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -155,3 +156,37 @@ def test_a_job_that_is_stopped_in_thoughts_goes_on_in_them(model, tmp_path, monk
     assert rows == pq.read_table(whole).to_pylist()
     answered = [row for row in rows if row["finish_reason"] == "stop"]
     assert answered and all(json.loads(row["text"])["a"] in ("red", "blue") for row in answered)
+
+
+MARKS = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>"]
+HARMONY = "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}<|start|>assistant"
+
+
+def test_the_grammar_of_a_model_with_channels_is_that_of_its_final_channel(tmp_path):
+    """The model is made to say what gpt-oss would: a thought, and then a message that the grammar decides."""
+    make_tiny_model("gpt_oss", tmp_path, vocab_size=640)
+    tokenizer = make_tiny_tokenizer(tmp_path, chat_template=HARMONY)
+    tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
+    tokenizer.save_pretrained(tmp_path)
+    script = "<|channel|>analysis<|message|>It left.<|end|><|start|>assistant<|channel|>final<|message|>"
+    said = tokenizer.encode(script, add_special_tokens=False)
+    with engine_of(str(tmp_path)) as engine:
+        sample, masks = engine.parts.sample, []
+
+        def follow(logits, sequences):
+            """Make the next token of the script the likeliest; the masks of its last tokens are noted."""
+            for row, sequence in zip(logits, sequences, strict=True):
+                at = sequence.num_generated
+                masks.append((at, int((~np.unpackbits(sequence.constraint.mask().view(np.uint8)).astype(bool)).sum())))
+                if at < len(said):
+                    row[said[at]] = 1e4
+            return sample(logits, sequences)
+
+        object.__setattr__(engine.parts, "sample", follow)
+        (completion,) = engine.generate([Request(MESSAGES, SamplingParams(regex=REGEX, max_tokens=60))])
+    (answer,) = completion.samples
+    assert answer.token_ids[: len(said)] == tuple(said)
+    assert re.fullmatch(REGEX, answer.text) and answer.reasoning == "It left." and answer.finish_reason == "stop"
+    forbidden = dict(masks)
+    assert forbidden[0] > 500, "it must name a channel"
+    assert all(forbidden[at] == 0 for at in range(1, len(said))) and forbidden[len(said)] > 0

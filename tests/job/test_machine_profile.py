@@ -6,20 +6,22 @@ from types import SimpleNamespace
 
 import pytest
 from planner_cases import GIB, opt
+from tiny_models import make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
 
 from batchgen.core.device import Device
 from batchgen.core.hardware import HARDWARE_VARIABLE
 from batchgen.core.knowledge import DISK, MANY, MEASURED, SPEED, Knowledge
 from batchgen.core.workload import Workload
-from batchgen.job import machine_profile
+from batchgen.job import machine_profile, plan
 from batchgen.job.job import Job
 from batchgen.job.machine_profile import knowledge_of_table, profile_here, record_of_machine
-from batchgen.job.options import JobOptions
+from batchgen.job.options import JobOptions, ProfileOptions
 from batchgen.models.files import ModelFiles
 from batchgen.profiler import kinds
 from batchgen.profiler.cache import BUSY
 from batchgen.profiler.kinds import table_of_kind
 from batchgen.profiler.machine_record import read_record, update_record
+from batchgen.profiler.shipped import shipped_profile
 from batchgen.profiler.transfer import DiskRates
 
 PRODUCTS = {SPEED: 1.0, MANY: 1.0}
@@ -124,3 +126,21 @@ def test_a_measured_profile_is_used_where_there_is_one(job, monkeypatch):
 def test_a_profile_that_was_measured_on_a_busy_machine_is_not_trusted():
     quiet, busy = knowledge_of_table(f"{MEASURED} cpu-1"), knowledge_of_table(f"{MEASURED} {BUSY} cpu-1")
     assert busy.deviation(PRODUCTS) > 2 * quiet.deviation(PRODUCTS)
+
+
+def test_profile_measures_the_shapes_and_formats_of_the_model_that_is_named(tmp_path, monkeypatch):
+    model = make_tiny_model("llama", tmp_path, hidden_size=256, intermediate_size=256)
+    file = tmp_path / "model.gguf"
+    write_tiny_gguf(model, file, tensor_type="Q4_0", tokenizer=make_tiny_tokenizer(tmp_path))
+    asked = []
+
+    def measured(wanted, offload_dir, *, refresh):
+        asked.append(wanted)
+        return shipped_profile("zen4")
+
+    monkeypatch.setattr(plan, "measured_hardware", measured)
+    plan.run_profile(ProfileOptions(model=str(file), device="cpu", dtype=("float32",)))
+    plan.run_profile(ProfileOptions(device="cpu", dtype=("float32",)))
+    of_model, of_any = asked
+    assert of_model.model.hidden_size == 256 and of_model.weight_formats[0] == "q4_0"
+    assert of_any.model is None and of_model.dtypes == of_any.dtypes == ("float32",)

@@ -12,7 +12,7 @@ import batchgen
 from batchgen.core.errors import InputError
 
 TEXTS = ["The ferry left the harbour.", "The ferry left late.", "", "Two and two"]
-OPTIONS = {"dtype": "float32", "max_tokens": 4, "ignore_eos": True}
+OPTIONS = {"dtype": "float32", "max_tokens": 4, "ignore_eos": True, "chat": False}
 
 
 @pytest.fixture(scope="module")

@@ -109,14 +109,25 @@ def test_a_template_without_tools_is_no_silent_loss(models, tmp_path):
     assert "takes no tools" in first["error"] and "leaves out the tool calls of message 2" in second["error"]
 
 
+def test_an_engine_takes_tools_with_messages(models):
+    hf = AutoTokenizer.from_pretrained(models["qwen"])
+    chat, sampling = batchgen.ChatOptions(tools=TOOLS), batchgen.SamplingParams(max_tokens=1)
+    with batchgen.Engine(str(models["qwen"]), dtype="float32", cpu_memory="2GiB") as engine:
+        requests = [batchgen.Request(prompt, sampling, chat=chat) for prompt in (CALLED, "What is 2 and 2?")]
+        told, text = sorted(engine.generate(requests), key=lambda completion: completion.index)
+    expected = hf.apply_chat_template(CALLED, tools=TOOLS, add_generation_prompt=True, return_dict=False)
+    assert list(told.prompt_token_ids) == expected
+    assert "tools are for chat messages" in text.error
+
+
 def test_a_bad_column_of_tools_is_refused(models, tmp_path):
     table = pa.table({"prompt": ["a", "b"], "number": [1, 2], "tools": ["{", '"x"']})
     rows = run(models["qwen"], table, tmp_path, tools_column="tools", chat=True)
     assert "not valid JSON" in rows[0]["error"] and "must be a list of tools" in rows[1]["error"]
     for options, words in (
         ({"tools_column": "number", "chat": True}, "must be lists of tools"),
-        ({"tools_column": "none", "chat": True}, "none"),
-        ({"tools_column": "tools", "task": "score"}, "--tools-column"),
+        ({"tools_column": "none"}, "none"),
+        ({"tools_column": "tools", "chat": False}, "--tools-column is for chat messages"),
     ):
         with pytest.raises(InputError, match=words):
             batchgen.run(str(models["qwen"]), tmp_path / "in.parquet", tmp_path / "other.parquet", **options)
