@@ -1,12 +1,12 @@
 """The distribution of output lengths, learned from the sequences that have ended and from those that still run.
 
 The lengths of running sequences are censored: they are only known to be longer than what is there. The Kaplan-Meier
-estimator counts them as such. Beyond the lengths seen so far the distribution goes on as a censored log-normal fit.
+estimator counts them as such. Beyond the lengths seen so far outputs go on to end at the rate of the latest of these:
+a fit by the first that end, which are the shortest, would take all others for short too.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,6 @@ Array = np.ndarray[Any, Any]
 
 _ENOUGH_ENDED = 5  # sequences that must have ended by themselves before anything is concluded from it
 _ENOUGH_AT_RISK = 5
-_FIT_STEPS = 30
-_LEAST_SIGMA = 0.05
 
 
 class OutputLengths:
@@ -79,44 +77,8 @@ class OutputLengths:
         at_risk = np.cumsum((ended + censored)[::-1])[::-1]
         survival = np.cumprod(1.0 - ended / np.maximum(at_risk, 1))
         seen = int(np.flatnonzero(at_risk >= _ENOUGH_AT_RISK)[-1]) if at_risk[0] >= _ENOUGH_AT_RISK else 0
-        if seen + 1 < size and survival[seen] > 0:
-            tail = _log_normal_survival(ended, censored, np.arange(seen, size))
-            survival[seen:] = survival[seen] * tail / max(tail[0], 1e-300)
+        if seen + 1 < size:
+            late = slice(seen // 2 + 1, seen + 1)
+            hazard = ended[late].sum() / max(1, at_risk[late].sum())
+            survival[seen:] = survival[seen] * (1.0 - hazard) ** np.arange(size - seen)
         return survival[: most + 1]
-
-
-def _log_normal_survival(ended: Array, censored: Array, lengths: Array) -> Array:
-    """Probability that an output is longer than each of some lengths, by a log-normal fit to censored counts.
-
-    The fit is by expectation maximization: censored logarithms have their expected values above the censoring.
-
-    Args:
-        ended: Number of sequences that ended at each length.
-        censored: Number of sequences that were still running at each length.
-        lengths: The lengths, [n].
-    """
-    at_ended, at_censored = np.flatnonzero(ended[1:]) + 1, np.flatnonzero(censored[1:]) + 1
-    x, weight = np.log(at_ended), ended[at_ended]
-    c, censored_weight = np.log(at_censored + 0.5), censored[at_censored]
-    mean = float(np.average(x, weights=weight))
-    sigma = max(_LEAST_SIGMA, float(np.sqrt(np.average((x - mean) ** 2, weights=weight))))
-    total = weight.sum() + censored_weight.sum()
-    for _ in range(_FIT_STEPS if len(c) else 0):
-        z = (c - mean) / sigma
-        ratio = _mills(z)
-        expected, second = mean + sigma * ratio, mean**2 + sigma**2 + sigma * (c + mean) * ratio
-        new = float((weight @ x + censored_weight @ expected) / total)
-        square = float((weight @ x**2 + censored_weight @ second) / total)
-        mean, sigma = new, max(_LEAST_SIGMA, math.sqrt(max(0.0, square - new**2)))
-    return _upper((np.log(np.maximum(lengths, 1) + 0.5) - mean) / sigma)
-
-
-def _upper(z: Array) -> Array:
-    """Upper tail probability of the standard normal distribution."""
-    return np.array([0.5 * math.erfc(value / math.sqrt(2)) for value in z])
-
-
-def _mills(z: Array) -> Array:
-    """Mean of the standard normal distribution above z: its density over its upper tail."""
-    density = np.exp(-z * z / 2) / math.sqrt(2 * math.pi)
-    return np.where(z < 8, density / np.maximum(_upper(z), 1e-300), z + 1 / np.maximum(z, 1.0))
