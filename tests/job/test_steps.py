@@ -273,3 +273,12 @@ def test_a_row_whose_error_alone_was_written_fails_in_its_later_steps(tmp_path):
 
     results = [(result.row, result.error) for result in flow.results(Idle())]
     assert results == [(1, "step draft: it is too long"), (2, "step draft: it is too long")]
+
+
+def test_a_dry_run_shows_what_the_first_step_asks(model, rows, tmp_path):
+    job = ["run", "-m", model, "-i", rows, "-o", tmp_path / "out.parquet", "--no-chat", "--dry-run"]
+    for first, asked in (("max-tokens = 3", "up to 3 generated"), ('choices = ["yes", "no"]', "one of 2 choices")):
+        steps = f'[[step]]\nname = "first"\nprompt-template = "Say: {{{{ text }}}}"\n{first}\n'
+        (tmp_path / "steps.toml").write_text(steps)
+        code, said, _ = invoke(*job, "--config", tmp_path / "steps.toml")
+        assert code == 0 and asked in said
