@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from batchgen.output.run_directory import Run
     from batchgen.share.run import SharedRun
 
-_PLANNED_OUTPUTS = 8  # outputs that --expected-output-len stands for, until others have ended
+_PLANNED_OUTPUTS = 8  # outputs that an expected length stands for, until others have ended
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,8 @@ def expected_of(
     finished = tuple(state.output_lens()) if generates else ()
     if not finished and options.expected_output_len is not None:
         finished = (options.expected_output_len,) * _PLANNED_OUTPUTS
+    elif not finished and generates and plan.workload.output_len.max < plan.workload.max_output_len:  # of choices
+        finished = (plan.workload.output_len.max,) * _PLANNED_OUTPUTS
     made_here = options.plan is None and rows
     return Expected.of(
         plan,

@@ -27,6 +27,12 @@ from batchgen.output.run_directory import Run, errors_path
 from batchgen.share.run import SharedRun
 
 _LINE_CHARS = 140  # of the line of answers in the summary
+_LIMITS = {  # how to raise the limits of tokens, by where these are
+    "job": "--max-tokens",
+    "rows": "max_tokens of these rows (--max-tokens where they have none)",
+    "batch": "max_tokens of these requests (--max-tokens where they have none)",
+    "steps": "max-tokens of the step",
+}
 
 if TYPE_CHECKING:
     from batchgen.core.plan import Plan
@@ -150,8 +156,18 @@ def make_report(
         "answers_exact": counts.answers_exact,
         "answered": counts.answered,
         "max_tokens": options.sampling.max_tokens,
+        "limits_of": _limits_of(options, source),
         **engine_report(engine, plan, time.monotonic() - origin.started_s),
     }
+
+
+def _limits_of(options: JobOptions, source: RequestSource) -> str:
+    """The place of the limits of tokens: a key of `_LIMITS`."""
+    if options.steps:
+        return "steps"
+    if source.is_openai:
+        return "batch"
+    return "job" if options.sampling_column is None else "rows"
 
 
 def engine_report(engine: Engine | None, plan: Plan | None, wall_s: float) -> dict[str, Any]:
@@ -283,7 +299,8 @@ def result_lines(report: dict[str, Any]) -> list[str]:
     if cut := reasons.get(LENGTH):
         fewest, most = report["cut_tokens"]
         at = f"{most:,}" if fewest == most else f"{fewest:,} to {most:,}"
-        lines.append(f"{cut:,} of {total:,} answers were cut at {at} tokens: raise --max-tokens for whole ones")
+        limit = _LIMITS[report.get("limits_of", "job")]
+        lines.append(f"{cut:,} of {total:,} answers were cut at {at} tokens: raise {limit} for whole ones")
     others = [f"{count:,} {reason}" for reason, count in reasons.items() if reason not in (LENGTH, "stop")]
     if others:
         lines.append(f"other ends of answers: {', '.join(others)}")

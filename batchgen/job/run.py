@@ -62,7 +62,7 @@ from batchgen.ops.instruction_set import forced_instruction_set, unavailable
 from batchgen.output.row_result import RowResult
 from batchgen.output.run_directory import Run
 from batchgen.output.score_result import ScoreResult
-from batchgen.planner.explain import headline, kernel_headline
+from batchgen.planner.explain import headline, kernel_headline, runs_lines
 from batchgen.share.run import SharedRun
 
 if TYPE_CHECKING:
@@ -272,7 +272,7 @@ def _carry_on(job: _Job, state: Run | SharedRun) -> dict[str, Any]:
             job, plan = _plan_in(state.weight_format, job, state)
         if state.kernels is not None and state.kernels != plan.kernels:  # the first worker's
             plan = replace(plan, kernels=kernels_of_rows(state.kernels))
-        for line in (*headline(plan), *dequantized_line(job.resolved), *_kernel_lines(plan)):
+        for line in (*_headline(job, plan), *_kernel_lines(plan)):
             job.progress.say(line)
         with tracing(job.resolved) as on_step:
             engine = load_engine(job.resolved, plan, job.tokenizer, job.progress, on_step, job.group)
@@ -320,6 +320,13 @@ def _all_known(job: _Job, state: Run | SharedRun) -> bool:
     state.rows_known = job.cache.rows
     job.progress.say(f"cache: {job.cache.rows:,} rows are known, {left:,} have to be computed")
     return not left
+
+
+def _headline(job: _Job, plan: Plan) -> list[str]:
+    """The plan in a few lines, with the number of runs where `--max-time` ends this one first."""
+    lines = [*headline(plan), *dequantized_line(job.resolved)]
+    most_s = None if job.options.max_time is None else seconds(job.options.max_time)
+    return lines if most_s is None else [*lines, *runs_lines(plan.prediction, most_s)]
 
 
 def _resuming(state: Run | SharedRun) -> str:
@@ -578,7 +585,9 @@ def _dry_run(job: _Job, plan: Plan) -> dict[str, Any]:
         prompt, num_tokens, what = _shown_to_score(request, job.tokenizer())
     else:
         prompt, num_tokens = _shown(request, job.tokenizer())
-        what = f"up to {job.options.sampling.max_tokens:,} generated"
+        sampling = request.sampling or job.options.sampling
+        most = f"up to {sampling.max_tokens:,} generated"
+        what = f"one of {len(sampling.choice):,} choices" if sampling.choice else most
     return {
         "state": "dry run",
         "rows": job.source.dataset.num_rows,
@@ -587,7 +596,7 @@ def _dry_run(job: _Job, plan: Plan) -> dict[str, Any]:
         "model": job.resolved.files.name,
         "dtype": plan.dtype,
         "plan": plan.to_json(),
-        "headline": [*headline(plan), *dequantized_line(job.resolved)],
+        "headline": _headline(job, plan),
         "sampling": job.options.sampling.to_json(),
         "first_row": first,
         "first_prompt": prompt,

@@ -216,5 +216,7 @@ def _planned_of_step(
 
 def _stand_in(options: JobOptions) -> str:
     sampling = options.sampling
+    if sampling.choice:
+        return max(sampling.choice, key=len)
     length = options.expected_output_len or sampling.max_tokens
     return (_STAND_IN * length).rstrip()

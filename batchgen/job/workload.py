@@ -13,6 +13,8 @@ from batchgen.core.request import Request, SamplingParams, ScoreRequest, cut_ove
 from batchgen.core.workload import Lengths, Workload
 from batchgen.engine.encode import LengthLimit, encode_all, encode_prompt
 from batchgen.engine.scoring import paths_to_run, tokens_of
+from batchgen.models.tokenizers.harmony import Harmony
+from batchgen.models.tokenizers.thinking import Thinking
 
 if TYPE_CHECKING:
     from batchgen.job.options import JobOptions
@@ -78,12 +80,13 @@ def measure_workload(
     rows_to_run = (UNKNOWN_ROWS if rows_left is None else rows_left) * len(rows) / sampled
     expected = options.expected_output_len
     known = expected is not None or options.sampling.ignore_eos or max(limits) == 1
+    known = known or all(sequence.of_choice is not None for sequence in sequences)
     if expected is not None:
         outputs = Lengths.of(min(limit, expected) for limit in limits)
     elif len(finished_output_lens) >= _ENOUGH_FINISHED:
         outputs, known = Lengths.of(max(1, min(n, max(limits))) for n in finished_output_lens), True
     else:
-        outputs = Lengths.of(limits)
+        outputs = Lengths.of(sequence.of_choice or sequence.limit for sequence in sequences)
     prompt_len = Lengths.of(len(sequence.tokens) for sequence in sequences)
     scored = [sequence.scored for sequence in sequences if sequence.scored is not None]
     workload = Workload(
@@ -133,6 +136,7 @@ class _Sampled:
     Attributes:
         tokens: The token ids of the prompt, or of all that is scored.
         limit: The most tokens that the sequence generates.
+        of_choice: The tokens of the longest choice, where the text is one of given choices; None: it is not.
         copies: The number of samples of the same prompt.
         scored: The number of last positions whose logits are needed; None: the sequence generates.
         whole_prompt: Whether the prompt's log-probabilities are asked for, so that its first copy takes over no KV.
@@ -140,6 +144,7 @@ class _Sampled:
 
     tokens: Sequence[int]
     limit: int = 1
+    of_choice: int | None = None
     copies: int = 1
     scored: int | None = None
     whole_prompt: bool = False
@@ -168,8 +173,17 @@ def _sequences(
         if not 0 < len(tokens) < context:
             raise RowError("its prompt is too long" if tokens else "it has no prompt")
         limit_tokens, whole = min(parameters.max_tokens, context - len(tokens)), parameters.prompt_logprobs is not None
-        sequences.append(_Sampled(tokens, limit_tokens, parameters.n, whole_prompt=whole))
+        longest = _longest_choice(parameters, tokenizer)
+        of_choice = None if longest is None else min(longest, limit_tokens)
+        sequences.append(_Sampled(tokens, limit_tokens, of_choice, parameters.n, whole_prompt=whole))
     return sequences
+
+
+def _longest_choice(parameters: SamplingParams, tokenizer: Tokenizer) -> int | None:
+    """Tokens of the longest choice and of the end behind it; None: the text is no choice, or thoughts precede it."""
+    if not parameters.choice or Harmony.of(tokenizer) is not None or Thinking.of(tokenizer) is not None:
+        return None
+    return 1 + max(map(len, tokenizer.encode_batch(parameters.choice, add_special_tokens=False)))
 
 
 def _sample(source: RequestSource) -> Iterator[tuple[int, Request | ScoreRequest]]:

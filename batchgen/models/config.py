@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -24,8 +24,8 @@ Norm = Literal["rms", "layer"]
 Activation = Literal["silu", "relu", "gelu", "gelu_tanh", "swiglu_oai"]
 # Activations of a gate, which linear layers compute together with the product that follows.
 _GATES = ("silu", "gelu_tanh", "swiglu_oai")
-# Fields of stages and of block formats, which are left out of JSON where they are empty.
-_OFTEN_EMPTY = ("first_layer", "model_layers", "layer_formats", "end_formats")
+# Fields of stages, of block formats and of few families, which are left out of JSON where they have their defaults.
+_SELDOM_STATED = ("first_layer", "model_layers", "layer_formats", "end_formats", "logit_scale", "unrotated_layers")
 
 
 @dataclass(frozen=True)
@@ -173,8 +173,8 @@ class ModelConfig:
 
     def to_json(self) -> dict[str, Any]:
         """The configuration as JSON values, from which `from_json` makes an equal configuration."""
-        values = asdict(self)
-        return {k: v for k, v in values.items() if v or k not in _OFTEN_EMPTY}
+        defaults = {field.name: field.default for field in fields(self)}
+        return {k: v for k, v in asdict(self).items() if k not in _SELDOM_STATED or v != defaults[k]}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ModelConfig:

@@ -425,6 +425,7 @@ class Run:
 
     def close(self) -> None:
         """Unlock the output. The kernel does so too when the process ends."""
+        self._saver = None  # it refers to this object, which refers to the input: a copy of standard input ends with it
         lock, self._lock = self._lock, None
         if lock is None:
             return

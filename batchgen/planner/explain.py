@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -230,6 +231,22 @@ def headline(plan: Plan) -> list[str]:
         f" up to {policy.max_num_batched_tokens:,} tokens a sweep",
         f"predicted: {format_seconds(predicted.total_s)} ({between}), bound by {LANE_NAMES[predicted.bottleneck]}",
     ]
+
+
+def runs_lines(predicted: Prediction, most_s: float) -> list[str]:
+    """The number of runs of a job, in a line, where a run may be too short for it; no line where one is enough.
+
+    Args:
+        predicted: The job's prediction.
+        most_s: The most seconds of a run.
+    """
+    if predicted.total_s <= most_s:
+        return []
+    stops = f"--max-time stops this run after {format_seconds(most_s)}"
+    if most_s <= predicted.startup_s:
+        return [f"{stops}, before it has finished a row: give it more time"]
+    runs = math.ceil((predicted.total_s - predicted.startup_s) / (most_s - predicted.startup_s))
+    return [f"{stops}: the job takes at least {runs:,} such runs, as each reads the prompts of begun rows again"]
 
 
 def _lengths(workload: Workload) -> str:

@@ -107,7 +107,7 @@ def _remedies(problem: Problem, short_bytes: Mapping[str, float]) -> str:
     if changes:
         return f"give at least {', or '.join(changes)}"
     larger = ", or ".join(f"{format_at_least(needed[tier])} of {_TIER_WORDS[tier]}" for tier in by_shortfall)
-    return f"it takes a machine with at least {larger}, {problem.hardware.name} has less"
+    return f"it takes a machine with at least {larger} ({problem.hardware.name} has less)"
 
 
 def _int4_hint(problem: Problem) -> str:

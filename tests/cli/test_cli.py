@@ -243,6 +243,12 @@ def test_a_dry_run_gives_programs_json_and_no_other_run_does(model, table, tmp_p
     assert code == 2 and "--json is for --dry-run" in message
 
 
+def test_a_plan_says_that_max_time_ends_the_run_first(model, table, tmp_path):
+    dry = ["run", "-m", model, "-i", table, "-o", tmp_path / "x.parquet", "--prompt-column", "q", "--dry-run"]
+    assert "before it has finished a row: give it more time" in invoke(*dry, "--max-time", "0.001s")[1]
+    assert "--max-time" not in invoke(*dry, "--max-time", "6h")[1]
+
+
 def test_a_dry_run_on_a_terminal_ends_with_the_prompt(model, table, tmp_path, monkeypatch, capsys):
     line = [
         "batchgen",

@@ -67,6 +67,7 @@ WRITERS = {
     "models/downloads.py": "a download, which has a hash",
     "models/tokenizers/loading.py": "what transformers reads, kept by its version",
     "models/tokenizers/tokenizer_config.py": "what transformers reads, for loading.py",
+    "output/answer_store.py": "answers that a job may do without: those of another version are not there",
     "output/formats.py": "outputs: Parquet, JSON lines, CSV, Arrow",
     "output/manifest.py": "run_directory",
     "output/partials.py": "run_directory: tokens of unfinished rows, which a run may do without",

@@ -108,6 +108,8 @@ def test_only_cut_texts_are_said_of_finish_reasons():
     assert said(finish_reasons={"stop": 60}) == []
     lines = said(finish_reasons={"length": 52, "stop": 8}, cut_tokens=(256, 256))
     assert lines == ["52 of 60 answers were cut at 256 tokens: raise --max-tokens for whole ones"]
+    (of_steps,) = said(finish_reasons={"length": 2}, cut_tokens=(40, 40), limits_of="steps")
+    assert of_steps == "2 of 2 answers were cut at 40 tokens: raise max-tokens of the step for whole ones"
     assert "cut at 12 to 256 tokens" in said(finish_reasons={"length": 2}, cut_tokens=(12, 256))[0]
 
 

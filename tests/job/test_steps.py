@@ -211,3 +211,12 @@ def test_rows_whose_answers_have_come_go_on_before_new_rows_begin(tmp_path):
         begun += 1 if row % 2 == 0 else -1
         most = max(most, begun)
     assert most <= count / 2
+
+
+def test_a_dry_run_shows_what_the_first_step_asks(model, rows, tmp_path):
+    job = ["run", "-m", model, "-i", rows, "-o", tmp_path / "out.parquet", "--no-chat", "--dry-run"]
+    for first, asked in (("max-tokens = 3", "up to 3 generated"), ('choices = ["yes", "no"]', "one of 2 choices")):
+        steps = f'[[step]]\nname = "first"\nprompt-template = "Say: {{{{ text }}}}"\n{first}\n'
+        (tmp_path / "steps.toml").write_text(steps)
+        code, said, _ = invoke(*job, "--config", tmp_path / "steps.toml")
+        assert code == 0 and asked in said

@@ -259,6 +259,21 @@ def test_an_expected_output_length_is_taken_at_its_word(measure):
     assert set(measure(rows, expected=500)[0].output_len.values) == {8}
 
 
+def test_texts_that_are_choices_are_as_long_as_the_longest_of_these(measure, tokenizer):
+    choices = ("yes", "probably not")
+    workload, known = measure(sentences(60), max_tokens=100, sampling=SamplingParams(choice=choices))
+    longest = max(len(tokens) for tokens in tokenizer.encode_batch(choices, add_special_tokens=False))
+    assert set(workload.output_len.values) == {longest + 1} and workload.max_output_len == 100 and known
+    cut, _ = measure(sentences(60), max_tokens=1, sampling=SamplingParams(choice=choices))
+    assert set(cut.output_len.values) == {1}
+
+
+def test_a_model_that_thinks_before_it_chooses_may_take_all_its_tokens(measure, monkeypatch):
+    monkeypatch.setattr("batchgen.job.workload.Thinking.of", lambda tokenizer: object())
+    workload, known = measure(sentences(60), max_tokens=100, sampling=SamplingParams(choice=("yes", "no")))
+    assert set(workload.output_len.values) == {100} and not known
+
+
 def test_only_the_rows_that_are_left_count(measure):
     rows = sentences(60)
     assert measure(rows, rows_left=7)[0].num_seqs == 7

@@ -8,7 +8,7 @@ from planner_cases import GIB, budgets, cpu_box, gpu_box, llama_8b, opt
 from batchgen.core.errors import InputError
 from batchgen.core.plan import STAGES
 from batchgen.core.workload import Workload
-from batchgen.planner.explain import compare_rows, explain, make_plan
+from batchgen.planner.explain import compare_rows, explain, make_plan, runs_lines
 from batchgen.planner.explanation import explanation_of, price_lines, total_lines
 from batchgen.planner.problem import Problem
 from batchgen.planner.replanned import replanned_s, with_more
@@ -153,3 +153,12 @@ def test_times_that_the_planner_takes_for_equal_are_said_to_be_a_tie(seconds, sa
         row for row in compare_rows([("now", lasting(100.0)), ("other", lasting(seconds))]) if row[0] == "speed-up"
     )
     assert speedup == ["speed-up", "1.00x", said]
+
+
+@pytest.mark.parametrize(
+    ("most_s", "said"), [(105.0, None), (55.0, "at least 2 such"), (54.0, "at least 3 such"), (5.0, "more time")]
+)
+def test_runs_that_are_too_short_for_the_job_are_counted(most_s, said):
+    _, plan = planned(**CASES["CPU only"])
+    lines = runs_lines(replace(plan.prediction, total_s=105.0, startup_s=5.0), most_s)
+    assert [said in line for line in lines] == ([] if said is None else [True])
