@@ -280,7 +280,8 @@ def summary(report: dict[str, Any]) -> list[str]:
     if failed and report["state"] != "stopped":
         # The last step's column has the errors of earlier steps too.
         error = next((name for name in reversed(report["output_columns"]) if name.endswith("error")), "error")
-        lines.append(f"the {error} column tells why rows failed; --retry-failed runs just those again")
+        place = report.get("errors_output") or f"the {error} column"
+        lines.append(f"{place} tells why rows failed; --retry-failed runs just those again")
     lines.append(_origin_line(report))
     if report["state"] != "stopped":
         lines.append(

@@ -152,7 +152,7 @@ def _filter(
     expression: str, schema: pa.Schema
 ) -> tuple[tuple[str, ...], Callable[[Sequence[Mapping[str, Any]]], Iterator[bool | RowError]]]:
     """The columns that a filter reads, and its function."""
-    columns, render = compile_template("{{ 1 if (" + expression + ") else 0 }}", schema)
+    columns, render = compile_template("{{ 1 if (" + expression + ") else 0 }}", schema, option="filter")
 
     def keeps(rows: Sequence[Mapping[str, Any]]) -> Iterator[bool | RowError]:
         for text in render([{name: row[name] for name in columns} for row in rows]):

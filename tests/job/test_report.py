@@ -1,5 +1,6 @@
 """The report and the summary of a run: when, where and by which command, finish reasons and answers."""
 
+import json
 import shlex
 import socket
 import time
@@ -117,3 +118,14 @@ def test_counts_that_are_lower_bounds_are_said_to_be():
     answers = [{"answer": "yes", "count": 1200}, {"answer": "", "count": 3}]
     assert said(answers=answers, answered=1210) == ["answers: 'yes' 1,200, '' 3, others 7"]
     assert said(answers=answers, answered=1210, answers_exact=False) == ["answers: 'yes' at least 1,200, '' at least 3"]
+
+
+def test_failed_lines_of_an_openai_batch_are_told_by_its_file_of_errors(model, tmp_path):
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "max_tokens": 2}}
+    lines = [line, line | {"custom_id": "2", "body": line["body"] | {"prompt": "a"}}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    report = batchgen.run(model, tmp_path / "in.jsonl", tmp_path / "out.jsonl", dtype="float32", cpu_memory="2GiB")
+    assert report["rows_failed"] == 1
+    assert f"{tmp_path / 'out.errors.jsonl'} tells why rows failed; --retry-failed runs just those again" in summary(
+        report
+    )

@@ -168,7 +168,7 @@ def test_tables_that_are_no_steps_are_refused_in_one_line(tables, message):
     [
         ([DRAFT, {"name": "b", "prompt_template": "{{ draft_txt }}"}], "step b: .*'draft_txt' is not a column"),
         ([{"name": "b", "prompt_template": "{{ draft_text }}"}, DRAFT], "step b: .*'draft_text' is not a column"),
-        ([{"name": "a", "filter": "n >"}, DRAFT], "step a: "),
+        ([{"name": "a", "filter": "n >"}, DRAFT], "step a: filter, line 1: "),
         ([{"name": "n", "filter": "n > 1"}, DRAFT], "step n adds a column n, which the input has: rename the step"),
         ([DRAFT, {"name": "draft_text", "filter": "n"}, JUDGE], "column draft_text, which step draft has"),
     ],
@@ -185,7 +185,7 @@ def test_a_row_that_fails_in_the_last_filter_has_its_error(model, tmp_path):
     report = batchgen.run(*call, steps=[DRAFT, {"name": "few", "filter": "n + 1 < 9"}], **OPTIONS)
     out = columns(tmp_path / "out.parquet")
     assert report["rows_failed"] == 1 and out["few"] == [True, None, False]
-    assert out["few_error"][0] is out["few_error"][2] is None and "TypeError" in out["few_error"][1]
+    assert out["few_error"][0] is out["few_error"][2] is None and "step few: filter: TypeError" in out["few_error"][1]
     assert out["draft_error"] == [None] * 3
     assert "the few_error column tells why rows failed; --retry-failed runs just those again" in summary(report)
 
