@@ -221,7 +221,7 @@ def stream_that_fails(error):
         (stream_that_fails(RuntimeError("the query\nfailed")), "cannot be read as an Arrow table: .*the query failed"),
         (stream_that_fails(OSError(5, "no such table")), "cannot be read as an Arrow table: .*no such table"),
     ],
-    ids=repr,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_inputs_that_are_no_tables_are_refused_in_one_line(model, given, complaint, monkeypatch):
     monkeypatch.setattr("batchgen.job.loading.load_on_ranks", no_model)

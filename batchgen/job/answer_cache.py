@@ -80,7 +80,7 @@ class AnswerCache:
         if completion.error is not None:
             return
         if not completion.digest:
-            self.rows += 1
+            self.rows += bool(completion.prompts)  # the result of a filter has none
         elif self._key(completion.digest) not in self._waiting:
             answer = json.dumps(asdict(completion.answer), ensure_ascii=False, separators=(",", ":"))
             self._waiting[self._key(completion.digest)] = answer.encode(errors="replace")

@@ -26,6 +26,9 @@ from batchgen.output.step_columns import filter_text, step_arrays
 
 _ROWS_AT_ONCE = 64  # rows whose prompts are made together
 _POLL_S = 0.1
+_MOST_MADE = 1024  # results that wait for the engine's next result
+# It fails at once, and its result lets `RowFlow.results` hand on those that wait.
+_WAKING = Request("", error="no row")
 
 
 class _Results(Protocol):
@@ -80,6 +83,10 @@ class RowFlow:
         """Yield the requests of all steps; None while answers are waited for."""
         for first, batch in self._source.batches(self._done.next_unfinished(0) // len(self._steps)):
             for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
+                if self._should_stop():
+                    return
+                if len(self._made) > _MOST_MADE:
+                    yield _WAKING
                 yield from self._requests_of(self._take_returned())
                 yield from self._requests_of(self._begun(batch.slice(start, _ROWS_AT_ONCE), first + start))
         while True:
@@ -98,14 +105,14 @@ class RowFlow:
         try:
             for result in results:
                 number = result.row
-                assert number is not None
+                if number is None:
+                    yield from self._drain()
+                    continue
                 if result.error is not None:
                     step = self._steps[number % len(self._steps)].step
                     result = replace(result, error=f"step {step.name}: {result.error}")
                 yield result
-                with self._changed:
-                    self._returned.append((self._in_flight.pop(number), result))
-                    self._changed.notify_all()
+                self._return(number, result)
                 yield from self._drain()
             yield from self._drain()
         finally:
@@ -113,6 +120,16 @@ class RowFlow:
                 self._closed = True
                 self._changed.notify_all()
             results.close()
+
+    def _return(self, number: int, result: Completion) -> None:
+        """Hand a row back with the engine's result, or make the results of its later steps where it has failed."""
+        with self._changed:
+            row = self._in_flight.pop(number)
+            if result.error is None:
+                self._returned.append((row, result))
+            self._changed.notify_all()
+        if result.error is not None:
+            self._fail(row.number, row.step + 1, result.error)
 
     def _drain(self) -> Iterator[Completion]:
         while self._made:
@@ -125,15 +142,18 @@ class RowFlow:
         return self._take_returned()
 
     def _take_returned(self) -> list[_Row]:
-        """The rows whose answers have come, each before its next step. Rows that have failed skip all later steps."""
+        """The rows whose answers have come, each before its next step."""
         rows = []
         while self._returned:
             row, result = self._returned.popleft()
-            if result.error is not None:
-                self._fail(row.number, row.step + 1, result.error)
-            else:
-                rows.append(self._after(row, RowResult.to_batch({row.number: RowResult.from_completion(result)})))
+            rows.append(self._after(row, self._kept(row.number, row.step, result)))
         return rows
+
+    def _kept(self, row: int, step: int, result: Completion) -> pa.RecordBatch:
+        """A result as part files have it."""
+        options = self._steps[step].options
+        kept = RowResult.from_completion(result, token_ids=options is not None and options.token_ids)
+        return RowResult.to_batch({row: kept})
 
     def _after(self, row: _Row, result: pa.RecordBatch) -> _Row:
         """A row after its step, with the columns that the step adds. result: the step's result, as parts have it."""
@@ -170,6 +190,9 @@ class RowFlow:
         results = self._index.read(row.number * count, step)
         for number in range(step):
             result = results.slice(number, 1)
+            if (error := result.column("error")[0].as_py()) is not None:  # the run ended before the rest was written
+                self._fail(row.number, step, error)
+                return replace(row, step=count)
             row = self._after(row, result)
             text = result.column("text")[0].as_py()
             if self._steps[number].source is None and text != [filter_text(True)]:
@@ -201,7 +224,7 @@ class RowFlow:
                 continue
             result = self._make(row.number, row.step, text=filter_text(keeps))
             if keeps:
-                yield self._after(row, RowResult.to_batch({row.number: RowResult.from_completion(result)}))
+                yield self._after(row, self._kept(row.number, row.step, result))
             else:
                 self._skip(row.number, row.step + 1)
 

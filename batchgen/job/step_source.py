@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -117,7 +117,7 @@ def open_rows(options: JobOptions, dataset: Dataset | None = None) -> RequestSou
     if dataset.format == "openai":
         raise InputError("steps have prompts of their own, and an OpenAI batch has whole requests: leave out the steps")
     if dataset.num_rows == 0:
-        columns = StepColumns(tuple((step.name, _columns_without_rows(step, options)) for step in options.steps))
+        columns = _columns(dataset, [(step.name, _columns_without_rows(step, options)) for step in options.steps])
         source = replace(open_source(replace(options, output=None), dataset), columns=columns)
         check_output_schema(options, source)
         return source
@@ -125,6 +125,7 @@ def open_rows(options: JobOptions, dataset: Dataset | None = None) -> RequestSou
     for step in options.steps:
         schema = compiled[-1].schema_after if compiled else dataset.schema
         compiled.append(_compiled(step, options, schema))
+        _columns(dataset, [(step.step.name, step.columns) for step in compiled])  # a later step reads each by its name
     source = _stepped(dataset, compiled)
     check_output_schema(options, source)
     return source
@@ -170,12 +171,31 @@ def _stepped(dataset: Dataset, steps: Sequence[CompiledStep]) -> SteppedSource:
         lambda batch, first: _planned_requests(steps, batch, first),
         {"steps": [step.step.identity() | _identity_of(step) for step in steps]},
         any(source.needs_chat_template for source in sources),
-        StepColumns(tuple((step.step.name, step.columns) for step in steps)),
+        _columns(dataset, [(step.step.name, step.columns) for step in steps]),
         frozenset().union(*(step.reads for step in steps)) & of_input,
         chat=sources[0].chat,
         notices=tuple(notices),
         steps=tuple(steps),
     )
+
+
+def _columns(dataset: Dataset, steps: Iterable[tuple[str, Columns]]) -> StepColumns:
+    """The columns that steps add to an input.
+
+    Args:
+        dataset: The input.
+        steps: The name and the columns of each step.
+
+    Raises:
+        InputError: A step adds a column whose name the input or an earlier step has.
+    """
+    columns, taken = StepColumns(tuple(steps)), dict.fromkeys(dataset.schema.names, "the input")
+    for step in columns.steps:
+        for name in StepColumns((step,)).types():
+            if name in taken:
+                raise InputError(f"step {step[0]} adds a column {name}, which {taken[name]} has: rename the step")
+            taken[name] = f"step {step[0]}"
+    return columns
 
 
 def _identity_of(step: CompiledStep) -> dict[str, Any]:

@@ -23,9 +23,16 @@ def tokenizer(tmp_path_factory):
     return Tokenizer(TokenizerParts.of_transformers(hf))
 
 
+@pytest.fixture(autouse=True)
+def without_memory(monkeypatch):
+    """Handlers of requests without a memory plan, from which they would read the longest sequence."""
+    monkeypatch.setattr("batchgen.engine.generation.longest_sequence", lambda policy, memory, tier: None)
+
+
 def parts_of(tokenizer, *, has_channels):
-    config, policy = SimpleNamespace(has_channels=has_channels), SimpleNamespace(max_model_len=256)
-    return SimpleNamespace(tokenizer=tokenizer, config=config, policy=policy)
+    config = SimpleNamespace(has_channels=has_channels, vocab_size=512)
+    policy = SimpleNamespace(max_model_len=256)
+    return SimpleNamespace(tokenizer=tokenizer, config=config, policy=policy, memory=None, compute_tier="cpu")
 
 
 @pytest.mark.parametrize(

@@ -239,7 +239,7 @@ def test_job_options_are_those_of_the_command_line(model, tmp_path, monkeypatch)
     with pytest.raises(JobStopped):
         Jobs(tmp_path, options(model, share_prefixes=False, max_num_seqs=3), FILES).answer(ROWS)
     monkeypatch.chdir(next(tmp_path.glob("generate-*")))
-    said = CliRunner().invoke(cli, ["run", "--config", "job.toml", "--dry-run"], catch_exceptions=False)
+    said = CliRunner().invoke(cli, ["run", "--config", "job.toml", "--dry-run", "--json"], catch_exceptions=False)
     plan = json.loads(said.stdout[said.stdout.index("{") :])
     assert plan["rows"] == 6
     assert not plan["plan"]["policy"]["share_prefixes"] and plan["plan"]["policy"]["max_num_seqs"] == 3

@@ -30,7 +30,7 @@ def test_a_column_named_text_is_kept_and_the_answers_are_in_gen_text(model, tmp_
     code, _, stderr = invoke("run", "-m", model, "-i", tmp_path / "data.parquet", "-o", output, *TEMPLATE)
     assert code == 0, stderr
     (said,) = [line for line in stderr.splitlines() if "gen_" in line]
-    assert said.startswith("the input has a column named text: the output keeps it, and what is new is in gen_text, ")
+    assert "the input has a column named text: the output keeps it, and what is new is in gen_text, " in said
     table = pq.read_table(output)
     assert table.column("text").to_pylist() == TEXTS and table.column("label").to_pylist() == [0, 1, 0]
     assert table.column("gen_text").to_pylist() == answers_of(model)

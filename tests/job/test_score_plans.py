@@ -124,19 +124,19 @@ def test_the_workload_is_what_has_to_be_run(tokenizer, tmp_path):
         "after": [[tokens(1), tokens(11), tokens(21)] for _ in range(rows)],
         "none": [None] * rows,
     }
-    workload, known = measured(table, tokenizer, tmp_path, prompt_column="context", continuations_column="after")
+    workload, known, *_ = measured(table, tokenizer, tmp_path, prompt_column="context", continuations_column="after")
     assert known and workload.task == "score"
     assert workload.num_seqs == 2 * rows
     assert workload.prompt_len.mean == (50 + 60) / 2
     assert workload.scored_len == pytest.approx((11 + 20) / 2, abs=0.5)  # 11 and 21 places, the first of them shared
     assert workload.shared_prefix_len == pytest.approx(32 / 2, abs=1)  # of every second one, in blocks
-    single, _ = measured(table, tokenizer, tmp_path, prompt_column="context", choices=["A", "B", "C"])
+    single, *_ = measured(table, tokenizer, tmp_path, prompt_column="context", choices=["A", "B", "C"])
     assert (single.num_seqs, single.scored_len, single.shared_prefix_len) == (rows, 1.0, 0.0)
 
 
 def test_whole_texts_are_as_many_sequences_as_windows(tokenizer, tmp_path):
     table = {"text": [[5] * n for n in (100, 512, 513, 2000)] * 4}
-    workload, _ = measured(table, tokenizer, tmp_path, prompt_column="text", share_prefixes=False)
+    workload, *_ = measured(table, tokenizer, tmp_path, prompt_column="text", share_prefixes=False)
     assert workload.num_seqs == 4 * (1 + 1 + 2 + 4)
     assert workload.num_seqs * workload.scored_len == pytest.approx(4 * (100 + 512 + 513 + 2000))
     assert workload.prompt_len.max == 512

@@ -16,6 +16,7 @@ from batchgen.job.step_source import open_rows
 from batchgen.job.step_tables import steps_of
 from batchgen.output.part_writer import PartWriter
 from batchgen.output.row_map import DoneRows
+from batchgen.output.row_result import RowResult
 
 OPTIONS = {"dtype": "float32", "cpu_memory": "2GiB", "ignore_eos": True, "max_tokens": 6, "chat": False}
 TEXTS = [f"{i} kites over the bay" + " and more" * (i % 5) for i in range(40)]
@@ -165,12 +166,29 @@ def test_tables_that_are_no_steps_are_refused_in_one_line(tables, message):
         ([DRAFT, {"name": "b", "prompt_template": "{{ draft_txt }}"}], "step b: .*'draft_txt' is not a column"),
         ([{"name": "b", "prompt_template": "{{ draft_text }}"}, DRAFT], "step b: .*'draft_text' is not a column"),
         ([{"name": "a", "filter": "n >"}, DRAFT], "step a: "),
+        ([{"name": "n", "filter": "n > 1"}, DRAFT], "step n adds a column n, which the input has: rename the step"),
+        ([DRAFT, {"name": "draft_text", "filter": "n"}, JUDGE], "column draft_text, which step draft has"),
     ],
 )
 def test_steps_that_read_what_is_not_there_are_refused_before_anything_runs(steps, message, model, rows, tmp_path):
     with pytest.raises(InputError, match=message):
         batchgen.run(model, rows, tmp_path / "out.parquet", steps=steps, **OPTIONS)
     assert not (tmp_path / "out.parquet.batchgen").exists()
+
+
+def test_a_later_step_reads_token_ids(model, rows, tmp_path):
+    counted = {"name": "counted", "filter": "draft_token_ids | length == draft_generated_tokens"}
+    batchgen.run(model, rows, tmp_path / "out.parquet", steps=[DRAFT, counted], token_ids=True, **OPTIONS)
+    assert columns(tmp_path / "out.parquet")["counted"] == [True] * len(TEXTS)
+
+
+def test_only_answers_are_counted_as_cached(model, rows, tmp_path):
+    options = {"steps": [DRAFT, EVEN, JUDGE], "cache": tmp_path / "cache", **OPTIONS}
+    first = batchgen.run(model, rows, tmp_path / "1.parquet", **options)
+    second = batchgen.run(model, rows, tmp_path / "2.parquet", **options)
+    assert (first["rows_cached"], first["generated_tokens"] > 0) == (0, True)
+    assert (second["rows_cached"], second["generated_tokens"]) == (len(TEXTS) * 3 // 2, 0)
+    assert columns(tmp_path / "1.parquet") == columns(tmp_path / "2.parquet")
 
 
 def test_what_steps_do_not_go_with_is_refused(model, rows, tmp_path):
@@ -211,6 +229,50 @@ def test_rows_whose_answers_have_come_go_on_before_new_rows_begin(tmp_path):
         begun += 1 if row % 2 == 0 else -1
         most = max(most, begun)
     assert most <= count / 2
+
+
+def test_rows_that_a_filter_drops_come_out_before_all_are_read(tmp_path):
+    count = 8000
+    pq.write_table(pa.table({"text": ["a"] * count, "n": [1] * count}), tmp_path / "in.parquet")
+    (tmp_path / "parts").mkdir()
+    options = JobOptions("m", tmp_path / "in.parquet", None, steps=steps_of([EVEN, DRAFT]))
+    flow = RowFlow(open_rows(options), DoneRows(2), tmp_path / "parts", lambda: False)
+    asked = []
+
+    class Engine:
+        """An engine in which every request fails at once."""
+
+        def __iter__(self):
+            for request in flow.requests():
+                if request is not None:
+                    asked.append(request)
+                    yield Completion(0, "", 0, error=request.error, row=request.row)
+
+        def close(self):
+            pass
+
+    results = flow.results(Engine())
+    first = next(results)
+    assert first.row == 0 and len(asked) == 1
+    assert sorted([first.row, *(result.row for result in results)]) == list(range(2 * count))
+
+
+def test_a_row_whose_error_alone_was_written_fails_in_its_later_steps(tmp_path):
+    pq.write_table(pa.table({"text": ["a"], "n": [0]}), tmp_path / "in.parquet")
+    (tmp_path / "parts").mkdir()
+    done = DoneRows(3)
+    with PartWriter(tmp_path / "parts", done) as writer:
+        writer.add(0, RowResult((), (), 4, (), error="step draft: it is too long"))
+    options = JobOptions("m", tmp_path / "in.parquet", None, steps=steps_of([DRAFT, EVEN, JUDGE]))
+    flow = RowFlow(open_rows(options), done, tmp_path / "parts", lambda: False)
+    assert next(flow.requests()) is None
+
+    class Idle(list):
+        def close(self):
+            pass
+
+    results = [(result.row, result.error) for result in flow.results(Idle())]
+    assert results == [(1, "step draft: it is too long"), (2, "step draft: it is too long")]
 
 
 def test_a_dry_run_shows_what_the_first_step_asks(model, rows, tmp_path):

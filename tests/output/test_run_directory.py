@@ -401,7 +401,7 @@ def test_more_rows_keep_those_that_are_done(output, finished):
     assert computed == list(range(30, 40)) and run.rows_resumed == 30
     assert read(output) == expected_rows(FakeDataset(40))
     assert grow(output, 40)[0] == []
-    with pytest.raises(InputError, match=r"has 40 rows made with other settings: input.rows was 40, now 12"):
+    with pytest.raises(InputError, match=r"has 40 rows made of another input: input.rows was 40, now 12"):
         grow(output, 12)
     with pytest.raises(InputError, match=r"has 40 finished rows: leave out --no-resume"):
         grow(output, 50, resume=False)

@@ -58,8 +58,8 @@ def test_draws_with_a_seed_are_the_same_and_others_are_not():
         ({"prompt": "a", "sampling_params": {"max_tokens": 0}}, "max_tokens must be at least 1"),
         ({"prompt": "a", "sampling_params": {"beam_width": 2}}, "'beam_width', which means nothing here"),
         (
-            {"prompt": "a", "sampling_params": {"structured_outputs": {"grammar": "x"}}},
-            "'grammar', which means nothing",
+            {"prompt": "a", "sampling_params": {"structured_outputs": {"structural_tag": "x"}}},
+            "'structural_tag', which means nothing",
         ),
     ],
 )

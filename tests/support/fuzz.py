@@ -81,10 +81,14 @@ KINDS: dict[str, Kind] = {
 
 def prepare(folder: Path) -> dict[str, str]:
     """Write a whole file of every kind into a folder; returns the text that each prompt is continued with."""
-    from tiny_models import make_tiny_model, write_tiny_gguf
+    from tiny_models import make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
     from transformers import AutoTokenizer
 
     model = make_tiny_model("llama", folder / "model")
+    make_tiny_tokenizer(
+        folder / "model", chat_template=None
+    )  # texts of rows and of OpenAI's requests are continued alike
+    (folder / "model" / "chat_template.jinja").unlink(missing_ok=True)
     write_tiny_gguf(model, folder / "tiny.gguf", tokenizer=AutoTokenizer.from_pretrained(folder / "model"))
     rows = [{"id": i, "prompt": prompt} for i, prompt in enumerate(PROMPTS)]
     pq.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet", row_group_size=5)

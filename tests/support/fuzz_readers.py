@@ -165,7 +165,7 @@ def _make_shared_run(folder: Path) -> None:
 def _read_shared_run(folder: Path) -> None:
     status = output_status(folder / "out.parquet", sleep=_sleep)
     assert describe_status(status)
-    row_ranges(status.get("rows_left", 0))
+    row_ranges(status.get("rows_left") or 0)
 
 
 def _sleep(seconds: float) -> None:

@@ -133,7 +133,7 @@ def _origin(report: Mapping[str, Any]) -> list[list[object]]:
 
 
 def _answers(report: Mapping[str, Any]) -> list[str]:
-    """How answers ended, and a chart of the most frequent short ones."""
+    """A table of the answers' finish reasons, and a chart of the most frequent short ones."""
     parts = []
     if reasons := report["finish_reasons"]:
         total = sum(reasons.values())
