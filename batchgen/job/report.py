@@ -278,7 +278,8 @@ def summary(report: dict[str, Any]) -> list[str]:
     lines += result_lines(report)
     lines += [f"{kind['rows']:,} failed: {kind['error']}" for kind in report["errors"]]
     if failed and report["state"] != "stopped":
-        error = next((name for name in report["output_columns"] if name.endswith("error")), "error")
+        # The last step's column has the errors of earlier steps too.
+        error = next((name for name in reversed(report["output_columns"]) if name.endswith("error")), "error")
         lines.append(f"the {error} column tells why rows failed; --retry-failed runs just those again")
     lines.append(_origin_line(report))
     if report["state"] != "stopped":

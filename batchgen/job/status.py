@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -66,11 +66,11 @@ def _status(output: Path, sleep: Callable[[float], None], name: str) -> dict[str
     if directory is None or held is None:
         raise InputError(f"{name} has no job: give the --output of a `batchgen run` that has begun")
     if held.state == "complete" and held.totals:
-        return _complete(directory, held.totals)
+        return _complete(directory, held)
     files = DirectoryFiles(directory / SHARE_FOLDER)
     job = SharedJob.read(files)
     if job is None:
-        return _plain(directory)
+        return _plain(directory, held.results_per_row)
     try:
         return _shared(files, job, directory, sleep)
     except FileNotFoundError:  # the folder is gone: a worker has completed the output meanwhile
@@ -127,19 +127,21 @@ def _counts(ok: int, failed: int, rows: int | None) -> dict[str, Any]:
     }
 
 
-def _complete(directory: Path, totals: Mapping[str, int]) -> dict[str, Any]:
+def _complete(directory: Path, held: Manifest) -> dict[str, Any]:
+    totals = held.totals or {}
     counts = _counts(totals["rows_ok"], totals["rows_failed"], totals["rows"])
     snapshot = Snapshot.read(directory)
     message = snapshot.message if snapshot is not None and snapshot.state == "failed" else None
-    return {"state": "complete", **counts, "message": message, "errors": _errors(directory, totals["rows_failed"])}
+    errors = _errors(directory, totals["rows_failed"], held.results_per_row)
+    return {"state": "complete", **counts, "message": message, "errors": errors}
 
 
-def _plain(directory: Path) -> dict[str, Any]:
+def _plain(directory: Path, results_per_row: int) -> dict[str, Any]:
     """The status of a job that one process runs, or has run."""
-    done, snapshot = _rows_of_parts(directory, None), Snapshot.read(directory)
+    done, snapshot = _rows_of_parts(directory, None, results_per_row), Snapshot.read(directory)
     rows = None if snapshot is None else snapshot.rows
     status = {"state": "stopped", **_counts(done.ok, done.failed, rows)}
-    status["errors"] = _errors(directory, done.failed)
+    status["errors"] = _errors(directory, done.failed, results_per_row)
     holder, is_alive = _holder(directory, snapshot)
     status |= {"process": holder, "is_alive": is_alive}
     if snapshot is None:
@@ -173,11 +175,12 @@ def _holder(directory: Path, snapshot: Snapshot | None) -> tuple[str | None, boo
     return newest, False
 
 
-def _errors(directory: Path, failed: int) -> list[dict[str, Any]]:
+def _errors(directory: Path, failed: int, results_per_row: int) -> list[dict[str, Any]]:
     """The most frequent errors of failed rows."""
     if failed:
         with contextlib.suppress(DamagedPart, FileNotFoundError):
-            return [asdict(kind) for kind in error_kinds(part_paths(directory / "parts"))]
+            paths = part_paths(directory / "parts")
+            return [asdict(kind) for kind in error_kinds(paths, results_per_row=results_per_row)]
     return []
 
 
@@ -216,14 +219,15 @@ def _shared(files: DirectoryFiles, job: SharedJob, directory: Path, sleep: Calla
     return {"state": "shared", **counts, "workers": workers}
 
 
-def _rows_of_parts(directory: Path, below: int | None) -> DoneRows:
+def _rows_of_parts(directory: Path, below: int | None, results_per_row: int = 1) -> DoneRows:
     """The rows in an ordinary run's part files.
 
     Args:
         directory: The run directory.
         below: Only part files with a lower number are read; None: all.
+        results_per_row: Number of results of each row.
     """
-    done = DoneRows()
+    done = DoneRows(results_per_row)
     for path in part_paths(directory / "parts"):
         if below is None or part_number(path) < below:
             try:

@@ -58,6 +58,13 @@ class Manifest:
     first: str | None = None
     weight_format: str | None = None
 
+    @property
+    def results_per_row(self) -> int:
+        """Number of results that the parts have for each row: one a step."""
+        prompt = self.fingerprint.get("prompt")
+        steps = prompt.get("steps") if isinstance(prompt, dict) else None
+        return len(steps) if isinstance(steps, list) and steps else 1
+
     def write(self, path: Path) -> None:
         """Write the manifest to a file in one step. Raises OSError."""
         versions = {"batchgen": __version__, "python": platform.python_version(), "pyarrow": pa.__version__}

@@ -18,16 +18,17 @@ _TRUE = "true"
 
 @dataclass(frozen=True)
 class FilterColumns:
-    """The column of a step that filters: true where a row goes on, null where the row did not come to the step."""
+    """The columns of a step that filters: true where a row goes on, null where it did not come so far; its error."""
 
     results_per_row: ClassVar[int] = 1
 
     def types(self) -> dict[str, pa.DataType]:
-        return {"": pa.bool_()}
+        return {"": pa.bool_(), "error": pa.string()}
 
     def arrays(self, rows: pa.RecordBatch, results: pa.RecordBatch) -> list[pa.Array]:
         texts = results.column("text")
-        return [pa.array([None if not text else text[0] == _TRUE for text in texts.to_pylist()], pa.bool_())]
+        keeps = pa.array([None if not text else text[0] == _TRUE for text in texts.to_pylist()], pa.bool_())
+        return [keeps, results.column("error")]
 
     @property
     def counted(self) -> tuple[str, ...]:

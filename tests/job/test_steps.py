@@ -8,10 +8,13 @@ import pytest
 from command_line import invoke
 
 import batchgen
+import batchgen.job.run as run_module
 from batchgen.core.errors import InputError
 from batchgen.core.request import Completion, Sample
 from batchgen.job.options import JobOptions
+from batchgen.job.report import summary
 from batchgen.job.row_flow import RowFlow
+from batchgen.job.status import output_status
 from batchgen.job.step_source import open_rows
 from batchgen.job.step_tables import steps_of
 from batchgen.output.part_writer import PartWriter
@@ -174,6 +177,36 @@ def test_steps_that_read_what_is_not_there_are_refused_before_anything_runs(step
     with pytest.raises(InputError, match=message):
         batchgen.run(model, rows, tmp_path / "out.parquet", steps=steps, **OPTIONS)
     assert not (tmp_path / "out.parquet.batchgen").exists()
+
+
+def test_a_row_that_fails_in_the_last_filter_has_its_error(model, tmp_path):
+    pq.write_table(pa.table({"text": ["a", "b", "c"], "n": [1, None, 20]}), tmp_path / "in.parquet")
+    call = (model, tmp_path / "in.parquet", tmp_path / "out.parquet")
+    report = batchgen.run(*call, steps=[DRAFT, {"name": "few", "filter": "n + 1 < 9"}], **OPTIONS)
+    out = columns(tmp_path / "out.parquet")
+    assert report["rows_failed"] == 1 and out["few"] == [True, None, False]
+    assert out["few_error"][0] is out["few_error"][2] is None and "TypeError" in out["few_error"][1]
+    assert out["draft_error"] == [None] * 3
+    assert "the few_error column tells why rows failed; --retry-failed runs just those again" in summary(report)
+
+
+def test_status_counts_rows_and_not_their_results(model, tmp_path, monkeypatch):
+    pq.write_table(pa.table({"text": ["a", None, "c", None], "n": [0, 1, 2, 3]}), tmp_path / "in.parquet")
+    call = (model, tmp_path / "in.parquet", tmp_path / "out.parquet")
+    options = {**OPTIONS, "steps": [{"name": "draft", "prompt_column": "text"}, EVEN, JUDGE]}
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(run_module.Run, "finish", interrupted)
+        batchgen.run(*call, **options)
+    stopped = output_status(tmp_path / "out.parquet")
+    assert (stopped["rows"], stopped["rows_ok"], stopped["rows_failed"], stopped["rows_left"]) == (4, 2, 2, 0)
+    batchgen.run(*call, **options)
+    complete = output_status(tmp_path / "out.parquet")
+    for status in (stopped, complete):
+        assert status["errors"] == [{"error": "step draft: column 'text' is null", "rows": 2}]
+
+
+def interrupted(*args, **kwargs):
+    raise KeyboardInterrupt
 
 
 def test_a_later_step_reads_token_ids(model, rows, tmp_path):
