@@ -30,6 +30,8 @@ _MANY_TOKENS = 64
 _DRIFT = 0.04
 # Standard deviation of the logarithm by which others slow a job down, as a part of it: they may come and go.
 _BESIDE = 0.5
+# A smaller slowdown by others is not said.
+_WORTH_SAYING = 1.2
 MEASURED = "measured"  # begins the name of a table of this machine's own rates
 # 90 % of a normal distribution lie within so many standard deviations.
 _WITHIN_90 = 1.645
@@ -48,6 +50,7 @@ class Knowledge:
         means: Expected logarithm of the factor of each kind of work; others have 0.
         covariance: Covariance of these logarithms, by pairs of names; others have that of the prior.
         prior: Factor on the prior's standard deviations, smaller for a table that was measured on this machine.
+        slowdown: Factor by which other work on the machine is expected to slow the job down, which `means` have.
     """
 
     table: str
@@ -56,14 +59,19 @@ class Knowledge:
     means: Mapping[str, float] = field(default_factory=dict)
     covariance: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     prior: float = 1.0
+    slowdown: float = 1.0
 
     @property
     def source(self) -> str:
         """The origin of the rates, as it follows "from" in a sentence."""
         base = "this machine's measured rates" if self.table.startswith(MEASURED) else "this machine's kind"
         if self.jobs:
-            return f"{base} and {self.jobs} earlier job{'s' if self.jobs > 1 else ''}"
-        return f"{base} and a probe of {self.probe_s:.1f} s" if self.probe_s else base
+            base += f" and {self.jobs} earlier job{'s' if self.jobs > 1 else ''}"
+        elif self.probe_s:
+            base += f" and a probe of {self.probe_s:.1f} s"
+        return (
+            base if self.slowdown < _WORTH_SAYING else f"{base}; other programs slow it down {self.slowdown:.1f} times"
+        )
 
     def mean(self, parts: Parts) -> float:
         """Expected logarithm of the factor on a time with these parts."""
@@ -105,6 +113,7 @@ class Knowledge:
             self,
             means={**self.means, SPEED: self.means.get(SPEED, 0.0) + longer},
             covariance={**self.covariance, SPEED: {**self.covariance.get(SPEED, {}), SPEED: variance}},
+            slowdown=slowdown,
         )
 
     def drifted(self) -> Knowledge:

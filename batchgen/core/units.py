@@ -80,11 +80,17 @@ def format_at_least(count: float) -> str:
     return text if parse_bytes(text) >= count else f"{float(number) + step:.{0 if step == 1 else 1}f} {unit}"
 
 
+_MOST_HOURS = 72  # longer times are in days
+
+
 def format_seconds(seconds: float) -> str:
-    """Format a duration in seconds as "48 s", "3 min 20 s" or "6 h 05 min"."""
+    """Format a duration in seconds as "48 s", "3 min 20 s", "6 h 05 min" or "9 days 6 h"."""
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, secs = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {secs:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
+    if minutes < _MOST_HOURS * 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    days, hours = divmod(round(minutes / 60), 24)
+    return f"{days} days {hours} h"

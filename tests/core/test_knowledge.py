@@ -98,6 +98,8 @@ def test_models_and_formats_are_forgotten_in_the_order_of_their_last_use_but_kin
         (Knowledge("avx2, 2 cores", probe_s=0.84, jobs=1), "this machine's kind and 1 earlier job"),
         (Knowledge("avx2, 2 cores", jobs=3), "this machine's kind and 3 earlier jobs"),
         (Knowledge(f"{MEASURED} cpu-12"), "this machine's measured rates"),
+        (Knowledge("t", jobs=3).slowed(1.1), "this machine's kind and 3 earlier jobs"),
+        (Knowledge("t").slowed(2), "this machine's kind; other programs slow it down 2.0 times"),
     ],
 )
 def test_the_source_is_said_in_words(known, source):

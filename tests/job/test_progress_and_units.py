@@ -38,6 +38,7 @@ def test_nonsense_is_refused(parse, text):
 def test_formatting():
     assert [format_bytes(n) for n in (5, 2048, 3 << 30)] == ["5 B", "2.0 KiB", "3.0 GiB"]
     assert [format_seconds(n) for n in (3.21, 59, 200, 21900)] == ["3.2 s", "59 s", "3 min 20 s", "6 h 05 min"]
+    assert [format_seconds(3600 * n) for n in (71.5, 72, 222.2)] == ["71 h 30 min", "3 days 0 h", "9 days 6 h"]
 
 
 class Clock:
