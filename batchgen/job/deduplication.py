@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
@@ -16,6 +17,8 @@ from batchgen.core.request import Completion, PositionLogprobs, Request, Samplin
 _MOST_RESULT_BYTES = 64 << 20
 # Duplicates that wait for a result at once; further ones are computed, so that memory stays bounded.
 _MOST_WAITING = 1 << 16
+# A request of no row, which fails at once: its result lets the thread that reads results hand on others that are ready.
+WAKING = Request("", error="no row")
 
 
 @dataclass
@@ -54,22 +57,29 @@ class Deduplication:
         self._lock = threading.Lock()
 
     def unique(self, requests: Iterable[Any]) -> Iterator[Any]:
-        """Yield the requests that must be computed: all but duplicates."""
+        """Yield the requests that must be computed: all but duplicates.
+
+        Where None tells that a while passes, `WAKING` comes before it if results of duplicates are ready.
+        """
         for request in requests:
+            if request is None and self._ready:
+                yield WAKING
             key = self._key(request)
             if key is None or not self._is_duplicate(key, request):
                 yield request
 
-    def with_duplicates(self, results: Iterable[Any]) -> Iterator[Any]:
+    def with_duplicates(self, results: Generator[Any, None, None]) -> Generator[Any, None, None]:
         """Yield all results: those of computed requests, and those of their duplicates as soon as they are known.
 
         Args:
-            results: Results of the requests that `unique` has yielded, in any order; their order is kept.
+            results: Results of the requests that `unique` has yielded, in any order; their order is kept. They are
+                closed at the end.
         """
-        for result in results:
-            self._take(result)
-            yield result
-            yield from self._drain()
+        with contextlib.closing(results):
+            for result in results:
+                self._take(result)
+                yield result
+                yield from self._drain()
         yield from self._drain()
 
     def _key(self, request: Any) -> bytes | None:

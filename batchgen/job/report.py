@@ -257,10 +257,12 @@ def summary(report: dict[str, Any]) -> list[str]:
         predicted = report["predicted_wall_s"]
         said = f" (predicted {format_seconds(predicted)}{_at_first(report)})" if predicted else ""
         lines.append(f"done in {format_seconds(report['wall_s'])}{said}: {rows}")
+    stepped = report["limits_of"] == "steps"
     if cached := report.get("rows_cached"):
-        lines.append(f"{cached:,} of {ok + failed - resumed:,} rows from the cache")
+        of_rows = "answers" if stepped else f"of {ok + failed - resumed:,} rows"
+        lines.append(f"{cached:,} {of_rows} from the cache")
     if repeated := report.get("rows_repeated"):
-        lines.append(f"{repeated:,} rows repeat others and were not computed again")
+        lines.append(f"{repeated:,} {'prompts' if stepped else 'rows'} repeat others and were not computed again")
     if report["prompt_tokens"]:
         cached = report["cached_prompt_tokens"]
         shared = f" ({cached / report['prompt_tokens']:.0%} from shared prefixes)" if cached else ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from batchgen.core.request import Completion, Request, Sample
 from batchgen.dataset.bad_lines import bad_lines
+from batchgen.job.deduplication import WAKING
 from batchgen.job.source import DoneRows
 from batchgen.job.step_source import CompiledStep, SteppedSource
 from batchgen.output.parts import PartIndex
@@ -27,8 +28,6 @@ from batchgen.output.step_columns import filter_text, step_arrays
 _ROWS_AT_ONCE = 64  # rows whose prompts are made together
 _POLL_S = 0.1
 _MOST_MADE = 1024  # results that wait for the engine's next result
-# It fails at once, and its result lets `RowFlow.results` hand on those that wait.
-_WAKING = Request("", error="no row")
 
 
 class _Results(Protocol):
@@ -86,7 +85,7 @@ class RowFlow:
                 if self._should_stop():
                     return
                 if len(self._made) > _MOST_MADE:
-                    yield _WAKING
+                    yield WAKING
                 yield from self._requests_of(self._take_returned())
                 yield from self._requests_of(self._begun(batch.slice(start, _ROWS_AT_ONCE), first + start))
         while True:
@@ -96,7 +95,7 @@ class RowFlow:
                 return
             yield from self._requests_of(rows)
 
-    def results(self, results: _Results) -> Iterator[Completion]:
+    def results(self, results: _Results) -> Generator[Completion, None, None]:
         """Yield the results of all steps.
 
         Args:

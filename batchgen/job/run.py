@@ -181,7 +181,7 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
         options = destination.local(options)
     deadline_s = None if options.max_time is None else started_s + seconds(options.max_time)
     progress = Progress(options.progress, log_format=LogFormat(options.log_format, options.log_name))
-    publisher = Publisher(options.log_name, options.metrics_file)
+    publisher = Publisher(options.log_name, None if options.dry_run else options.metrics_file)
     with (
         ThreadPoolExecutor(1, thread_name_prefix="batchgen-tokenizer") as background,
         progress,
@@ -509,16 +509,15 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
         flow = RowFlow(job.source, state.done_rows, state.parts_dir, should_stop)
         left = flow.requests()
     requests = going_on(watch_chats(rows.watch(left), job.tokenizer), state)
-    # A worker claims more rows as its rows come out, and so does a row that goes through steps: none may be held back.
-    if not options.share and flow is None:
+    if not options.share:  # a worker claims more rows as its rows come out: none may be held back
         requests = job.deduplication.unique(requests)
-    results = run(requests, should_stop=should_stop, on_sweep=show)
+    results = job.deduplication.with_duplicates(run(requests, should_stop=should_stop, on_sweep=show))
     if flow is not None:
         results = flow.results(results)
     interval_s = seconds(options.flush_interval)
     with state.saver(engine.partials, interval_s), state.writer(flush_interval_s=interval_s) as writer:
         try:
-            for result in job.deduplication.with_duplicates(results):
+            for result in results:
                 writer.add(result.row, _row_result(options, job.source, result))
                 observer.finished(result)
                 _keep_answer(job, result)

@@ -98,6 +98,13 @@ def test_a_job_leaves_its_last_state_behind(run, tmp_path):
     assert Snapshot.read(tmp_path / "out.parquet.batchgen").state == "complete"
 
 
+def test_a_dry_run_leaves_the_metrics_of_the_job_alone(run, tmp_path):
+    run(["one"])
+    before = (tmp_path / "m.prom").read_text()
+    run(["one"], dry_run=True)
+    assert (tmp_path / "m.prom").read_text() == before
+
+
 def test_a_job_that_fails_says_why(run, tmp_path):
     with pytest.raises(batchgen.TooManyFailed):
         run(["one", None], max_failed=0)

@@ -224,6 +224,21 @@ def test_only_answers_are_counted_as_cached(model, rows, tmp_path):
     assert columns(tmp_path / "1.parquet") == columns(tmp_path / "2.parquet")
 
 
+@pytest.mark.timeout(120)
+def test_identical_prompts_of_a_step_are_computed_once(model, tmp_path):
+    texts = ["a", "b"] * 100
+    pq.write_table(pa.table({"text": texts, "n": [*range(200)]}), tmp_path / "in.parquet")
+    options = {"steps": [DRAFT, EVEN, JUDGE], "max_num_seqs": 2, **OPTIONS}
+    report = batchgen.run(model, tmp_path / "in.parquet", tmp_path / "out.parquet", **options)
+    out = columns(tmp_path / "out.parquet")
+    assert [len({(t, j) for t, j in zip(texts, out[name], strict=True)}) for name in ("draft_text", "judge_text")] == [
+        2,
+        2,
+    ]
+    assert (report["generated_tokens"], report["rows_repeated"]) == (6 + 6 + 3, 198 + 99)
+    assert "297 prompts repeat others and were not computed again" in summary(report)
+
+
 def test_what_steps_do_not_go_with_is_refused(model, rows, tmp_path):
     for options in ({"task": "score"}, {"share": True}, {"output_prefix": "a_"}):
         with pytest.raises(InputError, match="does not go with steps"):
