@@ -26,6 +26,7 @@ from batchgen.output.result_counts import LENGTH
 from batchgen.output.run_directory import Run, errors_path
 from batchgen.share.run import SharedRun
 
+_LONG_JOB_S = 60.0  # of a shorter job nobody compares estimates
 _LINE_CHARS = 140  # of the line of answers in the summary
 _LIMITS = {  # how to raise the limits of tokens, by where these are
     "job": "--max-tokens",
@@ -341,6 +342,8 @@ def _other_processes(processes: list[dict[str, Any]]) -> list[str]:
 
 
 def _at_first(report: dict[str, Any]) -> str:
-    """Text with the time that was predicted for the job near its start."""
+    """Text with the time that was predicted near the start of a job of a minute or more, when its speed was seen."""
     estimated_s = report.get("estimated_wall_s")
-    return "" if estimated_s is None else f", {format_seconds(estimated_s)} when 3% were through"
+    if estimated_s is None or report["wall_s"] < _LONG_JOB_S:
+        return ""
+    return f", {format_seconds(estimated_s)} when 3% of it was done"

@@ -185,4 +185,4 @@ def test_what_was_said_at_first_is_compared_at_the_end():
         "ended": "2026-01-02T00:00:00+01:00",
         "host": "here", "versions": {"batchgen": "1"}, "model": "M", "model_sha256": "0" * 64,
     }  # fmt: skip
-    assert "done in 2 min 00 s (predicted 1 min 45 s, 1 min 50 s when 3% were through)" in summary(report)[0]
+    assert "done in 2 min 00 s (predicted 1 min 45 s, 1 min 50 s when 3% of it was done)" in summary(report)[0]

@@ -461,7 +461,7 @@ class TestEveryRun:
         assert values["predicted_wall_s"] == values["predicted"]["total_s"] and values["wall_s"] > 0
         assert re.search(r"plan: 40 sequences of \d+ \+ 4 tokens", stderr, re.M)
         assert re.search(r"predicted: .* \(.* to .*\), bound by ", stderr, re.M)
-        assert re.search(r"^done in [\d.]+ s \(predicted [\d.]+ s(, [\d.]+ s when 3% were through)?\)", stdout, re.M)
+        assert re.search(r"^done in [\d.]+ s \(predicted [\d.]+ s(, [\d.]+ s when 3% of it was done)?\)", stdout, re.M)
 
     def test_keeps_to_flags(self, model, table, tmp_path):
         report = batchgen.run(model, table, tmp_path / "o.jsonl", max_tokens=2, max_num_seqs=3, admission="static",
