@@ -69,7 +69,8 @@ def read_record(path: Path) -> MachineRecord:
         if not path.exists() or why_untrusted(path, path.parent.parent):
             return MachineRecord()
         record: MachineRecord = read_typed(MachineRecord, parse_json(read_text(path)), "the record")
-        return record if record.version == _VERSION else MachineRecord()
+        is_usable = all(min(rates.read_bytes_per_s, rates.write_bytes_per_s) > 0 for rates in record.disks.values())
+        return record if is_usable and record.version == _VERSION else MachineRecord()
     except (OSError, ValueError):
         return MachineRecord()
 

@@ -53,6 +53,11 @@ def test_a_file_of_another_version_is_not_used(path):
     assert read_record(path) == MachineRecord()
 
 
+def test_a_file_with_a_disk_of_no_speed_is_not_used(path):
+    update_record(path, lambda record: record.with_disk(Path("/d"), DiskRates(0.0, 5e8, 1e-5, 2e-5, 3e-5)))
+    assert read_record(path) == MachineRecord()
+
+
 def test_a_file_that_others_may_write_is_not_used(path):
     update_record(path, add_a_job)
     path.chmod(0o666)
