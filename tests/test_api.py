@@ -90,7 +90,7 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def expected(model):
     """What each question is answered, by the engine alone."""
-    with batchgen.Engine(model, dtype="float32", cpu_memory="2GiB") as engine:
+    with batchgen.Engine(model, dtype="float32", cpu_memory="4GiB") as engine:
         asked = [batchgen.Request(q or "", batchgen.SamplingParams(max_tokens=5)) for q in QUESTIONS]
         return [c.text for c in sorted(engine.generate(asked), key=lambda c: c.index)]
 

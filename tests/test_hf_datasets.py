@@ -32,7 +32,7 @@ def table():
 @pytest.fixture(scope="module")
 def expected(model):
     """What each question is answered, by the engine alone."""
-    with batchgen.Engine(model, dtype="float32", cpu_memory="2GiB") as engine:
+    with batchgen.Engine(model, dtype="float32", cpu_memory="4GiB") as engine:
         asked = [batchgen.Request(q or "", batchgen.SamplingParams(max_tokens=5)) for q in QUESTIONS]
         return [c.text for c in sorted(engine.generate(asked), key=lambda c: c.index)]
 
@@ -227,7 +227,7 @@ def refuse(*args, **kwargs):
 
 import batchgen.engine.engine
 load, batchgen.engine.engine.Engine.__init__ = batchgen.engine.engine.Engine.__init__, refuse
-answer = batchgen.MapFunction(model, prompt_template="{{ q }}:", max_tokens=4, dtype="float32", cpu_memory="2GiB")
+answer = batchgen.MapFunction(model, prompt_template="{{ q }}:", max_tokens=4, dtype="float32", cpu_memory="4GiB")
 rows = datasets.load_from_disk(saved).map(answer, batched=True, batch_size=3)
 found = [Hasher.hash(answer), rows["text"][:], rows._fingerprint]
 batchgen.engine.engine.Engine.__init__ = load
@@ -241,7 +241,7 @@ print(json.dumps([found, rows["text"][:]]))
 def test_a_second_process_hits_the_cache_of_map_and_maps_with_several_processes(model, expected, tmp_path):
     """Python's own hashes differ in it, and no model was loaded in it when `map` starts others."""
     datasets.Dataset.from_dict({"q": ["The ferry", "A cook", "Winter", "Onions"]}).save_to_disk(tmp_path / "saved")
-    answer = batchgen.MapFunction(model, prompt_template="{{ q }}:", max_tokens=4, dtype="float32", cpu_memory="2GiB")
+    answer = batchgen.MapFunction(model, prompt_template="{{ q }}:", max_tokens=4, dtype="float32", cpu_memory="4GiB")
     rows = datasets.load_from_disk(tmp_path / "saved").map(answer, batched=True, batch_size=3)
     first = [Hasher.hash(answer), rows["text"][:], rows._fingerprint]
     answer.close()

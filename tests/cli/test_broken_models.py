@@ -101,6 +101,6 @@ def test_one_line_names_what_is_wrong(tmp_path, wrong):
     model = make(tmp_path / "model")
     rows, output = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     rows.write_text(json.dumps({"prompt": "Yes."}) + "\n")
-    message = refused("run", "-m", model, "-i", rows, "-o", output, "--dtype", "float32", "--cpu-memory", "2GiB")
+    message = refused("run", "-m", model, "-i", rows, "-o", output, "--dtype", "float32", "--cpu-memory", "4GiB")
     assert [text for text in named if text not in message] == [], message
     assert not output.exists() and not list(tmp_path.glob("out.jsonl.batchgen/parts/*"))

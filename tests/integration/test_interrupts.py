@@ -54,7 +54,7 @@ def job(tiny_models, tmp_path_factory):
         return [
             "run", "-m", tiny_models("llama")[0], "-i", folder / "in.parquet", "-o", output, "--max-tokens", 4,
             "--dtype", "float32",
-            "--max-num-seqs", 4, "--progress", "none", "--cpu-memory", "2GiB", "--flush-interval", "1h",
+            "--max-num-seqs", 4, "--progress", "none", "--cpu-memory", "4GiB", "--flush-interval", "1h",
             "--offload-dir", folder,
         ]  # fmt: skip
 

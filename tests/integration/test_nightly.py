@@ -52,7 +52,7 @@ def start(home, tiny_models):
     command = shlex.split(service["ExecStart"])
     name, _, value = service["Environment"].partition("=")
     environment = {**os.environ, "HOME": str(home), name: value}
-    options = ["--model", model, "--dtype", "float32", "--cpu-memory", "2GiB", "--flush-interval", "0.2s"]
+    options = ["--model", model, "--dtype", "float32", "--cpu-memory", "4GiB", "--flush-interval", "0.2s"]
     # A column of its own for every row's prompt: no answer is there before the row was run.
     options += ["--prompt-template", "{{ n }} {{ name }}", "--ignore-eos", "--max-num-seqs", "4"]
 

@@ -135,7 +135,7 @@ def test_a_job_that_is_stopped_in_thoughts_goes_on_in_them(model, tmp_path, monk
     options = {
         "dtype": "float32", "chat": True, "chat_template_kwargs": {"opens": True}, "max_tokens": 120,
         "temperature": 1.0, "ignore_eos": True, "json_schema": schema,
-        "logit_bias": {tokenizer.convert_tokens_to_ids(END): 3.5}, "flush_interval": 0.01, "cpu_memory": "2GiB",
+        "logit_bias": {tokenizer.convert_tokens_to_ids(END): 3.5}, "flush_interval": 0.01, "cpu_memory": "4GiB",
     }  # fmt: skip
     whole, parts = tmp_path / "whole.parquet", tmp_path / "parts.parquet"
     batchgen.run(model, tmp_path / "in.parquet", whole, **options)

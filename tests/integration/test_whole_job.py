@@ -33,7 +33,7 @@ def job(tiny_models, tmp_path_factory):
             "run", "-m", str(tiny_models("llama")[0]), "-i", str(folder / "in.parquet"),
             "-o", str(output), "--max-tokens", "24", "--temperature", "0.8", "--dtype", "float32", "--flush-interval",
             "0.2s",
-            "--max-num-seqs", "32", "--progress", "none", "--cpu-memory", "2GiB",
+            "--max-num-seqs", "32", "--progress", "none", "--cpu-memory", "4GiB",
         ]  # fmt: skip
 
     return command

@@ -25,7 +25,7 @@ def job(tiny_models, tmp_path, capsys):
         table = {"prompt": pa.array(prompts, pa.string()), "key": [f"k{p}" for p in prompts]}
         pq.write_table(pa.table(table), tmp_path / f"{count}.parquet")
         path, _ = tiny_models(family)
-        common = {"dtype": "float32", "cpu_memory": "2GiB", "max_tokens": 6, "cache": tmp_path / "cache"}
+        common = {"dtype": "float32", "cpu_memory": "4GiB", "max_tokens": 6, "cache": tmp_path / "cache"}
         given = common | {"prompt_column": "prompt", "offload_dir": tmp_path, "progress": "plain"} | options
         report = run(path, tmp_path / f"{count}.parquet", tmp_path / f"out{count}.parquet", **given)
         return pq.read_table(tmp_path / f"out{count}.parquet").to_pylist(), report, capsys.readouterr().err

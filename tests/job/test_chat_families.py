@@ -172,7 +172,7 @@ def generated_by_transformers(model, hf, messages):
 def run(folder, chats):
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chats))
-    options = {"dtype": "float32", "cpu_memory": "2GiB", "max_tokens": 40, "messages_column": "messages"}
+    options = {"dtype": "float32", "cpu_memory": "4GiB", "max_tokens": 40, "messages_column": "messages"}
     batchgen.run(str(folder / "model"), str(rows), str(folder / "out.jsonl"), offload_dir=folder, **options)
     return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
 
@@ -243,7 +243,7 @@ def test_thoughts_that_are_cut_short_are_no_answer(model_of, tmp_path):
     for length in (in_thought, between):
         rows = tmp_path / f"{length}.jsonl"
         rows.write_text(json.dumps({"messages": chats[0]}) + "\n")
-        options = {"dtype": "float32", "cpu_memory": "2GiB", "max_tokens": length, "messages_column": "messages"}
+        options = {"dtype": "float32", "cpu_memory": "4GiB", "max_tokens": length, "messages_column": "messages"}
         batchgen.run(
             str(tmp_path / "model"), str(rows), str(tmp_path / f"out{length}.jsonl"), offload_dir=tmp_path, **options
         )

@@ -35,7 +35,7 @@ def job(model, tmp_path, capfd):
         given = {
             "max_tokens": 60,
             "dtype": "float32",
-            "cpu_memory": "2GiB",
+            "cpu_memory": "4GiB",
             "offload_dir": tmp_path,
             "progress": "plain",
         }
@@ -155,7 +155,7 @@ def test_an_openai_batch_has_variables_thoughts_and_messages_that_are_continued(
 
 
 def test_maps_and_engines_take_the_same_options(model, tmp_path):
-    options = {"max_tokens": 60, "dtype": "float32", "cpu_memory": "2GiB"}
+    options = {"max_tokens": 60, "dtype": "float32", "cpu_memory": "4GiB"}
     chats = {"messages": [messages("Why?", "Because")["messages"]]}
     lengths = []
     for more in ({}, {"chat_template_kwargs": {"enable_thinking": False}}, {"continue_final": True}):

@@ -105,7 +105,7 @@ def test_a_job_gives_the_rows_of_one_without_repeats(tiny_models, tmp_path, monk
     prompts = [[draw.randrange(3, 60) for _ in range(12)] for _ in range(5)]
     rows = [prompts[draw.randrange(5)] for _ in range(40)]
     pq.write_table(pa.table({"prompt": pa.array(rows, pa.list_(pa.int32()))}), tmp_path / "in.parquet")
-    options = {"max_tokens": 6, "dtype": "float32", "cpu_memory": "2GiB"}
+    options = {"max_tokens": 6, "dtype": "float32", "cpu_memory": "4GiB"}
     once = batchgen.run(str(path), str(tmp_path / "in.parquet"), tmp_path / "once.parquet", **options)
     assert once["rows_ok"] == 40 and once["rows_repeated"] == 35
     monkeypatch.setattr(Deduplication, "_key", lambda self, request: None)

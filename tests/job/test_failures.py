@@ -22,7 +22,7 @@ def job(tiny_models, tmp_path):
 
     def job(rows, **options):
         pq.write_table(pa.table({"prompt": pa.array(rows, pa.string())}), tmp_path / "in.parquet")
-        given = {"dtype": "float32", "max_tokens": 1, "cpu_memory": "2GiB", "ignore_eos": True}
+        given = {"dtype": "float32", "max_tokens": 1, "cpu_memory": "4GiB", "ignore_eos": True}
         return batchgen.run(
             str(tiny_models("llama")[0]), tmp_path / "in.parquet", tmp_path / "out.parquet", **{**given, **options}
         )
@@ -109,7 +109,7 @@ def test_code_and_lines_of_the_command(tiny_models, tmp_path):
     lines = [json.dumps({"prompt": text}) for text in ["one", "two " * 3000, "", "three " * 4000]]
     Path(tmp_path, "in.jsonl").write_text("\n".join(lines))
     command = ["run", "-m", tiny_models("llama")[0], "-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl"]
-    command += ["--max-tokens", "1", "--cpu-memory", "2GiB", "--progress", "plain", "--max-failed", "50%"]
+    command += ["--max-tokens", "1", "--cpu-memory", "4GiB", "--progress", "plain", "--max-failed", "50%"]
     result = CliRunner().invoke(commands.cli, [str(part) for part in command])
     assert isinstance(result.exception, TooManyFailed) and result.exception.exit_code == 4
     assert "row 1 failed" in result.stderr and result.stderr.count(" failed: ") == 1

@@ -68,7 +68,7 @@ def rows(tmp_path):
 
 
 def run(model, rows, **options):
-    given = {"dtype": "float32", "cpu_memory": "2GiB", "max_num_seqs": 8}
+    given = {"dtype": "float32", "cpu_memory": "4GiB", "max_num_seqs": 8}
     if options.get("task") != "score":
         given["max_tokens"] = 3
     return batchgen.run(model, rows, rows.parent / "out.parquet", **{**given, **options})

@@ -15,7 +15,7 @@ from batchgen.core.errors import InputError
 from batchgen.job.json_columns import json_columns
 
 pytest.importorskip("llguidance")
-OPTIONS = {"dtype": "float32", "cpu_memory": "2GiB", "max_tokens": 200, "compact_json": True}
+OPTIONS = {"dtype": "float32", "cpu_memory": "4GiB", "max_tokens": 200, "compact_json": True}
 SCHEMA = {
     "type": "object",
     "properties": {

@@ -14,7 +14,7 @@ from batchgen.hf_datasets import MapFunction
 from batchgen.ray.generate import Generate
 
 PROMPTS = [f"The ferry to pier {i}" for i in range(6)]
-OPTIONS = {"chat": False, "max_tokens": 3, "dtype": "float32", "cpu_memory": "2GiB"}
+OPTIONS = {"chat": False, "max_tokens": 3, "dtype": "float32", "cpu_memory": "4GiB"}
 
 
 class TwoChannels:

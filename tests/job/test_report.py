@@ -14,7 +14,7 @@ import batchgen
 from batchgen.job.options import JobOptions
 from batchgen.job.report import Origin, result_lines, summary
 
-OPTIONS = {"dtype": "float32", "cpu_memory": "2GiB", "max_num_seqs": 2, "max_tokens": 3}
+OPTIONS = {"dtype": "float32", "cpu_memory": "4GiB", "max_num_seqs": 2, "max_tokens": 3}
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def test_failed_lines_of_an_openai_batch_are_told_by_its_file_of_errors(model, t
     line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "max_tokens": 2}}
     lines = [line, line | {"custom_id": "2", "body": line["body"] | {"prompt": "a"}}]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
-    report = batchgen.run(model, tmp_path / "in.jsonl", tmp_path / "out.jsonl", dtype="float32", cpu_memory="2GiB")
+    report = batchgen.run(model, tmp_path / "in.jsonl", tmp_path / "out.jsonl", dtype="float32", cpu_memory="4GiB")
     assert report["rows_failed"] == 1
     assert f"{tmp_path / 'out.errors.jsonl'} tells why rows failed; --retry-failed runs just those again" in summary(
         report

@@ -242,7 +242,7 @@ def test_a_killed_job_goes_on(model, tmp_path):
             "run", "-m", model[0], "-i", tmp_path / "in.parquet", "-o", output, "--task", "score",
             "--prompt-column", "context", "--choices", " yes", "--choices", " no", "--choices", " nobody knows",
             "--dtype", "float32", "--flush-interval", "0.1s", "--max-num-seqs", "8", "--max-num-batched-tokens", "128",
-            "--progress", "none", "--cpu-memory", "2GiB", "--report", tmp_path / "report.json",
+            "--progress", "none", "--cpu-memory", "4GiB", "--report", tmp_path / "report.json",
         ]  # fmt: skip
 
     whole, killed, log = tmp_path / "whole.parquet", tmp_path / "killed.parquet", tmp_path / "log"

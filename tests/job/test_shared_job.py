@@ -29,7 +29,7 @@ def job(tiny_models, tmp_path_factory):
 
     def go(output, input="in.parquet", **options):
         path, _ = tiny_models("llama")
-        common = {"dtype": "float32", "cpu_memory": "2GiB", "max_num_seqs": 8, "max_tokens": 6, "temperature": 0.7}
+        common = {"dtype": "float32", "cpu_memory": "4GiB", "max_num_seqs": 8, "max_tokens": 6, "temperature": 0.7}
         return run(path, folder / input, output, offload_dir=folder, **common, **options)
 
     go.folder = folder

@@ -14,7 +14,7 @@ from batchgen.core.errors import InputError
 from batchgen.job.snapshot import STATES, Publisher, Snapshot, metrics
 
 LINE = re.compile(r'batchgen_[a-z_]+\{([a-z]+="(?:[^"\\\n]|\\["\\n])*",?)+\} -?[0-9.e+]+')
-OPTIONS = {"dtype": "float32", "cpu_memory": "2GiB", "max_num_seqs": 2, "max_tokens": 3, "ignore_eos": True}
+OPTIONS = {"dtype": "float32", "cpu_memory": "4GiB", "max_num_seqs": 2, "max_tokens": 3, "ignore_eos": True}
 
 
 def values(text):

@@ -21,7 +21,7 @@ from batchgen.output.part_writer import PartWriter
 from batchgen.output.row_map import DoneRows
 from batchgen.output.row_result import RowResult
 
-OPTIONS = {"dtype": "float32", "cpu_memory": "2GiB", "ignore_eos": True, "max_tokens": 6, "chat": False}
+OPTIONS = {"dtype": "float32", "cpu_memory": "4GiB", "ignore_eos": True, "max_tokens": 6, "chat": False}
 TEXTS = [f"{i} kites over the bay" + " and more" * (i % 5) for i in range(40)]
 DRAFT = {"name": "draft", "prompt_template": "Say: {{ text }}"}
 EVEN = {"name": "even", "filter": "n % 2 == 0"}

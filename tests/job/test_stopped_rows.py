@@ -30,7 +30,7 @@ def job(tiny_models, tmp_path_factory):
 
     def go(output, **options):
         path, _ = tiny_models("llama")
-        common = {"dtype": "float32", "cpu_memory": "2GiB", "max_num_seqs": 8, "max_tokens": MAX_TOKENS}
+        common = {"dtype": "float32", "cpu_memory": "4GiB", "max_num_seqs": 8, "max_tokens": MAX_TOKENS}
         given = common | {"ignore_eos": True, "offload_dir": folder} | options
         return run(path, folder / "in.parquet", output, **given)
 

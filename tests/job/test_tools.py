@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 import batchgen
 from batchgen.core.errors import InputError
 
-OPTIONS = {"dtype": "float32", "max_tokens": 2, "token_ids": True, "cpu_memory": "2GiB", "max_failed": "100%"}
+OPTIONS = {"dtype": "float32", "max_tokens": 2, "token_ids": True, "cpu_memory": "4GiB", "max_failed": "100%"}
 # In the way of Qwen's, and in that of Llama's, which has one call and its parameters as JSON.
 QWEN = (
     "{%- if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n"
@@ -112,7 +112,7 @@ def test_a_template_without_tools_is_no_silent_loss(models, tmp_path):
 def test_an_engine_takes_tools_with_messages(models):
     hf = AutoTokenizer.from_pretrained(models["qwen"])
     chat, sampling = batchgen.ChatOptions(tools=TOOLS), batchgen.SamplingParams(max_tokens=1)
-    with batchgen.Engine(str(models["qwen"]), dtype="float32", cpu_memory="2GiB") as engine:
+    with batchgen.Engine(str(models["qwen"]), dtype="float32", cpu_memory="4GiB") as engine:
         requests = [batchgen.Request(prompt, sampling, chat=chat) for prompt in (CALLED, "What is 2 and 2?")]
         told, text = sorted(engine.generate(requests), key=lambda completion: completion.index)
     expected = hf.apply_chat_template(CALLED, tools=TOOLS, add_generation_prompt=True, return_dict=False)
