@@ -180,7 +180,7 @@ def test_what_was_said_at_first_is_compared_at_the_end():
     report = {
         "state": "complete", "rows_ok": 1000, "rows_failed": 0, "rows_resumed": 0, "wall_s": 120.0,
         "predicted_wall_s": 105.0,
-        "estimated_wall_s": 110.0, "prompt_tokens": 0, "errors": [], "output": "out.parquet",
+        "estimated_wall_s": 110.0, "prompt_tokens": 0, "errors": [], "output": "out.parquet", "limits_of": "job",
         "finish_reasons": {}, "answers": [], "started": "2026-01-01T23:00:00+01:00",
         "ended": "2026-01-02T00:00:00+01:00",
         "host": "here", "versions": {"batchgen": "1"}, "model": "M", "model_sha256": "0" * 64,

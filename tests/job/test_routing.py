@@ -63,7 +63,7 @@ def test_the_next_plan_counts_on_what_a_job_has_seen(cache, tiny_models, tmp_pat
         return problem_of(*given, **options)
 
     monkeypatch.setattr(planning, "problem_of", noted)
-    options = {"max_tokens": 30, "dtype": "float32", "cpu_memory": 2 * GIB, "ignore_eos": True}
+    options = {"max_tokens": 30, "dtype": "float32", "cpu_memory": 4 * GIB, "ignore_eos": True}
     reports = [
         batchgen.run(str(path), str(tmp_path / "in.jsonl"), tmp_path / f"{i}.jsonl", **options) for i in range(2)
     ]

@@ -50,7 +50,8 @@ def test_a_package_without_compiled_kernels_says_how_to_compile_them(tmp_path):
         shutil.copy(Path(kernel_library.__file__).parents[1] / name, package / name)
     shutil.copytree(Path(kernel_library.__file__).parents[1] / "core", package / "core")
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import batchgen.ops.kernel_library"
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    # Without site-packages, whose finder of an editable installation knows the library.
+    child = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert child.returncode == 1
     last = child.stderr.strip().splitlines()[-1]
     assert "the C++ kernels cannot be loaded" in last and "pip install --no-deps -e ." in last
