@@ -274,8 +274,7 @@ class JobOptions:
         _ROWS,
         default="parse",
         choices=("parse", "text"),
-        help="What prompts and messages have of the model's special tokens, such as <|im_start|>: tokens, or plain"
-        " text.",
+        help="The model's special tokens in prompts and messages, such as <|im_start|>: tokens, or plain text.",
     )
     shard: str | None = _option(
         INPUT, _ROWS, metavar="I/N", help="Only the I-th of N equal parts of the input, I from 0."
@@ -300,7 +299,7 @@ class JobOptions:
         INPUT,
         _ROWS,
         metavar="CHAR",
-        help="What stands between the fields of CSV files: a character, or tab [default: a comma, a tab in .tsv"
+        help="Separator of the fields of CSV files: a character, or tab [default: a comma, a tab in .tsv"
         " files, or"
         " what gives columns].",
     )
@@ -401,9 +400,8 @@ class JobOptions:
         RESOURCES,
         _ROWS,
         metavar="RATE",
-        help="Of the link between the processes of --tensor-parallel or --pipeline, for planning: 1.25GB/s [default:"
-        " 0.8GB/s; in a host with GPUs"
-        " their bus].",
+        help="Rate of the link between the processes of --tensor-parallel or --pipeline, for planning: 1.25GB/s"
+        " [default: 0.8GB/s; in a host with GPUs their bus].",
     )
     expected_output_len: int | None = _option(
         RESOURCES,
@@ -493,7 +491,7 @@ class JobOptions:
         "--reasoning-column/--no-reasoning-column",
         default=True,
         type=bool,
-        help="Of a model that thinks between <think> and </think>: put that into a column, or leave it in the text"
+        help="Thoughts of a model, between tags such as <think> and </think>: in a column, or left in the text"
         " [default: a column].",
     )
     token_ids: bool = _option(

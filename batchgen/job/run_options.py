@@ -79,8 +79,8 @@ class RunOptions(TypedDict, total=False):
     """A prompt that does not fit the context. Default: 'error'."""
 
     special_tokens: Literal["parse", "text"]
-    """What prompts and messages have of the model's special tokens, such as <|im_start|>: tokens, or plain text.
-    Default: 'parse'.
+    """The model's special tokens in prompts and messages, such as <|im_start|>: tokens, or plain text. Default:
+    'parse'.
     """
 
     shard: str | None
@@ -104,8 +104,8 @@ class RunOptions(TypedDict, total=False):
     """The input format."""
 
     csv_delimiter: str | None
-    """What stands between the fields of CSV files: a character, or tab [default: a comma, a tab in .tsv files, or what
-    gives columns].
+    """Separator of the fields of CSV files: a character, or tab [default: a comma, a tab in .tsv files, or what gives
+    columns].
     """
 
     sampling_column: str | None
@@ -221,8 +221,8 @@ class RunOptions(TypedDict, total=False):
     """
 
     link_bandwidth: str | None
-    """Of the link between the processes of --tensor-parallel or --pipeline, for planning: 1.25GB/s [default: 0.8GB/s;
-    in a host with GPUs their bus].
+    """Rate of the link between the processes of --tensor-parallel or --pipeline, for planning: 1.25GB/s [default:
+    0.8GB/s; in a host with GPUs their bus].
     """
 
     expected_output_len: int | None
@@ -266,7 +266,7 @@ class RunOptions(TypedDict, total=False):
     """End with exit code 4 once more rows than this failed [default: where all failed, or the first 100]."""
 
     reasoning_column: bool
-    """Of a model that thinks between <think> and </think>: put that into a column, or leave it in the text [default: a
+    """Thoughts of a model, between tags such as <think> and </think>: in a column, or left in the text [default: a
     column].
     """
 

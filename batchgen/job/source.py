@@ -182,17 +182,16 @@ def open_input(options: JobOptions, *, copy_streams: bool = False) -> Dataset:
     return dataset
 
 
-def open_source(options: JobOptions, dataset: Dataset | None = None) -> RequestSource:
-    """Open a job's input, and check the input, its prompts and the names of the output columns.
+def open_source(options: JobOptions, dataset: Dataset) -> RequestSource:
+    """The source of a job without steps, whose prompts and names of output columns are checked.
 
     Args:
         options: The job's options.
-        dataset: The rows of the input; None: they are opened.
+        dataset: The rows of the input.
 
     Raises:
-        InputError: The input cannot be read, or lacks a column that the options name.
+        InputError: The input lacks a column that the options name.
     """
-    dataset = dataset or open_input(options)
     if dataset.format == "openai":
         return _openai_source(options, dataset)
     if dataset.num_rows == 0:

@@ -17,7 +17,7 @@ from batchgen.core.request import SamplingParams
 from batchgen.job.job import resolve_job
 from batchgen.job.options import JobOptions
 from batchgen.job.planning import make_plan
-from batchgen.job.source import open_source
+from batchgen.job.step_source import open_rows
 from batchgen.job.workload import measure_workload
 from batchgen.models.files import resolve_model
 from batchgen.models.tokenizers.loading import load_tokenizer
@@ -52,7 +52,7 @@ def plan_here(model: str, input: Any, options: Mapping[str, Any], memory: int, r
     started_s = time.monotonic()
     job = resolve_job(job_options(model, {"cpu_memory": memory, **options}, input), resolve_model(model))
     tokenizer = load_tokenizer(job.files, job.options.special_tokens, job.options.chat_template)
-    source = open_source(job.options).for_model(job.config, tokenizer, job.options)
+    source = open_rows(job.options).for_model(job.config, tokenizer, job.options)
     plan = make_plan(
         job,
         lambda: measure_workload(source, tokenizer, job.options, job.context, rows_left=rows),

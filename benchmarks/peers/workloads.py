@@ -11,7 +11,7 @@ from pathlib import Path
 from batchgen.cli.options import read_job_file
 from batchgen.core.request import SamplingParams
 from batchgen.job.options import JobOptions
-from batchgen.job.source import open_source
+from batchgen.job.step_source import open_rows
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import resolve_model
 from batchgen.models.tokenizers.loading import load_tokenizer
@@ -61,7 +61,7 @@ def match(model: str, vocab_size: int, rows: int | None) -> Workload:
     options = read_job_file(RECIPE)
     sampling = {name: options.pop(name) for name in SamplingParams.names() if name in options}
     job = JobOptions(**options | {"model": model, "limit": rows}, output=None, sampling=SamplingParams(**sampling))
-    source = open_source(job)
+    source = open_rows(job)
     requests = [r for first, batch in source.dataset.batches(0) for r in source.requests_of(batch, first)]
     tokenizer = load_tokenizer(resolve_model(model))
     texts = [request.prompt for request in requests]

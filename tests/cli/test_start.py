@@ -1,4 +1,4 @@
-"""What a process imports for a command, and what it says first."""
+"""The imports of a process that runs a command, and its first lines."""
 
 from __future__ import annotations
 

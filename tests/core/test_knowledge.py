@@ -1,4 +1,4 @@
-"""What is known of a machine's rates, and how measured times change it."""
+"""Knowledge of a machine's rates, and its correction by measured times."""
 
 import math
 from dataclasses import asdict

@@ -11,7 +11,7 @@ import pytest
 from batchgen.core.errors import InputError
 from batchgen.dataset import open_dataset
 from batchgen.job.options import JobOptions
-from batchgen.job.source import open_source
+from batchgen.job.step_source import open_rows
 from batchgen.output.row_map import DoneRows
 
 BATCH_BYTES = 32 << 10
@@ -48,7 +48,7 @@ def test_parquet_columns_that_nobody_wants_are_not_decoded(tmp_path):
 def test_a_job_reads_the_columns_that_its_requests_are_made_of(tmp_path, options):
     path = tmp_path / "in.parquet"
     prompts = damaged_image_column(path)
-    source = open_source(JobOptions("demo", str(path), None, **options))
+    source = open_rows(JobOptions("demo", str(path), None, **options))
     assert len(list(source.requests(DoneRows()))) == len(prompts)
 
 

@@ -9,7 +9,7 @@ from command_line import invoke
 
 from batchgen.job import run as run_module
 from batchgen.job.options import JobOptions
-from batchgen.job.source import open_source
+from batchgen.job.step_source import open_rows
 
 ROWS = [{"prompt": f"The ferry to pier {i}", "pier": i} for i in range(9)]
 
@@ -87,9 +87,9 @@ def test_lines_after_none(job, tmp_path):
 def test_requests_of_no_rows_are_those_of_rows(tmp_path, options):
     source = write_lines(tmp_path / "in.jsonl", [])
     opened = JobOptions("m", str(source), None, **options)
-    before = open_source(opened).identity
+    before = open_rows(opened).identity
     write_lines(source, [{"prompt": "The ferry", "sampling": {"max_tokens": 2}}])
-    assert open_source(opened).identity == before
+    assert open_rows(opened).identity == before
 
 
 @pytest.mark.parametrize("name", ["in.jsonl", "in.csv"])

@@ -14,7 +14,7 @@ from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan
 from batchgen.core.workload import Lengths, Workload
 from batchgen.job.options import JobOptions
-from batchgen.job.source import open_source
+from batchgen.job.step_source import open_rows
 from batchgen.job.workload import measure_workload
 from batchgen.models.files import resolve_model
 from batchgen.models.tokenizers.loading import load_tokenizer
@@ -107,7 +107,7 @@ def measured(table, tokenizer, tmp_path, **options):
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table(table), path)
     job = JobOptions("tiny", str(path), None, task="score", **options)
-    source = open_source(job)
+    source = open_rows(job)
     return measure_workload(source, tokenizer, job, 512, rows_left=source.dataset.num_rows)
 
 

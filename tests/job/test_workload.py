@@ -15,7 +15,7 @@ from batchgen.core.request import SamplingParams
 from batchgen.core.typed_json import read_typed
 from batchgen.core.workload import Lengths, Workload
 from batchgen.job.options import JobOptions
-from batchgen.job.source import open_source
+from batchgen.job.step_source import open_rows
 from batchgen.job.workload import measure_workload
 from batchgen.models.files import resolve_model
 from batchgen.models.tokenizers.loading import load_tokenizer
@@ -97,7 +97,7 @@ def measure(tokenizer, tmp_path):
             rows = path
         sampling = replace(sampling or SamplingParams(), max_tokens=max_tokens)
         job = JobOptions("tiny", str(rows), None, sampling=sampling, expected_output_len=expected, **options)
-        source = open_source(job)
+        source = open_rows(job)
         return measure_workload(
             source,
             tokenizer,
