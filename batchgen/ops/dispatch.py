@@ -830,7 +830,10 @@ def delta_rule(  # the operands of one kernel
 
     A state S [key_dim, value_dim] first decays by exp(g), then beta k (v - S^T k)^T is added to it, then the result
     S^T q is read (Gated Delta Networks: Yang et al., 2024). Each query and key is divided by its L2 norm, queries are
-    multiplied by key_dim ** -0.5. All sums are in fp32. Slots are as in `causal_conv`.
+    multiplied by key_dim ** -0.5. All sums are in fp32.
+
+    A slot may be the source of several sequences. The target of a sequence is no other sequence's source or target. A
+    sequence without tokens has its state copied.
 
     Args:
         qkv: Queries and keys of all key heads and values of all value heads, packed, [tokens, 2 * key_heads * key_dim +

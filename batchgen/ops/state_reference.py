@@ -7,6 +7,7 @@ long it is, in a slot of a pool. `dispatch` describes the arguments of each oper
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -82,9 +83,8 @@ def delta_rule(  # the operands of one kernel
     single = [i for i, length in enumerate(lengths) if length == 1]
     if single:
         tokens, rows = starts[single].long(), torch.tensor(single, device=qkv.device)
-        operands = (x[:, tokens].transpose(0, 1).flatten(0, 1).unsqueeze(1) for x in (q, k, v))
-        gates = (x[:, tokens].t().reshape(-1, 1) for x in (g, beta))
-        result, state = _chunk(*operands, *gates, after[rows].flatten(0, 1))
+        each = (x[:, tokens].transpose(0, 1).flatten(0, 1).unsqueeze(1) for x in (q, k, v, g, beta))
+        result, state = _chunk(each, after[rows].flatten(0, 1))
         out[tokens] = result.view(len(single), value_heads, value_dim).to(out.dtype)
         after[rows] = state.view(len(single), *after.shape[1:])
     for i, (start, length) in enumerate(zip(bounds[:-1], lengths, strict=True)):
@@ -92,7 +92,7 @@ def delta_rule(  # the operands of one kernel
             continue
         for first in range(start, start + length, CHUNK):
             some = slice(first, min(first + CHUNK, start + length))
-            result, after[i] = _chunk(*(x[:, some] for x in (q, k, v, g, beta)), after[i])
+            result, after[i] = _chunk((x[:, some] for x in (q, k, v, g, beta)), after[i])
             out[some] = result.transpose(0, 1).to(out.dtype)
     states[target.long()] = after.to(states.dtype)
     return out
@@ -102,18 +102,18 @@ def _normed(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)
 
 
-def _chunk(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def _chunk(operands: Iterable[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
     """Update states by some tokens each, as matrix products (Gated Delta Networks, Yang et al., 2024, section 3.3).
 
     Args:
-        q, k: Queries and keys [heads, tokens, key_dim].
-        v: Values [heads, tokens, value_dim].
-        g, beta: Log decay and strength of each update, [heads, tokens].
+        operands: Queries and keys [heads, tokens, key_dim], values [heads, tokens, value_dim], log decay and strength of
+            each update [heads, tokens].
         state: States before the first token, [heads, key_dim, value_dim].
 
     Returns:
         Results [heads, tokens, value_dim], and the states after the last token.
     """
+    q, k, v, g, beta = operands
     since_start = g.cumsum(1)
     # decay[i, j]: of what token j adds, the part that is left at token i.
     later = torch.ones(g.shape[1], g.shape[1], dtype=torch.bool, device=g.device).triu(1)
