@@ -28,7 +28,7 @@ _GATES = ("silu", "gelu_tanh", "swiglu_oai")
 # Fields of stages, of block formats and of few families, which are left out of JSON where they have their defaults.
 _SELDOM_STATED = (
     "first_layer", "model_layers", "layer_formats", "end_formats", "logit_scale", "unrotated_layers",
-    "state", "state_layers", "global_head_dim", "global_kv_heads", "shared_kv_layers",
+    "state", "state_layers", "output_gate", "global_head_dim", "global_kv_heads", "shared_kv_layers",
 )  # fmt: skip
 
 
@@ -132,6 +132,8 @@ class ModelConfig:
         state: Shape of the model's state layers, which keep a state of fixed size for each sequence and have no KV.
             None: all layers attend.
         state_layers: Numbers of the state layers.
+        output_gate: Whether the result of attention is multiplied by the sigmoid of a gate, which is projected together
+            with queries, keys and values, and comes after them.
         global_head_dim: `head_dim` of layers without a sliding window, if it differs (Gemma 4). 0: it does not.
         global_kv_heads: `num_kv_heads` of layers without a sliding window, if it differs. 0: it does not.
         shared_kv_layers: Number of the last layers that have no keys and values of their own. Each attends to those of
@@ -190,6 +192,7 @@ class ModelConfig:
     sinks: bool = False
     state: StateShape | None = None
     state_layers: tuple[int, ...] = ()
+    output_gate: bool = False
     global_head_dim: int = 0
     global_kv_heads: int = 0
     shared_kv_layers: int = 0
@@ -502,7 +505,8 @@ class ModelConfig:
         if kind.attention is None:
             assert self.state is not None, "a state layer has a shape"
             return self.state.projected_size
-        return kind.attention.qkv_size if kind.owns_kv else kind.attention.q_size
+        gate = kind.attention.q_size if self.output_gate else 0
+        return gate + (kind.attention.qkv_size if kind.owns_kv else kind.attention.q_size)
 
     def _mixed_size(self, kind: LayerKind) -> int:
         """Number of values that attention, or the update of the state, gives for one token."""
@@ -514,6 +518,13 @@ class ModelConfig:
     def projected_size(self, layer: int) -> int:
         """Number of rows of the fused projection in layer number `layer`: queries, keys and values, mostly."""
         return self._projected_size(self._kind(layer))
+
+    def projected_width(self, layer: int) -> int:
+        """Number of values that the projections of layer number `layer` give for a token before it is mixed.
+
+        It is `projected_size`, and for a Gated DeltaNet the two gates of each value head too.
+        """
+        return self.state.projected_width if self.state and self.has_state(layer) else self.projected_size(layer)
 
     def mixed_size(self, layer: int) -> int:
         """Number of values that layer number `layer` gives for a token by its attention or the update of its state."""

@@ -65,6 +65,11 @@ class DeltaNet:
         return self.channels + self.out_size
 
     @property
+    def projected_width(self) -> int:
+        """Number of values that all projections give for one token: those of the fused one, then the gates b and a."""
+        return self.projected_size + 2 * self.value_heads
+
+    @property
     def matrix_shape(self) -> tuple[int, int, int]:
         """Shape of the recurrent state of one sequence: (value heads, key_dim, value_dim)."""
         return self.value_heads, self.key_dim, self.value_dim
@@ -100,6 +105,11 @@ class ShortConv:
     def projected_size(self) -> int:
         """Number of rows of the fused projection: the two gates B and C, and the input x."""
         return 3 * self.channels
+
+    @property
+    def projected_width(self) -> int:
+        """Number of values that all projections give for one token."""
+        return self.projected_size
 
     @property
     def matrix_shape(self) -> tuple[int, int, int]:
