@@ -11,12 +11,13 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from batchgen.core.errors import InputError
 from batchgen.core.kernel_choice import attention_key, linear_key
 from batchgen.core.typed_json import read_typed
 from batchgen.models.rope import NO_ROPE, RopeConfig
+from batchgen.models.state_layers import DeltaNet, StateShape
 from batchgen.models.stated_numbers import require_positive
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -25,7 +26,53 @@ Activation = Literal["silu", "relu", "gelu", "gelu_tanh", "swiglu_oai"]
 # Activations of a gate, which linear layers compute together with the product that follows.
 _GATES = ("silu", "gelu_tanh", "swiglu_oai")
 # Fields of stages, of block formats and of few families, which are left out of JSON where they have their defaults.
-_SELDOM_STATED = ("first_layer", "model_layers", "layer_formats", "end_formats", "logit_scale", "unrotated_layers")
+_SELDOM_STATED = (
+    "first_layer", "model_layers", "layer_formats", "end_formats", "logit_scale", "unrotated_layers",
+    "state", "state_layers", "output_gate", "global_head_dim", "global_kv_heads", "shared_kv_layers",
+)  # fmt: skip
+
+
+class AttentionShape(NamedTuple):
+    """The shape of the attention of one layer.
+
+    Attributes:
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key and value heads.
+        head_dim: Number of values in one head.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def q_size(self) -> int:
+        """Number of values in the queries of one token, all heads together; also the width of the attention output."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Number of values in the keys of one token, all heads together. The token's values have as many."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def qkv_size(self) -> int:
+        """Number of values in the queries, keys and values of one token."""
+        return self.q_size + 2 * self.kv_size
+
+
+class LayerKind(NamedTuple):
+    """The choices that decide the size of a layer's tensors.
+
+    Attributes:
+        has_experts: Whether the layer has a mixture of experts instead of one MLP.
+        attention: Shape of its attention; None: it is a state layer.
+        owns_kv: Whether it has KV of its own, and so projects keys and values.
+    """
+
+    has_experts: bool
+    attention: AttentionShape | None
+    owns_kv: bool
 
 
 @dataclass(frozen=True)
@@ -82,6 +129,15 @@ class ModelConfig:
             value (gpt-oss).
         first_layer: Number in the whole model of the first layer of this pipeline stage (`stage`).
         model_layers: Number of layers of the whole model, if this is a pipeline stage. 0: this is the whole model.
+        state: Shape of the model's state layers, which keep a state of fixed size for each sequence and have no KV.
+            None: all layers attend.
+        state_layers: Numbers of the state layers.
+        output_gate: Whether the result of attention is multiplied by the sigmoid of a gate, which is projected together
+            with queries, keys and values, and comes after them.
+        global_head_dim: `head_dim` of layers without a sliding window, if it differs (Gemma 4). 0: it does not.
+        global_kv_heads: `num_kv_heads` of layers without a sliding window, if it differs. 0: it does not.
+        shared_kv_layers: Number of the last layers that have no keys and values of their own. Each attends to those of
+            the last layer before them that, like it, has a sliding window or has none (Gemma 4).
         layer_formats: For each layer, the block format (`core.dtypes.BLOCK_FORMATS`) of matrices by their role
             (`layouts.role`), if matrices differ in format. Matrices without an entry are stored as numbers.
         end_formats: Block formats of "embed" and "lm_head"; those without an entry are stored as numbers.
@@ -134,6 +190,12 @@ class ModelConfig:
     dense_size: int = 0
     router_bias: bool = False
     sinks: bool = False
+    state: StateShape | None = None
+    state_layers: tuple[int, ...] = ()
+    output_gate: bool = False
+    global_head_dim: int = 0
+    global_kv_heads: int = 0
+    shared_kv_layers: int = 0
     first_layer: int = 0
     model_layers: int = 0
     layer_formats: tuple[tuple[tuple[str, str], ...], ...] = ()
@@ -147,13 +209,12 @@ class ModelConfig:
             raise InputError(
                 f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}"
             )
-        for rope in filter(None, (self.rope, self.local_rope)):
-            _check_rope(rope, self.head_dim)
         if len(self.windows) != self.num_layers:
             raise InputError(f"layer_types: {len(self.windows)} do not fit {self.num_layers} layers")
         for window in self.windows:
             if window is not None:
                 require_positive("sliding_window", window)
+        self._check_layers()
         if self.gated_mlp and self.activation not in _GATES:
             raise InputError(
                 f"a gate with activation {self.activation!r} is not supported; supported: {', '.join(_GATES)}"
@@ -170,6 +231,27 @@ class ModelConfig:
                 raise InputError(f"eos_token_id must be a token id or a list of them, not {token_id!r}")
         if self.dtype not in DTYPES:
             raise InputError(f"dtype {self.dtype!r} is not supported; supported: {', '.join(DTYPES)}")
+
+    def _check_layers(self) -> None:
+        """Check what differs between layers. Raises InputError."""
+        for rope, head_dim in ((self.rope, self.global_head_dim or self.head_dim), (self.local_rope, self.head_dim)):
+            if rope is not None:
+                _check_rope(rope, head_dim)
+        if self.num_heads % (self.global_kv_heads or 1):
+            raise InputError(
+                f"num_attention_heads {self.num_heads} is not a multiple of the {self.global_kv_heads} key and value"
+                " heads of layers without a window"
+            )
+        if bool(self.state_layers) != (self.state is not None):
+            raise InputError(
+                "layer_types: layers with linear attention, and its sizes, must both be stated, or neither"
+            )
+        if any(map(self.has_state, self._sharing_layers)):
+            raise InputError("layer_types: each layer that shares keys and values must have attention")
+        if self.shared_kv_layers and None in map(self._kv_source, self._sharing_layers):
+            raise InputError(
+                f"num_kv_shared_layers {self.shared_kv_layers}: each of these layers needs an earlier one of its kind"
+            )
 
     def to_json(self) -> dict[str, Any]:
         """The configuration as JSON values, from which `from_json` makes an equal configuration."""
@@ -200,9 +282,9 @@ class ModelConfig:
         return replace(self._of_layers(first, stop), first_layer=first, model_layers=self.num_layers)
 
     def _of_layers(self, first: int, stop: int) -> ModelConfig:
-        dense, unrotated = (
+        dense, unrotated, states = (
             tuple(layer - first for layer in layers if first <= layer < stop)
-            for layers in (self.dense_layers, self.unrotated_layers)
+            for layers in (self.dense_layers, self.unrotated_layers, self.state_layers)
         )
         return replace(
             self,
@@ -210,6 +292,9 @@ class ModelConfig:
             windows=self.windows[first:stop],
             layer_formats=self.layer_formats[first:stop],
             unrotated_layers=unrotated,
+            state=self.state if states else None,
+            state_layers=states,
+            shared_kv_layers=max(0, stop - max(first, self.num_layers - self.shared_kv_layers)),
             dense_layers=dense,
             dense_size=self.dense_size if dense else 0,
         )
@@ -234,6 +319,45 @@ class ModelConfig:
         if layer in self.unrotated_layers:
             return NO_ROPE
         return self.rope if self.windows[layer] is None or self.local_rope is None else self.local_rope
+
+    def has_state(self, layer: int) -> bool:
+        """True where layer number `layer` keeps a state for each sequence, and has no attention."""
+        return layer in self.state_layers
+
+    def attention_of(self, layer: int) -> AttentionShape:
+        """The shape of the attention of layer number `layer`, which is not a state layer."""
+        if self.windows[layer] is not None:
+            return AttentionShape(self.num_heads, self.num_kv_heads, self.head_dim)
+        return AttentionShape(
+            self.num_heads, self.global_kv_heads or self.num_kv_heads, self.global_head_dim or self.head_dim
+        )
+
+    def kv_source(self, layer: int) -> int:
+        """The number of the layer whose keys and values layer number `layer` attends to: its own, mostly."""
+        source = self._kv_source(layer)
+        assert source is not None, f"layer {layer} has no keys and values"
+        return source
+
+    def _kv_source(self, layer: int) -> int | None:
+        if layer not in self._sharing_layers:
+            return layer
+        has_window = self.windows[layer] is not None
+        alike = (j for j in self.kv_layers if (self.windows[j] is not None) == has_window)
+        return max(alike, default=None)
+
+    @property
+    def _sharing_layers(self) -> range:
+        return range(self.num_layers - self.shared_kv_layers, self.num_layers)
+
+    @cached_property
+    def kv_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that have keys and values of their own."""
+        return tuple(j for j in range(self.num_layers - self.shared_kv_layers) if not self.has_state(j))
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that attend, to keys and values of their own or of another layer."""
+        return (*self.kv_layers, *self._sharing_layers)
 
     @property
     def has_channels(self) -> bool:
@@ -274,8 +398,8 @@ class ModelConfig:
 
     @cached_property
     def window_layers(self) -> dict[int | None, int]:
-        """Number of layers for each sliding window, in positions. Key None: layers without a window."""
-        return dict(Counter(self.windows))
+        """Number of layers that attend, for each sliding window in positions. Key None: layers without a window."""
+        return dict(Counter(self.windows[layer] for layer in self.attention_layers))
 
     @cached_property
     def expert_layers(self) -> int:
@@ -294,10 +418,10 @@ class ModelConfig:
     def _matmul_params(self) -> int:
         """Number of weights in all layers that one token is multiplied with."""
         total = 0
-        for experts, layers in self._kinds.items():
-            matrices = sum(math.prod(shape) for shapes in self._matrices(experts).values() for shape in shapes)
-            not_chosen = (self.num_experts - self.experts_per_token) * self.expert_params if experts else 0
-            total += layers * (matrices + self._router_params(experts) - not_chosen)
+        for kind, layers in self._kinds.items():
+            matrices = sum(math.prod(shape) for shapes in self._matrices(kind).values() for shape in shapes)
+            not_chosen = (self.num_experts - self.experts_per_token) * self.expert_params if kind.has_experts else 0
+            total += layers * (matrices + self._router_params(kind.has_experts) - not_chosen)
         return total
 
     @property
@@ -312,7 +436,7 @@ class ModelConfig:
         A group is the unit that is placed on a device. A bias belongs to the group of its matrix. Norms belong to
         "qkv". The router belongs to "up". If layers differ in size, this is the largest size of each group.
         """
-        kinds = [self._tensors(experts) for experts in self._kinds]
+        kinds = [self._tensors(kind) for kind in self._kinds]
         return {group: max(sizes[group] for sizes in kinds) for group in kinds[0]}
 
     @property
@@ -321,40 +445,100 @@ class ModelConfig:
 
         If layers differ in size, these are the shapes for the largest size of each group.
         """
-        kinds = [(self._tensors(experts), self._matrices(experts)) for experts in self._kinds]
+        kinds = [(self._tensors(kind), self._matrices(kind)) for kind in self._kinds]
         return {group: max(kinds, key=lambda kind: kind[0][group])[1][group] for group in kinds[0][0]}
 
     @cached_property
-    def _kinds(self) -> dict[bool, int]:
-        """Number of layers with experts (key True) and without (key False). A kind without layers has no entry."""
-        kinds = {True: self.expert_layers, False: self.num_layers - self.expert_layers}
-        return {experts: layers for experts, layers in kinds.items() if layers}
+    def _kinds(self) -> dict[LayerKind, int]:
+        """Number of layers of each kind."""
+        return dict(Counter(map(self._kind, range(self.num_layers))))
 
-    def _tensors(self, experts: bool) -> dict[str, int]:
-        """Number of weights in each group of `layer_tensors`, for a layer with experts or for one without."""
-        matrices = self._matrices(experts)
+    def _kind(self, layer: int) -> LayerKind:
+        attention = None if self.has_state(layer) else self.attention_of(layer)
+        return LayerKind(self.has_experts(layer), attention, layer in self.kv_layers)
+
+    def _tensors(self, kind: LayerKind) -> dict[str, int]:
+        """Number of weights in each group of `layer_tensors`, for a layer of a kind."""
+        matrices = self._matrices(kind)
         biased = {"qkv": self.qkv_bias, "out": self.out_bias, "up": self.mlp_bias, "down": self.mlp_bias}
+        if kind.attention is None:
+            biased |= dict.fromkeys(("qkv", "out"), False)
         sizes = {
             group: sum(rows * columns + biased[group] * rows for rows, columns in shapes)
             for group, shapes in matrices.items()
         }
-        sizes["up"] += self._router_params(experts) + experts * self.router_bias * self.num_experts
-        sizes["qkv"] += (4 if self.output_norms else 2) * self._norm_params + self.qk_norm * 2 * self.head_dim
+        sizes["up"] += self._router_params(kind.has_experts) + kind.has_experts * self.router_bias * self.num_experts
+        sizes["qkv"] += (4 if self.output_norms else 2) * self._norm_params
+        if kind.attention is None:
+            sizes["qkv"] += self._state_vector_params
+        elif self.qk_norm:
+            sizes["qkv"] += 2 * kind.attention.head_dim
         return sizes
 
-    def _matrices(self, experts: bool) -> dict[str, tuple[tuple[int, int], ...]]:
-        """Shapes of the matrices in each group of `layer_tensors`, for a layer with experts or for one without."""
+    @property
+    def _state_vector_params(self) -> int:
+        """Number of weights of a state layer outside of its fused projections: convolution, gates and norm."""
+        if isinstance(self.state, DeltaNet):
+            gates = 2 * self.state.value_heads * (self.hidden_size + 1)
+            return gates + self.state.kernel * self.state.channels + self.state.value_dim
+        return 0 if self.state is None else self.state.kernel * self.state.channels
+
+    def _matrices(self, kind: LayerKind) -> dict[str, tuple[tuple[int, int], ...]]:
+        """Shapes of the matrices in each group of `layer_tensors`, for a layer of a kind."""
         shapes = self.matmul_shapes
-        matrices: dict[str, tuple[tuple[int, int], ...]] = {group: (shapes[group],) for group in ("qkv", "out")}
+        matrices: dict[str, tuple[tuple[int, int], ...]] = {
+            "qkv": ((self._projected_size(kind), self.hidden_size),),
+            "out": ((self.hidden_size, self._mixed_size(kind)),),
+        }
         for group in ("up", "down"):
             rows, columns = shapes[group]
-            if not experts:
+            if not kind.has_experts:
                 matrices[group] = (shapes.get(f"dense_{group}", (rows, columns)),)
             elif self.shared_expert_size:
                 matrices[group] = ((self.num_experts * rows, columns), shapes[f"shared_{group}"])
             else:
                 matrices[group] = ((self.num_experts * rows, columns),)
         return matrices
+
+    def _projected_size(self, kind: LayerKind) -> int:
+        """Number of rows of the fused projection before attention, or before the update of the state."""
+        if kind.attention is None:
+            assert self.state is not None, "a state layer has a shape"
+            return self.state.projected_size
+        gate = kind.attention.q_size if self.output_gate else 0
+        return gate + (kind.attention.qkv_size if kind.owns_kv else kind.attention.q_size)
+
+    def _mixed_size(self, kind: LayerKind) -> int:
+        """Number of values that attention, or the update of the state, gives for one token."""
+        if kind.attention is None:
+            assert self.state is not None, "a state layer has a shape"
+            return self.state.out_size
+        return kind.attention.q_size
+
+    def projected_size(self, layer: int) -> int:
+        """Number of rows of the fused projection in layer number `layer`: queries, keys and values, mostly."""
+        return self._projected_size(self._kind(layer))
+
+    def projected_width(self, layer: int) -> int:
+        """Number of values that the projections of layer number `layer` give for a token before it is mixed.
+
+        It is `projected_size`, and for a Gated DeltaNet the two gates of each value head too.
+        """
+        return self.state.projected_width if self.state and self.has_state(layer) else self.projected_size(layer)
+
+    def mixed_size(self, layer: int) -> int:
+        """Number of values that layer number `layer` gives for a token by its attention or the update of its state."""
+        return self._mixed_size(self._kind(layer))
+
+    @cached_property
+    def widest_projected(self) -> int:
+        """The largest `projected_size` of all layers."""
+        return max(map(self._projected_size, self._kinds))
+
+    @cached_property
+    def widest_mixed(self) -> int:
+        """The largest `mixed_size` of all layers."""
+        return max(map(self._mixed_size, self._kinds))
 
     def _router_params(self, experts: bool) -> int:
         """Number of weights that choose experts: one row for each expert, and one for the gate of a shared expert."""
@@ -364,11 +548,12 @@ class ModelConfig:
     def matmul_shapes(self) -> dict[str, tuple[int, int]]:
         """N and K of each matrix product of a layer, by name. For experts, N and K of one expert.
 
-        "shared_up" belongs to the shared expert. "dense_up" belongs to `dense_layers`.
+        "shared_up" belongs to the shared expert. "dense_up" belongs to `dense_layers`. "qkv" and "out" are those of the
+        kind of layers with the largest ones; `linear_shapes` has those of all kinds.
         """
         shapes = {
-            "qkv": (self.qkv_size, self.hidden_size),
-            "out": (self.hidden_size, self.q_size),
+            "qkv": (self.widest_projected, self.hidden_size),
+            "out": (self.hidden_size, self.widest_mixed),
         }
         widths = {"": self.intermediate_size, "shared_": self.shared_expert_size, "dense_": self.dense_size}
         for kind, width in widths.items():
@@ -385,7 +570,11 @@ class ModelConfig:
     @property
     def linear_shapes(self) -> tuple[tuple[int, int], ...]:
         """Distinct shapes (rows, columns) of the matrices of a layer and of the output matrix."""
-        return tuple(dict.fromkeys([*self.matmul_shapes.values(), (self.vocab_size, self.embed_size)]))
+        projections = (
+            shape for kind in self._kinds for group in ("qkv", "out") for shape in self._matrices(kind)[group]
+        )
+        mlps = (shape for name, shape in self.matmul_shapes.items() if name not in ("qkv", "out"))
+        return tuple(dict.fromkeys([*projections, *mlps, (self.vocab_size, self.embed_size)]))
 
     def kernel_keys(self, dtype: str) -> list[str]:
         """Keys by which a `KernelChoice` names the matrices and the attention of this model.
@@ -394,7 +583,8 @@ class ModelConfig:
             dtype: Compute dtype.
         """
         linear = [linear_key(*shape, dtype) for shape in self.linear_shapes]
-        return [*linear, attention_key(self.num_heads, self.num_kv_heads, self.head_dim, dtype)]
+        attention = dict.fromkeys(map(self.attention_of, self.attention_layers))
+        return [*linear, *(attention_key(*shape, dtype) for shape in attention)]
 
     @cached_property
     def params_per_layer(self) -> int:
@@ -429,7 +619,7 @@ class ModelConfig:
     @property
     def layer_params(self) -> int:
         """Number of weights of all layers together."""
-        return sum(layers * sum(self._tensors(experts).values()) for experts, layers in self._kinds.items())
+        return sum(layers * sum(self._tensors(kind).values()) for kind, layers in self._kinds.items())
 
     @property
     def _norm_params(self) -> int:
@@ -445,7 +635,7 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of the keys and values of one token in all layers, at `dtype_bytes` bytes for each number."""
-        return self.num_layers * 2 * self.kv_size * dtype_bytes
+        return sum(2 * self.attention_of(layer).kv_size for layer in self.kv_layers) * dtype_bytes
 
     def flops_per_token(self, context: int) -> int:
         """FLOPs of the forward pass of one token, logits included.
@@ -455,8 +645,22 @@ class ModelConfig:
         """
         weights = self._matmul_params
         weights += self.vocab_size * self.embed_size + 2 * self._projection_params
-        seen = sum(context if window is None else min(context, window) for window in self.windows)
-        return 2 * weights + 4 * self.q_size * seen
+        seen = 0
+        for layer in self.attention_layers:
+            window = self.windows[layer]
+            seen += self.attention_of(layer).q_size * (context if window is None else min(context, window))
+        return 2 * weights + 4 * seen + len(self.state_layers) * self._state_flops
+
+    @property
+    def _state_flops(self) -> int:
+        """FLOPs of one token in one state layer, outside of its projections: the convolution and the rank-one update.
+
+        The update of a value head's matrix S takes 7 operations for each of its numbers: decay, Sᵀk, S + k δᵀ and Sᵀq.
+        """
+        if self.state is None:
+            return 0
+        convolution = 2 * self.state.kernel * self.state.channels
+        return convolution + 7 * math.prod(self.state.matrix_shape)
 
     def elementwise_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of activations that one token reads and writes in one layer, outside of matrix products and attention.

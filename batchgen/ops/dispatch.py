@@ -1,6 +1,7 @@
 """The operations of the model's forward pass and sampler, each sent to the kernels of the tensor's device.
 
-The operations are linear layers, norms, rotary embedding, attention over paged KV, group quantization and sampling.
+The operations are linear layers, norms, rotary embedding, attention over paged KV, state layers, group quantization and
+sampling.
 Tensors of the CPU go to the C++ kernels (`cpp`). Tensors of a CUDA GPU go to the Triton kernels (`triton`) if Triton is
 installed. All else goes to torch (`reference`): other devices, and shapes or GPUs that the kernels do not support.
 
@@ -27,7 +28,7 @@ from torch import Tensor
 from batchgen.core.dtypes import WEIGHT_CODE_BITS, KVFormat
 from batchgen.core.kernel_choice import TORCH
 from batchgen.ops import cpp as kernels
-from batchgen.ops import quant, reference
+from batchgen.ops import quant, reference, state_reference
 from batchgen.ops.attention_plan import AttentionPlan
 from batchgen.ops.cpp import BlockWeight, BoundWeight, KernelWeight, PackedWeight
 from batchgen.ops.sampling import Draws
@@ -759,6 +760,124 @@ def forbid(logits: Tensor, rows: np.ndarray, allowed: np.ndarray) -> None:
 def _of_logits(logits: Tensor) -> ModuleType:
     """The module with the kernels, or torch operations, for the device of these logits."""
     return kernels if logits.is_cpu else _device_kernels(logits.device) or reference
+
+
+# State layers.
+
+
+def causal_conv(  # the operands of one kernel
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    states: Tensor,
+    source: Tensor,
+    target: Tensor,
+    starts: Tensor,
+    *,
+    silu: bool,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Compute the causal convolution of each channel over the tokens of each sequence, and keep the last inputs.
+
+    A slot may be the source of several sequences. The target of a sequence is no other sequence's source or target. A
+    sequence without tokens has its state copied.
+
+    Args:
+        x: Inputs of all sequences, packed, [tokens, channels]; rows may lie apart.
+        weight: Factors of each channel, from the oldest input to the token's own, [channels, kernel].
+        bias: Summand of each channel, [channels], or None.
+        states: Last inputs of each sequence, the oldest first, [slots, channels, kernel - 1], in x's dtype; slots may
+            lie apart.
+        source: Slot of each sequence's state before its first token here, int32 or int64 [sequences]. -1: zeros.
+        target: Slot of each sequence's state after its last token, of the same type.
+        starts: Number of each sequence's first token in x, then the number of all tokens, [sequences + 1].
+        silu: Whether silu is applied to the results.
+        out: Tensor for the result, of x's shape, contiguous. None: a new tensor.
+
+    Returns:
+        Results [tokens, channels].
+    """
+    return state_reference.causal_conv(x, weight, bias, states, source, target, starts, silu=silu, out=out)
+
+
+def delta_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the gates of `delta_rule` from projections of the tokens.
+
+    Args:
+        a, b: Projections, each [tokens, value_heads]; rows may lie apart.
+        a_log: Logarithm of each head's rate of decay, [value_heads].
+        dt_bias: Summand of `a`, [value_heads].
+
+    Returns:
+        g = -exp(a_log) * softplus(a + dt_bias) and beta = sigmoid(b), both fp32 [tokens, value_heads].
+    """
+    return state_reference.delta_gates(a, b, a_log, dt_bias)
+
+
+def delta_rule(  # the operands of one kernel
+    qkv: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    states: Tensor,
+    source: Tensor,
+    target: Tensor,
+    starts: Tensor,
+    *,
+    key_heads: int,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Update the states of Gated DeltaNet by each token, and read each token's result from them.
+
+    A state S [key_dim, value_dim] first decays by exp(g), then beta k (v - S^T k)^T is added to it, then the result
+    S^T q is read (Gated Delta Networks: Yang et al., 2024). Each query and key is divided by its L2 norm, queries are
+    multiplied by key_dim ** -0.5. All sums are in fp32.
+
+    A slot may be the source of several sequences. The target of a sequence is no other sequence's source or target. A
+    sequence without tokens has its state copied.
+
+    Args:
+        qkv: Queries and keys of all key heads and values of all value heads, packed, [tokens, 2 * key_heads * key_dim +
+            value_heads * value_dim]; rows may lie apart. Value heads that follow each other share a key head.
+        g: Log decay, at most 0, fp32 [tokens, value_heads].
+        beta: Strength of each update, fp32 [tokens, value_heads].
+        states: States, fp32 or bf16 [slots, value_heads, key_dim, value_dim]; slots may lie apart.
+        source: Slot of each sequence's state before its first token here, int32 or int64 [sequences]. -1: zeros.
+        target: Slot of each sequence's state after its last token, of the same type.
+        starts: Number of each sequence's first token, then the number of all tokens, [sequences + 1].
+        key_heads: Number of query heads, which is that of key heads.
+        out: Tensor for the result, contiguous. None: a new tensor of qkv's dtype.
+
+    Returns:
+        Results [tokens, value_heads, value_dim].
+    """
+    return state_reference.delta_rule(qkv, g, beta, states, source, target, starts, key_heads=key_heads, out=out)
+
+
+def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """Compute RMSNorm(x) * weight * silu(z) of each head.
+
+    Args:
+        x: Tensor [tokens, heads, dim].
+        z: Gate, [tokens, heads, dim] or [tokens, heads * dim]; rows may lie apart.
+        weight: Factor of each column, [dim].
+        eps: Number added to the mean square before the square root.
+        out: Tensor for the result, contiguous, which may be x. None: a new tensor.
+
+    Returns:
+        Results [tokens, heads, dim].
+    """
+    return state_reference.gated_norm(x, z, weight, eps, out)
+
+
+def gated(x: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
+    """Compute x * sigmoid(gate), the output gate of attention.
+
+    Args:
+        x: Tensor [tokens, columns].
+        gate: Tensor of x's shape, or [tokens, heads, dim] of as many columns; rows may lie apart.
+        out: Tensor for the result, contiguous, which may be x. None: a new tensor.
+    """
+    return state_reference.gated(x, gate, out)
 
 
 # Packed rows.
