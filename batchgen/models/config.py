@@ -421,7 +421,8 @@ class ModelConfig:
         for kind, layers in self._kinds.items():
             matrices = sum(math.prod(shape) for shapes in self._matrices(kind).values() for shape in shapes)
             not_chosen = (self.num_experts - self.experts_per_token) * self.expert_params if kind.has_experts else 0
-            total += layers * (matrices + self._router_params(kind.has_experts) - not_chosen)
+            gates = self._state_gate_params if kind.attention is None else 0
+            total += layers * (matrices + gates + self._router_params(kind.has_experts) - not_chosen)
         return total
 
     @property
@@ -479,9 +480,14 @@ class ModelConfig:
     def _state_vector_params(self) -> int:
         """Number of weights of a state layer outside of its fused projections: convolution, gates and norm."""
         if isinstance(self.state, DeltaNet):
-            gates = 2 * self.state.value_heads * (self.hidden_size + 1)
-            return gates + self.state.kernel * self.state.channels + self.state.value_dim
+            vectors = 2 * self.state.value_heads + self.state.value_dim
+            return self._state_gate_params + self.state.kernel * self.state.channels + vectors
         return 0 if self.state is None else self.state.kernel * self.state.channels
+
+    @property
+    def _state_gate_params(self) -> int:
+        """Number of weights by which a Gated DeltaNet projects the two gates of each value head."""
+        return 2 * self.state.value_heads * self.hidden_size if isinstance(self.state, DeltaNet) else 0
 
     def _matrices(self, kind: LayerKind) -> dict[str, tuple[tuple[int, int], ...]]:
         """Shapes of the matrices in each group of `layer_tensors`, for a layer of a kind."""
