@@ -61,13 +61,16 @@ def layer_layout(config: ModelConfig, layer: int, *, unfused: bool = False) -> L
     gate_up = {"gate": inner, "up": inner}
     if config.family == "phi3" and not unfused:
         heads, gate_up = {"qkv": config.qkv_size}, {"gate_up": 2 * inner}
-    layout = _norm(config, "input_norm") | _linear("qkv", heads, hidden, config.qkv_bias)
-    if config.qk_norm:
-        layout |= {f"{part}.weight": ((f"{part}.weight", (dim,)),) for part in ("q_norm", "k_norm")}
+    before = config.norm_place != "outputs"
+    layout = _norm(config, "input_norm") if before else {}
+    layout |= _linear("qkv", heads, hidden, config.qkv_bias)
+    for part, size in zip(("q_norm", "k_norm"), config.qk_norm_sizes(config.attention_of(layer)), strict=True):
+        if size:
+            layout[f"{part}.weight"] = ((f"{part}.weight", (size,)),)
     layout |= _linear("out", {"out": hidden}, config.num_heads * dim, config.out_bias)
     if config.output_norms:
         layout |= _norm(config, "out_norm") | _norm(config, "down_norm")
-    layout |= _norm(config, "post_norm")
+    layout |= _norm(config, "post_norm") if before else {}
     if config.has_experts(layer):
         return layout | _experts_layout(config, unfused)
     if config.gated_mlp:
