@@ -715,6 +715,15 @@ class TestElementwiseBytes:
         normed = dataclasses.replace(plain, qk_norm=True)
         assert normed.elementwise_bytes_per_token(2) - plain.elementwise_bytes_per_token(2) == 2 * 2 * (8 + 4)
 
+    def test_state_layers_count_by_their_share(self):
+        shape = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 3, "head_dim": 2}
+        shape |= {"linear_value_head_dim": 5, "architectures": ["Qwen3_5ForCausalLM"], "num_hidden_layers": 4}
+        norms, activation, adds = 2 * 16, 24 + 12, 2 * 24
+        attention = 2 * (8 + 4) + 2 * (8 + 4) + 2 * 8 + 3 * 8  # norms, rotary, KV and output gate
+        state = 2 * (6 + 6 + 20) + 3 * 20
+        expected = norms + activation + adds + (attention + 3 * state) // 4
+        assert config_of_hf(self.LLAMA | shape).elementwise_bytes_per_token(2) == 2 * expected
+
     def test_opt(self):
         config = config_of_hf(
             {
