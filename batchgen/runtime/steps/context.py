@@ -63,6 +63,8 @@ class StepContext:
         )
         self.routing = RoutingCounts(config.num_experts, config.experts_per_token, config.expert_layers)
         self.ropes = rope_tables(config, options.max_positions, self.device)
+        growth = layers.query_growth_table(config, options.max_positions)
+        self.query_growth = None if growth is None else growth.to(self.device)
         self.graphs: DecodeGraphs | None = None
         self.tokens: TokenTable | None = None
         self.deferred_of: dict[int, DeferredBatchState] = {}
@@ -81,7 +83,7 @@ class StepContext:
         """Options of the rotary embedding in a Step's layer."""
         tensors = self.weights.layer(step.layer, step.weight_slot) if self.config.qk_norm else {}
         rope = self.ropes[self.config.rope_of(step.layer)]
-        return layers.rotary_options(self.config, tensors, rope, positions)
+        return layers.rotary_options(self.config, tensors, rope, positions, self.query_growth)
 
     def softmax(self, step: Step, device: torch.device) -> dict[str, Any]:
         """Options of `ops.paged_attention` in a Step's layer, on the device that attends."""
