@@ -359,9 +359,10 @@ def _held_by_policy(s: Sizes, policy: Policy, demand: Demand, *, on_gpu: bool, p
     staged_states = int(number(staging_states(s, policy, staged_seqs, int(attended))))
     in_tiers: dict[str, int] = {}
     for name, count in seqs.items():
-        if count:
+        if count and s.model.state:
             tier = KVPlacement(name).tier
             in_tiers[tier] = in_tiers.get(tier, 0) + count
+    slots = {tier: int(number(count)) for tier, count in state_slots(in_tiers, policy.share_prefixes).items()}
     links = 2 if seqs.get("disk") and s.pads_blocks else 1
     return Held(
         on_gpu=on_gpu,
@@ -381,7 +382,7 @@ def _held_by_policy(s: Sizes, policy: Policy, demand: Demand, *, on_gpu: bool, p
         staged_blocks=staged_blocks,
         passing_bytes=links * passing_bytes(aligned(s.slot_block_bytes), staged_blocks) if staged_blocks else 0,
         disk_blocks=staged_blocks if seqs.get("disk") else 0,
-        state_slots=state_slots(in_tiers, policy.share_prefixes) if s.model.state else {},
+        state_slots=slots,
         staged_states=staged_states,
         disk_states=staged_states if seqs.get("disk") else 0,
     )
