@@ -233,7 +233,14 @@ def staging_blocks(s: Sizes, batches: Batches, longest_blocks: int, passing: Lin
 
 
 def staging_states(s: Sizes, batches: Batches, passing: Linear, attended: Linear) -> Linear:
-    """State rows of one staging buffer; 0 where the model has no state layers. Arguments as in `staging_blocks`."""
+    """State rows of one staging buffer; 0 where the model has no state layers.
+
+    Args:
+        s: sizes of the model.
+        batches: numbers of sequences and tokens in flight.
+        passing: result of `passing_seqs`.
+        attended: 1 if the CPU attends to any sequence for the GPU: the state of its prompt passes through.
+    """
     return passing + attended * _prompt_states(batches) if s.model.state else 0
 
 

@@ -286,8 +286,8 @@ def activation_bytes(
 
     All tokens have the residual before and after, queries, keys, values, and attention's result, perhaps in two parts;
     those of a chunk (`chunk_tokens`) also the norm and what projections make, where rotary embedding works in fp32.
-    State layers have what their convolution makes beside what projections make.
-    Logits are held in the weights' dtype and in fp32, with one row of workspace each.
+    State layers have what their convolution makes beside what projections make. Logits are held in the weights' dtype
+    and in fp32, with one row of workspace each.
 
     Args:
         captured_tokens: tokens of the largest decode sweep that may be captured on a GPU, which has memory of its own.
