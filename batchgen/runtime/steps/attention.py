@@ -32,9 +32,9 @@ def attention(context: StepContext, step: Step, batch: BatchState) -> None:
             part, kv = batch.part_in_place, context.kv_cache.pool("cpu", step.layer)
         options = context.rotary(step, batch.positions_of(part.tokens))
         qkv = batch.qkv if len(batch.parts) == 1 else batch.qkv[part.tokens]
-        kv_format, width = context.kv_cache.format, context.config.attention_of(step.layer).qkv_size
-        q = ops.rotary_store(qkv[:, :width], context.config.num_heads, kv, part.slots[window], kv_format, **options)
-        plan = part.plans[window]
+        kv_format, plan = context.kv_cache.format, part.plans[window]
+        ungated, heads = layers.ungated(context.config, qkv), context.config.num_heads
+        q = ops.rotary_store(ungated, heads, kv, part.slots[window], kv_format, **options)
         attended = ops.paged_attention(q, kv, plan, **context.softmax(step, context.device))
         batch.attended[placement] = layers.gate_attention(context.config, qkv, attended)
 
@@ -86,12 +86,13 @@ def qkv_for_host(context: StepContext, step: Step, qkv: Tensor, positions: Tenso
     Args:
         context: The model and its memory.
         step: A Step of the layer.
-        qkv: Output of the QKV matmul, [tokens, qkv size], perhaps with an output gate after it.
+        qkv: Result of `layers.pre_attention`.
         positions: Positions of the tokens, int64 [tokens].
     """
     attention, kv_format = context.config.attention_of(step.layer), context.kv_cache.format
     heads, options = (attention.num_heads, attention.num_kv_heads), context.rotary(step, positions)
-    q, k, v = ops.rotary(qkv[:, : attention.qkv_size], *heads, rotate_keys=kv_format.rotates_keys, **options)
+    ungated = layers.ungated(context.config, qkv)
+    q, k, v = ops.rotary(ungated, *heads, rotate_keys=kv_format.rotates_keys, **options)
     if bits := kv_format.bits:
         k, v = ops.quantize(k, bits), ops.quantize(v, bits)
     return q, k, v
