@@ -60,11 +60,12 @@ def layer_layout(config: ModelConfig, layer: int, *, unfused: bool = False) -> L
     inner = config.dense_size if layer in config.dense_layers else config.intermediate_size
     fused = config.family == "phi3" and not unfused
     gate_up = {"gate_up": 2 * inner} if fused else {"gate": inner, "up": inner}
-    layout = _norm(config, "input_norm")
-    layout |= _state_layout(config, unfused) if config.has_state(layer) else _attention_layout(config, fused)
+    before = config.norm_place != "outputs"
+    layout = _norm(config, "input_norm") if before else {}
+    layout |= _state_layout(config, unfused) if config.has_state(layer) else _attention_layout(config, layer, fused)
     if config.output_norms:
         layout |= _norm(config, "out_norm") | _norm(config, "down_norm")
-    layout |= _norm(config, "post_norm")
+    layout |= _norm(config, "post_norm") if before else {}
     if config.has_experts(layer):
         return layout | _experts_layout(config, unfused)
     if config.gated_mlp:
@@ -74,16 +75,17 @@ def layer_layout(config: ModelConfig, layer: int, *, unfused: bool = False) -> L
     return layout | _linear("down", {"down": hidden}, inner, config.mlp_bias)
 
 
-def _attention_layout(config: ModelConfig, fused: bool) -> Layout:
+def _attention_layout(config: ModelConfig, layer: int, fused: bool) -> Layout:
     """Parts of the tensors of attention: all projections, and the norms of queries and keys.
 
     The part "q" has the rows of the output gate too, before those of the queries, if the model has one.
     """
-    hidden, dim, q, kv = config.hidden_size, config.head_dim, config.q_size, config.kv_size
+    hidden, q, kv = config.hidden_size, config.q_size, config.kv_size
     heads = {"qkv": config.qkv_size} if fused else {"q": q * (1 + config.output_gate), "k": kv, "v": kv}
     layout = _linear("qkv", heads, hidden, config.qkv_bias)
-    if config.qk_norm:
-        layout |= {f"{part}.weight": ((f"{part}.weight", (dim,)),) for part in ("q_norm", "k_norm")}
+    for part, size in zip(("q_norm", "k_norm"), config.qk_norm_sizes(config.attention_of(layer)), strict=True):
+        if size:
+            layout[f"{part}.weight"] = ((f"{part}.weight", (size,)),)
     return layout | _linear("out", {"out": hidden}, q, config.out_bias)
 
 

@@ -6,7 +6,7 @@ In a name, {} stands for the number of the layer.
 from __future__ import annotations
 
 from batchgen.models.config import ModelConfig
-from batchgen.models.families import DELTA_NETS, GEMMA, QWEN_MIXTURES
+from batchgen.models.families import DELTA_NETS, GEMMA, OUTPUT_NORMS, QWEN_MIXTURES
 
 _LLAMA_NAMES = {
     "embed": "embed_tokens",
@@ -26,6 +26,10 @@ _LLAMA_NAMES = {
 _GEMMA_NAMES = _LLAMA_NAMES | {
     "out_norm": "layers.{}.post_attention_layernorm",
     "post_norm": "layers.{}.pre_feedforward_layernorm",
+    "down_norm": "layers.{}.post_feedforward_layernorm",
+}
+_OLMO_NAMES = _LLAMA_NAMES | {
+    "out_norm": "layers.{}.post_attention_layernorm",
     "down_norm": "layers.{}.post_feedforward_layernorm",
 }
 _PHI3_NAMES = _LLAMA_NAMES | {"qkv": "layers.{}.self_attn.qkv_proj", "gate_up": "layers.{}.mlp.gate_up_proj"}
@@ -66,6 +70,7 @@ def tensor_names(config: ModelConfig) -> dict[str, str]:
         "opt": _OPT_NAMES,
         "phi3": _PHI3_NAMES,
         **dict.fromkeys(GEMMA, _GEMMA_NAMES),
+        **dict.fromkeys(OUTPUT_NORMS, _OLMO_NAMES),
     }
     names = families.get(config.family, _LLAMA_NAMES)
     return names | _DELTA_NET_NAMES if config.family in DELTA_NETS else names
