@@ -558,6 +558,13 @@ class ModelConfig:
         """Number of rows of the fused projection in layer number `layer`: queries, keys and values, mostly."""
         return self._projected_size(self._kind(layer))
 
+    def sent_width(self, layer: int) -> int:
+        """Number of values of a token that the CPU gets to attend in layer number `layer`, or to update its state.
+
+        Keys and values are not among them: they go to their place in the KV.
+        """
+        return self.projected_width(layer) if self.has_state(layer) else self.attention_of(layer).q_size
+
     def projected_width(self, layer: int) -> int:
         """Number of values that the projections of layer number `layer` give for a token before it is mixed.
 
