@@ -13,7 +13,7 @@ from torch import Tensor
 
 from batchgen.models.config import ModelConfig
 from batchgen.models.experts import Weights, split_experts
-from batchgen.models.layers import embed, post_attention, pre_attention, rope_table, rotary_options
+from batchgen.models.layers import embed, post_attention, pre_attention, query_growth_table, rope_table, rotary_options
 from batchgen.ops import dispatch as ops
 
 _SEQS, _TOKENS, _SEED = 8, 64, 20231
@@ -73,7 +73,8 @@ class ChannelImportance:
             qkv = pre_attention(config, weights, self._hidden, on_input=on_input)
             rope = config.rope_of(self._layer)
             table = rope_table(rope, config.head_dim, self._tokens) if rope else None
-            options = rotary_options(config, weights, table, self._positions)
+            growth = query_growth_table(config, self._tokens)
+            options = rotary_options(config, weights, table, self._positions, growth)
             q, k, v = (
                 x.unflatten(0, (self._seqs, self._tokens)).transpose(1, 2)
                 for x in ops.rotary(qkv, config.num_heads, config.num_kv_heads, **options)

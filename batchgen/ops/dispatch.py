@@ -406,6 +406,7 @@ def rotary(  # the operands of one kernel
     norms: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
     rotate_keys: bool = False,
+    growth: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split fused QKV into queries, keys and values; norm and rotate queries and keys; scale queries.
 
@@ -421,6 +422,7 @@ def rotary(  # the operands of one kernel
         norms: RMSNorm weights for each head's queries and keys, each [head_dim]. None: they are not normed.
         eps: Epsilon of these norms.
         rotate_keys: Whether queries and keys are also multiplied by the matrix of `rotation`, for int5 and int4 KV.
+        growth: Further factor of the queries at each position, fp32 [positions]; None: 1.
 
     Returns:
         Queries [tokens, heads, head_dim]; keys and values, each [tokens, kv_heads, head_dim].
@@ -434,12 +436,19 @@ def rotary(  # the operands of one kernel
         "eps": eps,
         "rotation": rotation(head_dim, qkv.device) if rotate_keys else None,
     }
-    if _has_kernels(qkv, head_dim):
-        return kernels.rotary_store(qkv, heads, kv_heads, head_dim, **options)
     triton_kernels = _device_kernels(qkv.device)
-    if triton_kernels and triton_kernels.supports_rotary(head_dim, rotate_keys, qkv.device):
-        return triton_kernels.rotary_store(qkv, heads, kv_heads, **options)
-    return reference.rotary(qkv, heads, kv_heads, **options)
+    if _has_kernels(qkv, head_dim):
+        q, k, v = kernels.rotary_store(qkv, heads, kv_heads, head_dim, **options)
+    elif triton_kernels and triton_kernels.supports_rotary(head_dim, rotate_keys, qkv.device):
+        q, k, v = triton_kernels.rotary_store(qkv, heads, kv_heads, **options)
+    else:
+        q, k, v = reference.rotary(qkv, heads, kv_heads, **options)
+    return _grown(q, positions, growth), k, v
+
+
+def _grown(q: Tensor, positions: Tensor | None, growth: Tensor | None) -> Tensor:
+    """Queries [tokens, heads, head_dim], multiplied in place by the factors of their positions."""
+    return q if growth is None or positions is None else q.mul_(growth[positions].view(-1, 1, 1))
 
 
 def rotary_store(qkv: Tensor, heads: int, kv: Tensor, slots: Tensor, kv_format: KVFormat, **options: Any) -> Tensor:
@@ -457,6 +466,12 @@ def rotary_store(qkv: Tensor, heads: int, kv: Tensor, slots: Tensor, kv_format: 
     Returns:
         Queries [tokens, heads, head_dim].
     """
+    growth = options.pop("growth", None)
+    q = _rotary_store(qkv, heads, kv, slots, kv_format, **options)
+    return _grown(q, options.get("positions"), growth)
+
+
+def _rotary_store(qkv: Tensor, heads: int, kv: Tensor, slots: Tensor, kv_format: KVFormat, **options: Any) -> Tensor:
     kv_heads, bits, rotate_keys = kv.shape[2], kv_format.bits, kv_format.rotates_keys
     head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
     matrix = rotation(head_dim, qkv.device) if rotate_keys else None
