@@ -41,6 +41,7 @@ def check(which, device, tmp_path, checks="triton_checks.py"):
 
 ATTENTION = "attention or context or prompts or sweep or items or plan or key or scores or queries or prefix or twice"
 EXPERTS = "expert or mixture"
+STATE_CHECKS = {"the delta rule": "delta_rule", "the rest": "not delta_rule"}
 CHECKS = {"attention": ATTENTION, "experts": EXPERTS, "the rest": f"not ({ATTENTION} or {EXPERTS})"}
 
 
@@ -66,6 +67,19 @@ def test_captured_sweeps_under_the_interpreter(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_captured_sweeps_on_a_card(tmp_path):
     check("", "cuda", tmp_path, "graph_checks.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", STATE_CHECKS)
+def test_state_layers_under_the_interpreter(which, tmp_path):
+    check(STATE_CHECKS[which], "cpu", tmp_path, "triton_state_checks.py")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("which", STATE_CHECKS)
+def test_state_layers_on_a_card(which, tmp_path):
+    check(STATE_CHECKS[which], "cuda", tmp_path, "triton_state_checks.py")
 
 
 @pytest.mark.slow

@@ -88,7 +88,7 @@ def wide_conv(x, weight, bias, states, source, starts, silu):
         inputs = torch.cat((inputs, x[start:stop].double().t()), 1)
         after.append(inputs[:, stop - start :])
         if stop > start:
-            y = F.conv1d(inputs[None], weight.double()[:, None], bias and bias.double(), groups=len(weight))
+            y = F.conv1d(inputs[None], weight.double()[:, None], None if bias is None else bias.double(), groups=len(weight))
             results.append((F.silu(y) if silu else y)[0].t())
     return torch.cat(results), torch.stack(after)
 
@@ -177,7 +177,7 @@ def check_delta(lengths, heads, dims, dtype, states_dtype, seed, *, in_place=Fal
     check_states(states, before, after, target, 2 * tolerance + rounding)
 
 
-@settings(max_examples=int(40 * MORE), deadline=None)
+@settings(max_examples=int(30 * MORE), deadline=None)
 @given(
     st.lists(st.sampled_from([0, *LENGTHS]), min_size=1, max_size=6).filter(any),
     st.sampled_from(HEADS),
@@ -199,7 +199,7 @@ def test_delta_rule(lengths, heads, dims, dtype, states_dtype, in_place, seed):
 def test_chunks_are_exact_where_their_operands_are(dims, monkeypatch):
     """Chunks in fp32, which are as the reference is, whatever the number of blocks that a state has."""
     monkeypatch.setattr(delta, "_CHUNKED_DTYPES", DTYPES)
-    check_delta([130, 1, 64, 9, 200], (1, 2), dims, torch.float32, torch.float32, 5)
+    check_delta([130, 1, 64], (1, 2), dims, torch.float32, torch.float32, 5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -208,7 +208,7 @@ def test_decay_without_bounds_gives_numbers(dtype, g, monkeypatch):
     """64 tokens that decay by exp(-20) each: factors between them underflow, and their inverses would overflow."""
     if DEVICE.type == "cpu":
         monkeypatch.setattr(delta, "_CHUNKED_DTYPES", DTYPES)
-    check_delta([1, 64, 65, 130], (1, 2), (64, 64), dtype, torch.float32, 7, g=g)
+    check_delta([1, 64, 130], (1, 1), (64, 64), dtype, torch.float32, 7, g=g)
 
 
 @pytest.mark.parametrize("beta", [1.0, 0.0])
@@ -217,7 +217,7 @@ def test_equal_keys_cancel_nothing(beta, monkeypatch):
     if DEVICE.type == "cpu":
         monkeypatch.setattr(delta, "_CHUNKED_DTYPES", DTYPES)
     dtype = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
-    check_delta([130, 64, 3], (1, 2), (64, 64), dtype, torch.float32, 8, g=0.0, beta=beta, equal_keys=True)
+    check_delta([100, 3], (1, 2), (64, 64), dtype, torch.float32, 8, g=0.0, beta=beta, equal_keys=True)
 
 
 def test_a_prompt_in_parts_leaves_the_state_of_the_whole():
@@ -401,8 +401,8 @@ def test_operations_of_a_state_layer_are_those_of_the_reference(dims, monkeypatc
         y = ops.gated_norm(y, here[3], here[4], 1e-6)
         return [t.cpu() for t in (ops.gated(y.flatten(1), here[3]), here[7], here[8])]
 
-    monkeypatch.setattr(ops, "_state_operations", lambda x: state_reference)
+    monkeypatch.setattr(ops, "_of_states", lambda x: state_reference)
     expected = run("cpu")
-    monkeypatch.setattr(ops, "_state_operations", lambda x: triton_kernels)
+    monkeypatch.setattr(ops, "_of_states", lambda x: triton_kernels)
     for got, meant in zip(run(DEVICE), expected, strict=True):
         torch.testing.assert_close(got, meant, atol=1e-2, rtol=1e-2)
