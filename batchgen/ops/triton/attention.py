@@ -18,7 +18,7 @@ from batchgen.ops.triton.groups import aligned, flat_columns, unpack, unpack_byt
 from batchgen.ops.triton.launch import Launch, Tile, attention_tiles, card, power_of_two
 from batchgen.ops.triton.plan import CutPlan, DevicePlan, Geometry
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 MAX_GROUP = 64  # query heads of a KV head: they are rows of one tile
 
 _MERGED_AT_ONCE = 8

@@ -16,7 +16,7 @@ from batchgen.ops import quant
 from batchgen.ops.triton.groups import aligned, flat_columns, pack, pack_halves, tile_columns
 from batchgen.ops.triton.launch import Launch, card, power_of_two
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 _TOKENS = 8  # of a program
 _ROTATED_TOKENS = 64  # more of them, so that the rotation is read less often
 
