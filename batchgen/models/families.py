@@ -11,6 +11,10 @@ ARCHITECTURES = {
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "Gemma3ForConditionalGeneration": "gemma3",
+    "Gemma4ForCausalLM": "gemma4",
+    "Gemma4ForConditionalGeneration": "gemma4",
+    "Gemma4UnifiedForCausalLM": "gemma4_unified",
+    "Gemma4UnifiedForConditionalGeneration": "gemma4_unified",
     "Phi3ForCausalLM": "phi3",
     "GraniteForCausalLM": "granite",
     "SmolLM3ForCausalLM": "smollm3",
@@ -22,6 +26,8 @@ ARCHITECTURES = {
 }
 # Families with norms around attention and MLP, whose checkpoints hold the weights of norms less one.
 GEMMA = ("gemma2", "gemma3")
+# Families with norms around attention and MLP, whose checkpoints hold the weights of norms as they are.
+GEMMA4 = ("gemma4", "gemma4_unified")
 # Families with a mixture of experts: what a config.json calls their number, and the width of each.
 MIXTURES = {
     "mixtral": ("num_local_experts", "intermediate_size"),

@@ -28,11 +28,13 @@ from batchgen.core.dtypes import (
 from batchgen.models.config import ModelConfig
 
 Shape = tuple[int, ...]
-# Tensors that are loaded together: before the layers, of a layer, after the layers, or the attention's sinks alone.
-Which = Literal["embeddings", "layer", "head", "sinks"]
+# Tensors that are loaded together: before the layers, of a layer, after the layers, or the attention's sinks alone; and
+# the table of per-layer embeddings, which is not loaded but read by row.
+Which = Literal["embeddings", "layer", "head", "sinks", "per_layer"]
 # name of a tensor -> the parts stacked in its rows, each with its shape
 Layout = dict[str, tuple[tuple[str, Shape], ...]]
 
+PER_LAYER = "per_layer_embed"
 _OF_EXPERT = re.compile(r"experts\.\d+\.")
 
 
@@ -44,7 +46,17 @@ def embedding_layout(config: ModelConfig) -> Layout:
         layout |= _linear("positions", {"positions": rows}, config.hidden_size, bias=False)
     if config.embed_size != config.hidden_size:
         layout |= _linear("embed_proj", {"embed_proj": config.hidden_size}, config.embed_size, bias=False)
+    if width := config.per_layer_width:
+        layout |= _linear("per_layer_proj", {"per_layer_proj": width}, config.hidden_size, bias=False)
+        layout |= _vector("per_layer_proj_norm.weight", config.per_layer_size)
     return layout
+
+
+def per_layer_layout(config: ModelConfig) -> Layout:
+    """The table of per-layer embeddings: for each token, the embeddings of all layers, one after the other."""
+    if not config.per_layer_width:
+        return {}
+    return _linear(PER_LAYER, {PER_LAYER: config.vocab_size}, config.per_layer_width, bias=False)
 
 
 def layer_layout(config: ModelConfig, layer: int, *, unfused: bool = False) -> Layout:
@@ -55,19 +67,27 @@ def layer_layout(config: ModelConfig, layer: int, *, unfused: bool = False) -> L
         layer: Number of the layer.
         unfused: Whether each part is a single matrix of one expert, even if the family's own files fuse experts.
     """
-    hidden, dim = config.hidden_size, config.head_dim
+    hidden, shape = config.hidden_size, config.attention_of(layer)
     inner = config.dense_size if layer in config.dense_layers else config.intermediate_size
-    heads = {"q": config.num_heads * dim, "k": config.num_kv_heads * dim, "v": config.num_kv_heads * dim}
+    heads = {"q": shape.q_size, "k": shape.kv_size, "v": shape.kv_size}
+    heads = {part: heads[part] for part in config.projections(layer)}
     gate_up = {"gate": inner, "up": inner}
     if config.family == "phi3" and not unfused:
         heads, gate_up = {"qkv": config.qkv_size}, {"gate_up": 2 * inner}
     layout = _norm(config, "input_norm") | _linear("qkv", heads, hidden, config.qkv_bias)
     if config.qk_norm:
-        layout |= {f"{part}.weight": ((f"{part}.weight", (dim,)),) for part in ("q_norm", "k_norm")}
-    layout |= _linear("out", {"out": hidden}, config.num_heads * dim, config.out_bias)
+        for part in ("q", "k") if "k" in heads or "qkv" in heads else ("q",):
+            layout |= _vector(f"{part}_norm.weight", shape.head_dim)
+    layout |= _linear("out", {"out": hidden}, shape.q_size, config.out_bias)
     if config.output_norms:
         layout |= _norm(config, "out_norm") | _norm(config, "down_norm")
     layout |= _norm(config, "post_norm")
+    if config.layer_scale:
+        layout |= _vector("layer_scale.weight", 1, "block.layer_scalar")
+    if width := config.per_layer_size:
+        layout |= _linear("per_layer_up", {"per_layer_up": width}, hidden, bias=False)
+        layout |= _linear("per_layer_down", {"per_layer_down": hidden}, width, bias=False)
+        layout |= _norm(config, "per_layer_norm")
     if config.has_experts(layer):
         return layout | _experts_layout(config, unfused)
     if config.gated_mlp:
@@ -81,31 +101,36 @@ def _experts_layout(config: ModelConfig, unfused: bool) -> Layout:
     """Parts of the tensors of a mixture of experts: the router, the stacked experts, and the shared expert."""
     hidden, inner, experts = config.hidden_size, config.intermediate_size, range(config.num_experts)
     layout = _linear("router", {"router": config.num_experts}, hidden, bias=config.router_bias)
-    biased = config.family == "gpt_oss"
-    if biased and not unfused:
+    biased, shared = config.family == "gpt_oss", config.shared_expert_size
+    if config.mlp_beside_experts:
+        layout |= _vector("router_norm.weight", hidden, "router_input.scale")
+        layout |= _vector("expert_scale.weight", config.num_experts, "router_input.per_expert_scale")
+        for name in ("experts_norm", "experts_out_norm", "shared_out_norm"):
+            layout |= _norm(config, name)
+    if shared:
+        gate = {} if config.mlp_beside_experts else _linear("shared_gate", {"shared_gate": 1}, hidden, bias=False)
+        layout |= gate | _linear("shared_gate_up", {"shared.gate": shared, "shared.up": shared}, hidden, bias=False)
+        layout |= _linear("shared_down", {"shared.down": hidden}, shared, bias=False)
+    if config.has_fused_experts and not unfused:
         return layout | _fused_experts_layout(config)
     gate_up = {f"experts.{e}.{part}": inner for e in experts for part in ("gate", "up")}
     layout |= _linear("gate_up", gate_up, hidden, bias=biased)
-    layout |= _linear("down", {f"experts.{e}.down": hidden for e in experts}, inner, bias=biased)
-    if shared := config.shared_expert_size:
-        layout |= _linear("shared_gate", {"shared_gate": 1}, hidden, bias=False)
-        layout |= _linear("shared_gate_up", {"shared.gate": shared, "shared.up": shared}, hidden, bias=False)
-        layout |= _linear("shared_down", {"shared.down": hidden}, shared, bias=False)
-    return layout
+    return layout | _linear("down", {f"experts.{e}.down": hidden for e in experts}, inner, bias=biased)
 
 
 def _fused_experts_layout(config: ModelConfig) -> Layout:
-    """Parts of the tensors of experts in the files of gpt-oss: one part has all experts of a layer.
+    """Parts of the tensors of experts in the files of gpt-oss and Gemma 4: one part has all experts of a layer.
 
     `formats/fused_experts.py` reads them.
     """
     hidden, inner, experts = config.hidden_size, config.intermediate_size, config.num_experts
-    return {
+    layout: Layout = {
         "gate_up.weight": (("experts.gate_up_proj", (experts * 2 * inner, hidden)),),
         "gate_up.bias": (("experts.gate_up_proj_bias", (experts * 2 * inner,)),),
         "down.weight": (("experts.down_proj", (experts * hidden, inner)),),
         "down.bias": (("experts.down_proj_bias", (experts * hidden,)),),
     }
+    return {name: parts for name, parts in layout.items() if config.mlp_bias or name.endswith(".weight")}
 
 
 def head_layout(config: ModelConfig) -> Layout:
@@ -128,6 +153,11 @@ def _linear(name: str, rows: dict[str, int], columns: int, bias: bool) -> Layout
     return layout
 
 
+def _vector(name: str, size: int, part: str = "") -> Layout:
+    """A tensor of one part, which has another name if `part` is given."""
+    return {name: ((part or name, (size,)),)}
+
+
 def _norm(config: ModelConfig, name: str) -> Layout:
     kinds = ("weight", "bias") if config.norm == "layer" else ("weight",)
     return {f"{name}.{kind}": ((f"{name}.{kind}", (config.hidden_size,)),) for kind in kinds}
@@ -143,7 +173,7 @@ def layout_of(config: ModelConfig, which: Which, layer: int, *, unfused: bool = 
 
     Args:
         config: Configuration of the model.
-        which: "embeddings", "layer", "head", or "sinks" (only the attention sinks).
+        which: "embeddings", "layer", "head", "sinks" (only the attention sinks) or "per_layer".
         layer: Number of the layer.
         unfused: Whether each part is a single matrix of one expert, even if the family's own files fuse experts.
     """
@@ -151,6 +181,8 @@ def layout_of(config: ModelConfig, which: Which, layer: int, *, unfused: bool = 
         return layer_layout(config, layer, unfused=unfused)
     if which == "embeddings":
         return embedding_layout(config)
+    if which == "per_layer":
+        return per_layer_layout(config)
     head = head_layout(config)
     return {"sinks.weight": head["sinks.weight"]} if which == "sinks" else head
 
@@ -179,6 +211,7 @@ def all_parts(config: ModelConfig, *, unfused: bool = False) -> Iterator[Part]:
         unfused: Whether each part is a single matrix of one expert, even if the family's own files fuse experts.
     """
     layouts = [(embedding_layout(config), 0, False), (head_layout(config), 0, False)]
+    layouts.append((per_layer_layout(config), 0, False))
     of_layers = range(config.num_layers)
     layouts += [(layout_of(config, "layer", layer, unfused=unfused), layer, True) for layer in of_layers]
     for layout, layer, in_layer in layouts:
@@ -291,7 +324,7 @@ def layer_sizes(config: ModelConfig, dtype: str, weight_format: str) -> tuple[Ma
     sizes: dict[tuple[object, ...], Mapping[str, int]] = {}  # layers that are alike, once
     layers = []
     for j in range(config.num_layers):
-        kind = config.has_experts(j), config.layer_formats[j] if weight_format == MIXED else ()
+        kind = config.kind_of(j), config.layer_formats[j] if weight_format == MIXED else ()
         if kind not in sizes:
             tensors = stored_tensors(config, "layer", j, dtype, weight_format)
             sizes[kind] = {name: stored.num_bytes for name, stored in tensors.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -22,20 +23,22 @@ class Numbers(StoredPart):
         name: Name of the tensor in the file.
         info: Place of the tensor in the file.
         added: Number to be added to each stored value. Gemma's norms store w of (1 + w) x / rms(x).
+        factor: Number that each stored value is multiplied with.
     """
 
     name: str
     info: TensorInfo
     added: float = 0
+    factor: float = 1
 
     def fill(self, out: Tensor) -> None:
-        if not self.added:
+        if not self.added and self.factor == 1:
             return read_numbers(self.name, self.info, out)
         read_numbers(self.name, self.info, values := torch.empty(out.shape))
-        out.copy_(values.add_(self.added))
+        out.copy_(values.mul_(self.factor).add_(self.added))
 
     def fill_cut(self, out: Tensor, cut: Cut) -> bool:
-        if self.added or not (cut.is_stretch or cut.by_columns):
+        if self.added or self.factor != 1 or not (cut.is_stretch or cut.by_columns):
             return False
         if cut.by_columns:
             self._fill_columns(out, cut.rank * out.shape[1])
@@ -45,7 +48,8 @@ class Numbers(StoredPart):
 
     def _fill_columns(self, out: Tensor, first: int) -> None:
         """Fill `out` with columns of a matrix, from column `first` on. Whole rows are read, some at a time."""
-        rows, columns = self.info.shape
+        columns = self.info.shape[-1]
+        rows = math.prod(self.info.shape[:-1])
         step = max(1, reading.CHUNK_VALUES // columns)
         for start in range(0, rows, step):
             count = min(step, rows - start)

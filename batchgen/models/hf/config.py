@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchgen.models.config import ModelConfig
-from batchgen.models.families import ARCHITECTURES, GEMMA
+from batchgen.models.families import ARCHITECTURES, GEMMA, GEMMA4
 from batchgen.models.hf.fields import (
     read_activation,
     read_architecture,
     read_biases,
     read_config_keys,
+    read_gemma4,
     read_heads,
     read_mlps,
     read_query_scale,
@@ -38,13 +39,14 @@ def config_of_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
     family = ARCHITECTURES[architecture]
     dtype = stated_dtype(config) or "float32"
     config, keys = read_config_keys(config, architecture)
-    opt, gemma, gpt_oss = family == "opt", family in GEMMA, family == "gpt_oss"
+    opt, gemma, gpt_oss = family == "opt", family in (*GEMMA, *GEMMA4), family == "gpt_oss"
     hidden, layers = keys["hidden_size"], keys["num_hidden_layers"]
     heads, kv_heads, head_dim = read_heads(keys, family)
     max_position = keys["max_position_embeddings"]
     rope, local_rope = (None, None) if opt else read_ropes(config, keys, family, head_dim)
     if rope is not None and rope.kind == "yarn" and rope.original_max_position:
         max_position = max(max_position, int(rope.original_max_position * rope.factor))
+    windows = read_windows(config, keys, family, layers)
     norm_first = keys.get("do_layer_norm_before", True)
     return ModelConfig(
         architecture=architecture,
@@ -64,10 +66,10 @@ def config_of_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
         **read_scales(keys, family, 1e-5 if opt else float(keys["rms_norm_eps"])),
         activation=read_activation(keys, family),
         gated_mlp=not opt,
-        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3"),
+        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3", *GEMMA4),
         tied_embeddings=keys["tie_word_embeddings"],
         rope=rope,
-        windows=read_windows(config, keys, family, layers),
+        windows=windows,
         embed_size=keys.get("word_embed_proj_dim") or hidden,
         position_offset=2 if opt else 0,
         norm_first=norm_first,
@@ -78,7 +80,8 @@ def config_of_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
         local_rope=local_rope,
         output_norms=gemma,
         unrotated_layers=read_unrotated_layers(keys, layers),
-        query_scale=read_query_scale(keys),
+        query_scale=read_query_scale(keys, family),
         attention_softcap=float(keys.get("attn_logit_softcapping") or 0),
         logit_softcap=float(keys.get("final_logit_softcapping") or 0),
+        **read_gemma4(keys, family, windows),
     )

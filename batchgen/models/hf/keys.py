@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchgen.core.errors import InputError
+from batchgen.models.families import GEMMA4
 from batchgen.models.stated_numbers import is_count, is_index, is_number, require_positive, shown
 
 
@@ -47,6 +48,7 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "share": (lambda value: is_number(value) and value >= 0, "a number of at least 0"),
     "positive": (lambda value: is_number(value) and value > 0, "a number above 0"),
     "name": (lambda value: isinstance(value, str), "a name"),
+    "object": (lambda value: isinstance(value, Mapping), "an object"),
     "names": (_list_of(lambda value: isinstance(value, str)), "a list of names"),
     "layers": (_list_of(_is_token), "a list of layers"),
     "token": (_is_token, "a token id"),
@@ -91,6 +93,15 @@ _GEMMA = {
     **_TYPES,
     "query_pre_attn_scalar": Key(256, "positive"),
     "sliding_window": _WINDOW,
+}
+_GEMMA4 = {
+    **{name: key for name, key in _GEMMA.items() if name not in ("query_pre_attn_scalar", "rope_theta")},
+    **_counts(vocab_size=262144, num_hidden_layers=30, global_head_dim=512),
+    **_flags(attention_k_eq_v=False, use_double_wide_mlp=False),
+    "final_logit_softcapping": Key(None, "positive", True),
+    "num_kv_shared_layers": Key(0, "index"),
+    "num_global_key_value_heads": _HEADS_NULL,
+    "per_layer_config": Key(None, "object", True),
 }
 _MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")  # Granite's
 KEYS: dict[str, dict[str, Key]] = {
@@ -158,6 +169,14 @@ KEYS: dict[str, dict[str, Key]] = {
         "sliding_window_pattern": Key(6, "count"),
         "final_logit_softcapping": Key(None, "positive", True),
     },
+    "gemma4": {
+        **_GEMMA4,
+        **_counts(max_position_embeddings=131072, sliding_window=512, vocab_size_per_layer_input=262144),
+        **_flags(enable_moe_block=False),
+        "hidden_size_per_layer_input": Key(256, "index"),
+        **dict.fromkeys(("num_experts", "top_k_experts", "moe_intermediate_size"), Key(None, "count", True)),
+    },
+    "gemma4_unified": {**_GEMMA4, **_counts(max_position_embeddings=262144, sliding_window=1024)},
     "phi3": {
         **_rotary(eps=1e-5),
         **_counts(vocab_size=32064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32),
@@ -267,6 +286,7 @@ _OF_FORM = ("transformers_version", "chunk_size_feed_forward", "pad_token_id", "
 IGNORED = frozenset((*_OF_TRAINING, *_OF_OUTPUTS, *_OF_LOSSES, *_OF_FORM))
 _EVERYWHERE: dict[str, tuple[Any, ...]] = {"is_encoder_decoder": (False,)}
 _CAUSAL: dict[str, tuple[Any, ...]] = {"use_bidirectional_attention": (None, False)}
+_CAUSAL_TEXT: dict[str, tuple[Any, ...]] = {"use_bidirectional_attention": (None, "vision")}
 _NORM_TOPK: dict[str, tuple[Any, ...]] = {"norm_topk_prob": (None, True)}  # a key of other mixtures of experts
 _NO_ROPE: dict[str, tuple[Any, ...]] = {"rope_scaling": (None,), "rope_parameters": (None,)}
 # Keys that batchgen computes with these values alone.
@@ -276,6 +296,8 @@ FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
     "gemma2": {**_EVERYWHERE, **_CAUSAL},
     # Transformers does not apply the cap, the name says that it is applied: nobody can say what is meant.
     "gemma3": {**_EVERYWHERE, **_CAUSAL, "attn_logit_softcapping": (None,)},
+    "gemma4": {**_EVERYWHERE, **_CAUSAL_TEXT},
+    "gemma4_unified": {**_EVERYWHERE, **_CAUSAL_TEXT},
     "mixtral": {**_EVERYWHERE, **_NORM_TOPK},
     "gpt_oss": {**_EVERYWHERE, **_NORM_TOPK, "hidden_act": ("silu",), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
 }
@@ -294,7 +316,7 @@ _FOREIGN: dict[str, tuple[Any, ...]] = {
 }
 _QK_NORMS = ("qk_layernorm", "use_qk_norm", "qk_norm")
 # Keys that say nothing new of these families, which have biases, or norms of queries and keys, anyway.
-_NOT_FOREIGN = {"qwen2": ("attention_bias",), **dict.fromkeys(("qwen3", "qwen3_moe", "gemma3"), _QK_NORMS)}
+_NOT_FOREIGN = {"qwen2": ("attention_bias",), **dict.fromkeys(("qwen3", "qwen3_moe", "gemma3", *GEMMA4), _QK_NORMS)}
 _EXPERTS = ("num_experts", "num_local_experts")
 
 

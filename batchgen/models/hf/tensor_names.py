@@ -6,7 +6,7 @@ In a name, {} stands for the number of the layer.
 from __future__ import annotations
 
 from batchgen.models.config import ModelConfig
-from batchgen.models.families import GEMMA, QWEN_MIXTURES
+from batchgen.models.families import GEMMA, GEMMA4, QWEN_MIXTURES
 
 _LLAMA_NAMES = {
     "embed": "embed_tokens",
@@ -27,6 +27,25 @@ _GEMMA_NAMES = _LLAMA_NAMES | {
     "out_norm": "layers.{}.post_attention_layernorm",
     "post_norm": "layers.{}.pre_feedforward_layernorm",
     "down_norm": "layers.{}.post_feedforward_layernorm",
+}
+_GEMMA4_NAMES = _GEMMA_NAMES | {
+    "block": "layers.{}",
+    "per_layer_embed": "embed_tokens_per_layer",
+    "per_layer_proj": "per_layer_model_projection",
+    "per_layer_proj_norm": "per_layer_projection_norm",
+    "per_layer_up": "layers.{}.per_layer_input_gate",
+    "per_layer_down": "layers.{}.per_layer_projection",
+    "per_layer_norm": "layers.{}.post_per_layer_input_norm",
+}
+# In layers with experts: the MLP beside them is the shared expert.
+_GEMMA4_MIXTURE_NAMES = {
+    "router": "layers.{}.router.proj",
+    "router_input": "layers.{}.router",
+    "experts": "layers.{}.experts",
+    "experts_norm": "layers.{}.pre_feedforward_layernorm_2",
+    "experts_out_norm": "layers.{}.post_feedforward_layernorm_2",
+    "shared_out_norm": "layers.{}.post_feedforward_layernorm_1",
+    **{f"shared.{part}": f"layers.{{}}.mlp.{part}_proj" for part in ("gate", "up", "down")},
 }
 _PHI3_NAMES = _LLAMA_NAMES | {"qkv": "layers.{}.self_attn.qkv_proj", "gate_up": "layers.{}.mlp.gate_up_proj"}
 _OPT_NAMES = {
@@ -54,6 +73,7 @@ def tensor_names(config: ModelConfig) -> dict[str, str]:
         "opt": _OPT_NAMES,
         "phi3": _PHI3_NAMES,
         **dict.fromkeys(GEMMA, _GEMMA_NAMES),
+        **dict.fromkeys(GEMMA4, _GEMMA4_NAMES | (_GEMMA4_MIXTURE_NAMES if config.num_experts else {})),
     }
     return families.get(config.family, _LLAMA_NAMES)
 

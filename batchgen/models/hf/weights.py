@@ -12,7 +12,7 @@ import torch
 
 from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig
-from batchgen.models.families import GEMMA
+from batchgen.models.families import GEMMA, GEMMA4
 from batchgen.models.formats import fused_experts
 from batchgen.models.formats.base import Scheme, StoredPart, Tensors
 from batchgen.models.formats.head_order import in_head_order
@@ -24,9 +24,15 @@ from batchgen.models.tensor_files.headers import TensorInfo
 from batchgen.models.tensor_files.reading import NUMBERS, check_stored, read_bytes, read_numbers
 
 # Family -> prefixes of all names of tensors, and of an output matrix's; checkpoints differ.
+_TEXT_PREFIXES = (
+    ("model.", ""),
+    ("", ""),
+    ("model.language_model.", ""),
+    ("language_model.model.", "language_model."),
+)
 _PREFIXES = {
     "opt": (("model.decoder.", ""), ("decoder.", "")),
-    "gemma3": (("model.", ""), ("", ""), ("model.language_model.", ""), ("language_model.model.", "language_model.")),
+    **dict.fromkeys(("gemma3", *GEMMA4), _TEXT_PREFIXES),
 }
 
 
@@ -72,14 +78,25 @@ def _find(
     stem = names[stem].format(part.layer)
     name = f"{stem}.{suffix}"
     if fused_experts.is_fused(part.name):
-        return fused_experts.find(config, model, tensors, part.name, name)
+        if config.family == "gpt_oss":
+            return fused_experts.find(config, model, tensors, part.name, name)
+        return _stacked_experts(config, tensors[name], part, name)
     if scheme and suffix == "weight" and len(part.shape) == 2:
         rows, columns = part.shape
         if matrix := scheme.find(tensors, stem, (rows, columns), in_layer=part.in_layer):
             return matrix
     info = tensors[name]
     check_stored(name, info, part.shape)
+    if part.name == "router_input.scale":  # beside which transformers has a factor of its own
+        return Numbers(name, info, factor=config.hidden_size**-0.5)
     return Numbers(name, info, added=1 if config.family in GEMMA and part.name.endswith("norm.weight") else 0)
+
+
+def _stacked_experts(config: ModelConfig, info: TensorInfo, part: Part, name: str) -> Numbers:
+    """The matrices of all experts of a layer, [experts, rows, columns]: an expert's gate is before its up projection."""
+    rows, columns = part.shape
+    check_stored(name, info, (config.num_experts, rows // config.num_experts, columns))
+    return Numbers(name, info)
 
 
 def _refuse_unread(config: ModelConfig, names: dict[str, str], tensors: Tensors) -> None:
@@ -93,6 +110,8 @@ def _refuse_unread(config: ModelConfig, names: dict[str, str], tensors: Tensors)
         if stem in names:
             read.add(f"{names[stem].format(part.layer)}.{suffix}")
     known = set(names.values())
+    reusing = [layer for layer in range(config.num_layers) if config.kv_source(layer) != layer]
+    read |= {f"{names[part].format(layer)}.weight" for part in ("k", "v", "k_norm") for layer in reusing}
     for name, info in tensors.items():
         stem, _, suffix = name.rpartition(".")
         layer = re.search(r"(?<=layers\.)\d+(?=\.)", stem)

@@ -19,10 +19,16 @@ EMBEDDINGS_FILE, HEAD_FILE = "embeddings.safetensors", "head.safetensors"
 TENSOR_ALIGNMENT = 64
 # The tensors of a layer by the group they are stored in, named and ordered as in `ModelConfig.layer_tensors`.
 _LAYER_GROUPS = {
-    "qkv": ("qkv", "input_norm", "post_norm", "q_norm", "k_norm", "out_norm", "down_norm"),
+    "qkv": (
+        *("qkv", "input_norm", "post_norm", "q_norm", "k_norm", "out_norm", "down_norm"),
+        *("layer_scale", "per_layer_norm"),
+    ),
     "out": ("out",),
-    "up": ("gate_up", "up", "router", "shared_gate_up", "shared_gate"),
-    "down": ("down", "shared_down"),
+    "up": (
+        *("gate_up", "up", "router", "shared_gate_up", "shared_gate", "per_layer_up"),
+        *("router_norm", "expert_scale", "experts_norm", "experts_out_norm", "shared_out_norm"),
+    ),
+    "down": ("down", "shared_down", "per_layer_down"),
 }
 _SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"} | {
     name: "I8" if name == INT8 else "U8" for name in PACKED_FORMATS
