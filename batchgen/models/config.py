@@ -28,8 +28,8 @@ _GATES = ("silu", "gelu_tanh", "swiglu_oai")
 # Fields of stages, of block formats and of few families, which are left out of JSON where they have their defaults.
 _SELDOM_STATED = (
     "first_layer", "model_layers", "layer_formats", "end_formats", "logit_scale", "unrotated_layers",
-    "state", "state_layers", "global_head_dim", "global_kv_heads", "shared_kv_layers", "value_norm", "keys_are_values",
-    "layer_scale", "mlp_beside_experts", "per_layer_size",
+    "state", "state_layers", "output_gate", "global_head_dim", "global_kv_heads", "shared_kv_layers", "value_norm",
+    "keys_are_values", "layer_scale", "mlp_beside_experts", "per_layer_size",
 )  # fmt: skip
 
 
@@ -138,6 +138,8 @@ class ModelConfig:
         state: Shape of the model's state layers, which keep a state of fixed size for each sequence and have no KV.
             None: all layers attend.
         state_layers: Numbers of the state layers.
+        output_gate: Whether the result of attention is multiplied by the sigmoid of a gate, which is projected together
+            with queries, keys and values, and comes after them.
         global_head_dim: `head_dim` of layers without a sliding window, if it differs (Gemma 4). 0: it does not.
         global_kv_heads: `num_kv_heads` of layers without a sliding window, if it differs. 0: it does not.
         shared_kv_layers: Number of the last layers that have no keys and values of their own. Each attends to those of
@@ -204,6 +206,7 @@ class ModelConfig:
     sinks: bool = False
     state: StateShape | None = None
     state_layers: tuple[int, ...] = ()
+    output_gate: bool = False
     global_head_dim: int = 0
     global_kv_heads: int = 0
     shared_kv_layers: int = 0
@@ -541,9 +544,10 @@ class ModelConfig:
         if kind.attention is None:
             assert self.state is not None, "a state layer has a shape"
             return self.state.projected_size
+        gate = kind.attention.q_size if self.output_gate else 0
         if not kind.owns_kv:
-            return kind.attention.q_size
-        return kind.attention.qkv_size - kind.keys_are_values * kind.attention.kv_size
+            return gate + kind.attention.q_size
+        return gate + kind.attention.qkv_size - kind.keys_are_values * kind.attention.kv_size
 
     def _mixed_size(self, kind: LayerKind) -> int:
         """Number of values that attention, or the update of the state, gives for one token."""
@@ -555,6 +559,13 @@ class ModelConfig:
     def projected_size(self, layer: int) -> int:
         """Number of rows of the fused projection in layer number `layer`: queries, keys and values, mostly."""
         return self._projected_size(self.kind_of(layer))
+
+    def projected_width(self, layer: int) -> int:
+        """Number of values that the projections of layer number `layer` give for a token before it is mixed.
+
+        It is `projected_size`, and for a Gated DeltaNet the two gates of each value head too.
+        """
+        return self.state.projected_width if self.state and self.has_state(layer) else self.projected_size(layer)
 
     def mixed_size(self, layer: int) -> int:
         """Number of values that layer number `layer` gives for a token by its attention or the update of its state."""

@@ -117,7 +117,7 @@ def pre_attention(
     out: Tensor | None = None,
     on_input: OnInput | None = None,
 ) -> Tensor:
-    """Compute a layer's fused queries, keys and values from its input.
+    """Compute a layer's projections before attention, or before the update of its states, from its input.
 
     Args:
         config: Configuration of the model.
@@ -127,10 +127,33 @@ def pre_attention(
         on_input: Function that is called with the name of each weight and its input; or None.
 
     Returns:
-        Queries, keys and values [tokens, (heads + 2 kv_heads) head_dim], or those of them that the layer projects.
+        Queries, keys and values [tokens, (heads + 2 kv_heads) head_dim], or those of them that the layer projects; then
+        the output gate [tokens, heads head_dim] if the model has one. For a state layer what `state.mix_state` takes, [tokens, `state.projected_width`].
     """
     x = norm(config, weights, "input_norm", hidden) if config.norm_first else hidden
-    return linear(weights, "qkv", x, on_input, out=out)
+    if "ba.weight" not in weights:
+        return linear(weights, "qkv", x, on_input, out=out)
+    assert config.state is not None, "only state layers have such gates"
+    out = x.new_empty(len(x), config.state.projected_width) if out is None else out
+    fused = config.state.projected_size
+    linear(weights, "qkv", x, on_input, out=out[:, :fused])
+    linear(weights, "ba", x, on_input, out=out[:, fused:])
+    return out
+
+
+def gate_attention(config: ModelConfig, projected: Tensor, attended: Tensor) -> Tensor:
+    """Multiply the result of attention by the output gate, in place, if the model has one (Qwen3-Next).
+
+    Args:
+        config: Configuration of the model.
+        projected: Result of `pre_attention` for the same tokens.
+        attended: Result of attention, [tokens, heads, head_dim] or [tokens, heads * head_dim], contiguous.
+
+    Returns:
+        `attended`, as [tokens, heads * head_dim].
+    """
+    attended = attended.flatten(1)
+    return ops.gated(attended, projected[:, -attended.shape[1] :], attended) if config.output_gate else attended
 
 
 def rotary_options(

@@ -6,8 +6,10 @@ of a short convolution and, in a Gated DeltaNet layer, a matrix for each value h
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from batchgen.core.dtypes import FORMAT_BYTES
 from batchgen.core.errors import InputError
 from batchgen.models.stated_numbers import require_positive
 
@@ -65,6 +67,11 @@ class DeltaNet:
         return self.channels + self.out_size
 
     @property
+    def projected_width(self) -> int:
+        """Number of values that all projections give for one token: those of the fused one, then the gates b and a."""
+        return self.projected_size + 2 * self.value_heads
+
+    @property
     def matrix_shape(self) -> tuple[int, int, int]:
         """Shape of the recurrent state of one sequence: (value heads, key_dim, value_dim)."""
         return self.value_heads, self.key_dim, self.value_dim
@@ -102,9 +109,49 @@ class ShortConv:
         return 3 * self.channels
 
     @property
+    def projected_width(self) -> int:
+        """Number of values that all projections give for one token."""
+        return self.projected_size
+
+    @property
     def matrix_shape(self) -> tuple[int, int, int]:
         """Shape of the recurrent state beside the convolution's inputs: there is none."""
         return 0, 0, 0
 
 
 StateShape = DeltaNet | ShortConv
+# Formats that the matrix of a state may be stored in (`--state-dtype`).
+STATE_DTYPES = ("float32", "bfloat16")
+# Rows of a pool begin at multiples of so many bytes, a cache line.
+_ROW_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class StateRow:
+    """The layout of a state row: the bytes that a sequence keeps of one state layer, the matrix first.
+
+    Attributes:
+        shape: Shape of the state layer.
+        state_dtype: Format of the matrix, one of `STATE_DTYPES`.
+        compute_dtype: Format of the convolution's inputs.
+    """
+
+    shape: StateShape
+    state_dtype: str
+    compute_dtype: str
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Bytes of the matrix, which begins the row; 0 where there is none."""
+        return math.prod(self.shape.matrix_shape) * int(FORMAT_BYTES[self.state_dtype])
+
+    @property
+    def inputs_shape(self) -> tuple[int, int]:
+        """Shape of the convolution's inputs, which follow the matrix: (channels, kernel - 1)."""
+        return self.shape.channels, self.shape.kernel - 1
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the row, a multiple of a cache line."""
+        size = self.matrix_bytes + math.prod(self.inputs_shape) * int(FORMAT_BYTES[self.compute_dtype])
+        return -(-size // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
