@@ -525,13 +525,13 @@ def plan_load(request: LoadRequest) -> MemoryPlan:
 
 def _make_kv_cache(request: LoadRequest, memory: MemoryPlan, tiers: Tiers) -> KVCache:
     """Allocate the KV pools, and with them the device's memory for activations."""
-    from batchgen.runtime.memory.kv_cache import KVCache, kv_shape
+    from batchgen.runtime.memory.kv_cache import KVCache, kv_shapes
 
     if request.device.accelerated:
         tiers.arenas["gpu"].take(memory.parts["gpu"]["activations"], "activations")
     kv_cache = KVCache(
         request.config,
-        kv_shape(request.config, request.policy.kv_block_size, request.policy.kv_format),
+        kv_shapes(request.config, request.policy.kv_block_size, request.policy.kv_format),
         memory.kv_blocks,
         tiers=tiers,
         staging_blocks=memory.staging_blocks,
@@ -574,10 +574,9 @@ def _make_executor(
     import torch
 
     from batchgen.runtime.executor import Executor
-    from batchgen.runtime.sweep_options import SweepOptions
+    from batchgen.runtime.sweep_options import SweepOptions, attention_isas
 
     config, policy, accelerated = request.config, request.policy, request.device.accelerated
-    heads = config.num_heads, config.num_kv_heads, config.head_dim
     options = SweepOptions(
         max_positions=policy.max_model_len,
         batches_on_host=policy.activation_batches[1] if accelerated else 0,
@@ -587,7 +586,7 @@ def _make_executor(
         chunk_tokens=chunk_tokens(request.config, int(FORMAT_BYTES[request.dtype]), on_gpu=accelerated),
         logit_rows=memory.logit_rows,
         captured_tokens=policy.gpu_batch_size if policy.all_on_gpu and not request.reduce else 0,
-        attention_isa=request.kernels.attention_isa(*heads, request.dtype),
+        attention_isa=attention_isas(config, request.kernels, request.dtype),
         reduce=request.reduce,
         makes_logits=request.shard is None or request.shard.rank == 0,
         adjacent_ranks=adjacent_ranks,

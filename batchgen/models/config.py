@@ -345,7 +345,11 @@ class ModelConfig:
 
     def attention_of(self, layer: int) -> AttentionShape:
         """The shape of the attention of layer number `layer`, which is not a state layer."""
-        if self.windows[layer] is not None:
+        return self.attention_within(self.windows[layer])
+
+    def attention_within(self, window: int | None) -> AttentionShape:
+        """The shape of the attention of layers with a sliding window, in positions, or without one (None)."""
+        if window is not None:
             return AttentionShape(self.num_heads, self.num_kv_heads, self.head_dim)
         return AttentionShape(
             self.num_heads, self.global_kv_heads or self.num_kv_heads, self.global_head_dim or self.head_dim
@@ -356,6 +360,10 @@ class ModelConfig:
         source = self._kv_source(layer)
         assert source is not None, f"layer {layer} has no keys and values"
         return source
+
+    def owns_kv(self, layer: int) -> bool:
+        """True where layer number `layer` has keys and values of its own."""
+        return layer in self.kv_layers
 
     def _kv_source(self, layer: int) -> int | None:
         if layer not in self._sharing_layers:

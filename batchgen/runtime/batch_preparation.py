@@ -49,7 +49,7 @@ def _prepare(context: StepContext, packed: PackedBatch, on_host: bool) -> BatchS
     if packed.in_place:
         plans, slots = _prepared_plans(context, packed.in_place, context.device), packed.in_place.slots
         in_place = replace(parts[KVPlacement.STREAMED], slots=_uploaded(context, slots), plans=plans)
-    moves = for_each(packed.staging or {}, lambda staging: context.kv_cache.prepare(staging, context.device))
+    moves = {w: context.kv_cache.prepare(staging, w, context.device) for w, staging in (packed.staging or {}).items()}
     positions = torch.from_numpy(packed.positions), upload(packed.positions, context.device)
     indices = None  # all rows, in their order
     if len(packed.logits_rows) < packed.num_tokens or on_host:  # whose memory is the next batch's before the head
@@ -67,11 +67,11 @@ def _prepare_deferred(context: StepContext, packed: PackedBatch, segment: Segmen
 def _prepared_plans(context: StepContext, segment: Segment, device: torch.device) -> Plans:
     """Attention plans of a segment by sliding window, on the device that attends."""
 
-    def prepared(plan: AttentionPlan) -> ops.PreparedAttention:
-        isa = context.options.attention_isa
-        return ops.prepare_attention(plan, *context.attention_shape, device=device, isa=isa)
+    def prepared(plan: AttentionPlan, window: int | None) -> ops.PreparedAttention:
+        isa = context.options.attention_isa.get(context.config.attention_within(window), "")
+        return ops.prepare_attention(plan, *context.attention_shape(window), device=device, isa=isa)
 
-    return {window: prepared(plan) for window, plan in segment.plans.items()}
+    return {window: prepared(plan, window) for window, plan in segment.plans.items()}
 
 
 def _uploaded(context: StepContext, slots: Mapping[int | None, np.ndarray]) -> dict[int | None, Tensor]:
@@ -81,10 +81,11 @@ def _uploaded(context: StepContext, slots: Mapping[int | None, np.ndarray]) -> d
 
 def _rows_on_host(context: StepContext, segment: Segment) -> dict[int | None, tuple[Tensor, Tensor]]:
     """Rows of the host's pool, flat, that K and V of the segment's tokens go to, by sliding window."""
-    shape = context.kv_cache.shape
+    shapes = context.kv_cache.shapes.by_window
 
-    def rows(slots: np.ndarray) -> tuple[Tensor, Tensor]:
+    def rows(slots: np.ndarray, window: int | None) -> tuple[Tensor, Tensor]:
+        shape = shapes[window]
         keys = upload(ops.kv_rows(slots, shape.kv_heads, shape.kv_block_size).numpy(), context.device)
         return keys, keys + shape.kv_heads * shape.kv_block_size
 
-    return for_each(segment.slots, rows)
+    return {window: rows(slots, window) for window, slots in segment.slots.items()}

@@ -74,6 +74,8 @@ class BatchState:
         begins: deferred batch that begins a token with it, and leaves it in the first layer.
         joined: deferred batches that are with it.
         in_place: streamed part in layers in which its KV lies on the device.
+        per_layer: what each layer adds of each token, [tokens, layers, per_layer_size], where activations wait; None:
+            the model has no per-layer embeddings.
         routes: experts of each token, by chunk, in a layer whose experts are read on demand.
     """
 
@@ -94,6 +96,7 @@ class BatchState:
     begins: DeferredBatchState | None = None
     joined: list[DeferredBatchState] = field(default_factory=list)
     in_place: BatchPart | None = None
+    per_layer: Tensor | None = None
     routes: list[Routes] | None = None
 
     @property

@@ -1,6 +1,7 @@
 """A deferred batch on its way through the layers: queries to the CPU, its attention, and the results back.
 
-Queries and results lie in two tables in host memory, [slots, heads * head_dim], with a row for each sequence in flight.
+Queries and results lie in two tables in host memory, [slots, width], with a row for each sequence in flight: its first
+heads * head_dim values are used, which layers may differ in.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.ops import dispatch as ops
@@ -30,6 +32,8 @@ class DeferredBatchState:
         hidden: activations on the compute device, [rows, hidden].
         sending: (q, k, v) on their way to the CPU.
         attended: results of attention, [rows, heads * head_dim].
+        per_layer: what each layer adds of each token, [rows, layers, per_layer_size]; None: layers add nothing.
+        width: values of queries and of results of one token in its layer.
     """
 
     rows: list[LogitsRow]
@@ -41,18 +45,26 @@ class DeferredBatchState:
     hidden: Tensor | None = None
     sending: tuple[Tensor, Tensor, Tensor] | None = None
     attended: Tensor | None = None
+    per_layer: Tensor | None = None
+    width: int = 0
 
-    def leave(self, hidden: Tensor, qkv: tuple[Tensor, Tensor, Tensor]) -> None:
+    def leave(self, hidden: Tensor, qkv: tuple[Tensor, Tensor, Tensor], width: int) -> None:
         """Leave the micro-batch, and keep what the sequences need until they join one again.
 
         Args:
             hidden: Activations, [rows, hidden]; they are copied.
-            qkv: Queries [rows, heads, head_dim], keys and values; the latter two in the format of the host's KV pool.
+            qkv: Queries [rows, heads, head_dim], keys and values; the latter two in the format of the host's KV pool,
+                or without any heads in layers that reuse KV.
+            width: Width of the tables of queries and of results.
         """
         q, k, v = qkv
         self.hidden = hidden.clone()
         # Kept until compute has waited for the CPU, which has waited for the copies.
-        self.sending = q.flatten(1).contiguous(), k.contiguous(), v.contiguous()
+        queries = q.flatten(1).contiguous()
+        self.width = queries.shape[1]
+        if self.width < width:
+            queries = F.pad(queries, (0, width - self.width))
+        self.sending = queries, k.contiguous(), v.contiguous()
 
     def send(self, to_host: Link, pool: Tensor, window: int | None, queries: Tensor) -> None:
         """Send new KV to the host's pool of a layer, and queries to their table.
@@ -61,12 +73,12 @@ class DeferredBatchState:
             to_host: Link from the accelerator to host memory.
             pool: Host's pool of the layer.
             window: Sliding window of the layer; None: full attention.
-            queries: Table of queries, [slots, heads * head_dim].
+            queries: Table of queries, [slots, width].
         """
         assert self.sending is not None, "the batch has not left"
         q, k, v = self.sending
         flat = pool.view(-1, pool.shape[-1])
-        for rows, new in zip(self.kv_rows[window], (k, v), strict=True):
+        for rows, new in zip(self.kv_rows[window], (k, v) if k.numel() else (), strict=k.numel() > 0):
             to_host.scatter(flat, rows, new.view(-1, pool.shape[-1]))
         to_host.scatter(queries, self.slots_on_device, q)
 
@@ -78,24 +90,25 @@ class DeferredBatchState:
         Args:
             pool: Host's pool of the layer.
             window: Sliding window of the layer; None: full attention.
-            tables: Tables of queries and of results, [slots, heads * head_dim].
+            tables: Tables of queries and of results, [slots, width].
             num_heads: Query heads.
             **softmax: Options of `ops.paged_attention`.
         """
         queries, attended = tables
-        q = queries[self.slots].view(len(self.slots), num_heads, -1)
-        attended[self.slots] = ops.paged_attention(q, pool, self.plans[window], **softmax)
+        q = queries[self.slots][:, : self.width].reshape(len(self.slots), num_heads, -1)
+        attended[self.slots, : self.width] = ops.paged_attention(q, pool, self.plans[window], **softmax).flatten(1)
 
     def join(self, from_host: Link, attended: Tensor) -> None:
         """Bring the results to the compute device.
 
         Args:
             from_host: Link from host memory to the accelerator.
-            attended: Table of results, [slots, heads * head_dim].
+            attended: Table of results, [slots, width].
         """
         assert self.hidden is not None, "the batch has not left"
-        self.attended = self.hidden.new_empty(len(self.rows), attended.shape[1])
-        from_host.gather(self.attended, attended, self.slots_on_device)
+        rows = self.hidden.new_empty(len(self.rows), attended.shape[1])
+        from_host.gather(rows, attended, self.slots_on_device)
+        self.attended = rows[:, : self.width]
         self.sending = None
 
 

@@ -67,7 +67,7 @@ class DecodeGraphs:
         self,
         launch_layers: Callable[[StaticBuffers], None],
         capture: Callable[[Callable[[], None]], Replay],
-        cut: Callable[[AttentionPlan], CutPlan],
+        cut: Callable[[AttentionPlan, int | None], CutPlan],
         most_tokens: int,
         hidden_size: int,
         dtype: torch.dtype,
@@ -78,7 +78,7 @@ class DecodeGraphs:
         Args:
             launch_layers: launches all layers over static buffers.
             capture: records what its argument launches; the result replays it as often as it is called.
-            cut: an attention plan for the device.
+            cut: an attention plan for the device, in layers of a sliding window.
             most_tokens: larger sweeps are not captured.
         """
         self._launch_layers, self._capture, self._cut = launch_layers, capture, cut
@@ -94,7 +94,7 @@ class DecodeGraphs:
         if not is_decode(packed) or packed.num_tokens > self._most_tokens:
             return None
         (segment,) = packed.segments
-        cuts = {window: self._cut(plan) for window, plan in segment.plans.items()}
+        cuts = {window: self._cut(plan, window) for window, plan in segment.plans.items()}
         capacities = tuple((window, cut.capacity.rounded()) for window, cut in cuts.items())
         size = min(rounded_up(packed.num_tokens), self._most_tokens), capacities
         buffers = self._buffers.get(size)

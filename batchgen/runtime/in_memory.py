@@ -16,10 +16,10 @@ from batchgen.ops.dispatch import CPU
 from batchgen.runtime.devices import open_tiers
 from batchgen.runtime.executor import Executor
 from batchgen.runtime.lanes import OnStep
-from batchgen.runtime.memory.kv_cache import KVCache, kv_shape
+from batchgen.runtime.memory.kv_cache import KVCache, kv_shapes
 from batchgen.runtime.memory.weights import Weights
 from batchgen.runtime.sampler import sample
-from batchgen.runtime.sweep_options import SweepOptions
+from batchgen.runtime.sweep_options import SweepOptions, attention_isas
 from batchgen.runtime.warm_up import dummy_sweeps
 from batchgen.schedule.block_manager import BlockManager
 from batchgen.schedule.packed_batch import pack
@@ -56,12 +56,14 @@ def in_memory(
     name, tier = str(dtype).removeprefix("torch."), tiers.compute_tier
     residency = WeightResidency.in_memory(config, name, tier)
     weights = Weights(config, residency, dtype, checkpoint=checkpoint, tiers=tiers, kernels=kernels)
-    kv_cache = KVCache(config, kv_shape(config, kv_block_size, name), {tier: num_blocks}, tiers=tiers)
+    kv_cache = KVCache(config, kv_shapes(config, kv_block_size, name), {tier: num_blocks}, tiers=tiers)
     if tiers.driver:
         torch.cuda.synchronize()  # memory is zeroed on another stream than it is used on
-    attention_isa = kernels.attention_isa(config.num_heads, config.num_kv_heads, config.head_dim, name)
     options = SweepOptions(
-        config.max_position, captured_tokens=captured_tokens, attention_isa=attention_isa, on_step=on_step
+        config.max_position,
+        captured_tokens=captured_tokens,
+        attention_isa=attention_isas(config, kernels, name),
+        on_step=on_step,
     )
     executor = Executor(config, weights, kv_cache, tiers, options)
     if tiers.driver:

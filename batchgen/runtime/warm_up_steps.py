@@ -59,7 +59,7 @@ def _clear_kv(context: StepContext, packed: PackedBatch, layers: Sequence[int]) 
             window = context.config.windows[layer]
             streamed = segment.placement is KVPlacement.STREAMED
             slots = (packed.staging or {})[window].host_slots if streamed else segment.slots[window]
-            blocks = torch.from_numpy(np.unique(slots // kv_cache.shape.kv_block_size))
+            blocks = torch.from_numpy(np.unique(slots // kv_cache.shapes.kv_block_size))
             if len(blocks):
                 pool = kv_cache.pools[tier][layer]
                 pool.index_fill_(0, blocks.to(pool.device), 0)

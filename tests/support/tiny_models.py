@@ -18,6 +18,8 @@ FAMILIES = (
     "qwen3",
     "gemma2",
     "gemma3",
+    "gemma4",
+    "gemma4_unified",
     "phi3",
     "granite",
     "smollm3",
@@ -27,6 +29,7 @@ FAMILIES = (
     "qwen3_moe",
     "gpt_oss",
 )
+GEMMA4 = ("gemma4", "gemma4_unified")
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
 # What must hold for every model holds for each of these: families as they are, and with the switches that change what a
 # layer reads. name -> (family, fields of the transformers config). A test keeps it complete (test_token_identity.py).
@@ -44,6 +47,19 @@ MODELS = {
             "full_attention": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0},
             "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
         },
+    }),
+    "gemma4, six layers, windows that reuse KV": ("gemma4", {
+        "num_hidden_layers": 6, "num_kv_shared_layers": 3, "layer_types": ["sliding_attention", "full_attention"] * 3,
+    }),
+    "gemma4, experts, keys are values": ("gemma4", {
+        "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 40,
+        "attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0, "use_double_wide_mlp": False,
+    }),
+    "gemma4, keys are values, biases, a cap": ("gemma4", {
+        "attention_k_eq_v": True, "num_global_key_value_heads": 4, "num_kv_shared_layers": 0, "attention_bias": True,
+        "hidden_size_per_layer_input": 0, "final_logit_softcapping": 5.0, "tie_word_embeddings": False,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
     }),
     "phi3, part of each head, windows": ("phi3", {"head_dim": 24, "sliding_window": 20, "rope_parameters": {
         "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
@@ -114,8 +130,9 @@ def classes_of(family: str) -> tuple[type, type]:
         "gpt_oss": "GptOss",
         "smollm3": "SmolLM3",
         "seed_oss": "SeedOss",
+        "gemma4_unified": "Gemma4Unified",
     }.get(family, family.capitalize())
-    text = "Text" if family == "gemma3" else ""
+    text = "Text" if family in ("gemma3", *GEMMA4) else ""
     return getattr(transformers, f"{prefix}{text}Config"), getattr(transformers, f"{prefix}ForCausalLM")
 
 
@@ -151,6 +168,12 @@ def make_tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: s
         fields["sliding_window"] = None
     if family in ("gemma2", "gemma3"):
         fields |= {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 20, "tie_word_embeddings": True}
+    if family in GEMMA4:  # as the small ones: heads of two sizes, a layer that reuses KV and has a wider MLP
+        fields |= {"head_dim": 32, "global_head_dim": 64, "sliding_window": 20, "num_kv_shared_layers": 1}
+        fields |= {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+        fields |= {"use_double_wide_mlp": True}
+    if family == "gemma4":
+        fields |= {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB_SIZE}
     if family == "mixtral":
         fields |= {"num_local_experts": 4}
     if family in ("qwen2_moe", "qwen3_moe"):
@@ -175,10 +198,16 @@ def make_tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: s
 
 def randomize(model, family: str, std: float = 0.2) -> None:
     """Makes every weight random, biases and norms too; matrices so wide that one token clearly wins."""
+    adds_one = family in ("gemma2", "gemma3")
     with torch.no_grad():
+        for name, weight in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                weight.uniform_(0.6, 1.4)
         for name, weight in model.named_parameters():
-            if weight.ndim == 1:
-                of_norm = name.endswith("norm.weight") and not family.startswith("gemma")  # which adds 1 itself
+            if family in GEMMA4 and weight.ndim == 1 and any(part in name for part in ("norm", "scale")):
+                weight.normal_(mean=1.0, std=0.4)
+            elif weight.ndim == 1:
+                of_norm = name.endswith("norm.weight") and not adds_one
                 weight.normal_(mean=1.0 if of_norm else 0.0, std=0.2)
             elif name.endswith("experts.gate_up_proj"):  # wide enough that its gates reach their bound
                 weight.normal_(std=0.8 if family == "gpt_oss" else std)

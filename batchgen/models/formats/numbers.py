@@ -13,6 +13,7 @@ from batchgen.models.shard import Cut
 from batchgen.models.tensor_files import reading
 from batchgen.models.tensor_files.headers import TensorInfo
 from batchgen.models.tensor_files.reading import NUMBERS, read_numbers
+from batchgen.models.tensor_files.table_rows import FileRows, unpack_numbers
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,9 @@ class Numbers(StoredPart):
         else:
             read_numbers(self.name, self.info, out, first=cut.rank * out.numel())
         return True
+
+    def table_rows(self) -> FileRows:
+        return FileRows(self.name, self.info, unpack_numbers(self.info.dtype))
 
     def _fill_columns(self, out: Tensor, first: int) -> None:
         """Fill `out` with columns of a matrix, from column `first` on. Whole rows are read, some at a time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import cycle
 
@@ -45,12 +46,13 @@ class Activations:
         hidden = batch_tokens, config.hidden_size
         self._waiting = [host.zeros(hidden, dtype) for _ in range(batches_on_host)]
         self.on_device = [device.zeros(hidden, dtype) for _ in range(HIDDEN_SLOTS if batches_on_host else 0)]
-        heads = delegated_seqs, config.num_heads, config.head_dim
+        # Layers may differ in the size of their heads: the first values of each row are used.
+        heads = (delegated_seqs * config.widest_mixed,)
         self._exchange = [
             (host.zeros(heads, dtype), host.zeros(heads, dtype)) for _ in range(EXCHANGE_SLOTS) if delegated_seqs
         ]
         # Of each of them, by its slot, queries for attention on the CPU and what came of it: [slots, heads * head_dim].
-        width = config.q_size
+        width = config.widest_mixed
         self.deferred = tuple(
             host.zeros((deferred_seqs, width), dtype) if deferred_seqs else torch.empty(0, width, dtype=dtype)
             for _ in range(2)
@@ -71,10 +73,11 @@ class Activations:
         """Memory of the accelerator for activations in one layer, [tokens, hidden]: at every call the next buffer."""
         return next(self._fetched)[:tokens]
 
-    def exchange(self, seqs: int) -> tuple[Tensor, Tensor]:
+    def exchange(self, seqs: int, heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
         """Host memory for queries of attention on the CPU and for its results, [seqs, heads, head_dim] each.
 
         Every call returns the next pair of buffers in turn.
         """
-        queries, attended = next(self._exchanged)
-        return queries[:seqs], attended[:seqs]
+        shape = seqs, heads, head_dim
+        queries, attended = (buffer[: math.prod(shape)].view(shape) for buffer in next(self._exchanged))
+        return queries, attended

@@ -22,13 +22,16 @@ def attention(context: StepContext, step: Step, batch: BatchState) -> None:
         if placement is KVPlacement.DEVICE:
             kv = context.kv_cache.pools[context.compute_tier][step.layer]
         elif step.kv_slot is not None:
-            kv = context.kv_cache.staging(step.kv_slot)
+            kv = context.kv_cache.staging(step.layer, step.kv_slot)
         else:  # in this layer the host's pool lies on the device
             part, kv = batch.part_in_place, context.kv_cache.pools["cpu"][step.layer]
         options = context.rotary(step, batch.positions_of(part.tokens))
         qkv = batch.qkv if len(batch.parts) == 1 else batch.qkv[part.tokens]
-        kv_format = context.kv_cache.shape.format
-        q = ops.rotary_store(qkv, context.config.num_heads, kv, part.slots[window], kv_format, **options)
+        kv_format, heads = context.kv_cache.shapes.format, context.config.num_heads
+        if context.config.owns_kv(step.layer):
+            q = ops.rotary_store(qkv, heads, kv, part.slots[window], kv_format, **options)
+        else:
+            q, _, _ = ops.rotary(qkv, heads, 0, rotate_keys=kv_format.rotates_keys, **options)
         plan = part.plans[window]
         batch.attended[placement] = ops.paged_attention(q, kv, plan, **context.softmax(step, context.device))
 
@@ -40,10 +43,11 @@ def send_qkv(context: StepContext, step: Step, batch: BatchState) -> None:
     part, d2h = batch.parts[KVPlacement.CPU], context.tiers.d2h
     q, k, v = qkv_for_host(context, step, batch.qkv[part.tokens], batch.positions_of(part.tokens))
     pool = context.kv_cache.pools["cpu"][step.layer]
-    flat = pool.view(-1, pool.shape[-1])
-    for rows, new in zip(part.rows[context.config.windows[step.layer]], (k, v), strict=True):
-        d2h.scatter(flat, rows, new.reshape(-1, pool.shape[-1]))
-    sent, attended = context.activations.exchange(len(q))
+    if context.config.owns_kv(step.layer):
+        flat = pool.view(-1, pool.shape[-1])
+        for rows, new in zip(part.rows[context.config.windows[step.layer]], (k, v), strict=True):
+            d2h.scatter(flat, rows, new.reshape(-1, pool.shape[-1]))
+    sent, attended = context.activations.exchange(*q.shape)
     d2h.copy(sent, q.contiguous())
     batch.for_cpu[step.layer], batch.from_cpu[step.layer] = (sent, attended), attended
 
@@ -64,7 +68,7 @@ def load_attention(context: StepContext, step: Step, batch: BatchState) -> None:
 
 
 def qkv_for_host(context: StepContext, step: Step, qkv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries for attention on the CPU, and keys and values as they are stored.
+    """Queries for attention on the CPU, and keys and values as they are stored; without any in layers that reuse KV.
 
     Args:
         context: The model and its memory.
@@ -72,9 +76,10 @@ def qkv_for_host(context: StepContext, step: Step, qkv: Tensor, positions: Tenso
         qkv: Output of the QKV matmul, [tokens, qkv size].
         positions: Positions of the tokens, int64 [tokens].
     """
-    config, kv_format = context.config, context.kv_cache.shape.format
-    heads, options = (config.num_heads, config.num_kv_heads), context.rotary(step, positions)
-    q, k, v = ops.rotary(qkv, *heads, rotate_keys=kv_format.rotates_keys, **options)
+    config, kv_format = context.config, context.kv_cache.shapes.format
+    kv_heads = config.attention_of(step.layer).num_kv_heads if config.owns_kv(step.layer) else 0
+    options = context.rotary(step, positions)
+    q, k, v = ops.rotary(qkv, config.num_heads, kv_heads, rotate_keys=kv_format.rotates_keys, **options)
     if bits := kv_format.bits:
         k, v = ops.quantize(k, bits), ops.quantize(v, bits)
     return q, k, v

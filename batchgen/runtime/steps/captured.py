@@ -24,14 +24,16 @@ def all_layers(context: StepContext, step: Step, batch: BatchState) -> None:
 
 def decode_graphs(context: StepContext, driver: Driver, most_tokens: int) -> DecodeGraphs | None:
     """Graphs of decode sweeps of at most `most_tokens` tokens; None: no kernel can attend in one."""
-    config = context.config
-    group = config.num_heads // config.num_kv_heads
-    if not ops.can_capture(context.device, config.head_dim, group, context.kv_cache.shape.kv_block_size):
+    config, kv_block_size = context.config, context.kv_cache.shapes.kv_block_size
+    shapes = map(config.attention_of, config.attention_layers)
+    if config.per_layer_size or not all(
+        ops.can_capture(context.device, s.head_dim, s.num_heads // s.num_kv_heads, kv_block_size) for s in shapes
+    ):
         return None
     return DecodeGraphs(
         partial(_launch_layers, context),
         driver.capture,
-        lambda plan: ops.cut_attention(plan, *context.attention_shape, device=context.device),
+        lambda plan, window: ops.cut_attention(plan, *context.attention_shape(window), device=context.device),
         most_tokens,
         config.hidden_size,
         context.weights.dtype,

@@ -70,23 +70,26 @@ class StepContext:
         self.vocabulary_chunks = self.one_batch = False
         self._logits: Tensor | None = None
 
-    @property
-    def attention_shape(self) -> tuple[int, int, int, int, torch.dtype, KVFormat]:
-        """The shape that attention plans are prepared for: heads, KV heads, head size, KV block, dtype, KV format."""
-        config, shape = self.config, self.kv_cache.shape
-        heads = config.num_heads, config.num_kv_heads, config.head_dim
-        return *heads, shape.kv_block_size, self.weights.dtype, shape.format
+    def attention_shape(self, window: int | None) -> tuple[int, int, int, int, torch.dtype, KVFormat]:
+        """The shape that attention plans are prepared for: heads, KV heads, head size, KV block, dtype, KV format.
+
+        Args:
+            window: Sliding window of the layers; None: layers without one.
+        """
+        shapes = self.kv_cache.shapes
+        return *self.config.attention_within(window), shapes.kv_block_size, self.weights.dtype, shapes.format
 
     def rotary(self, step: Step, positions: Tensor) -> dict[str, Any]:
         """Options of the rotary embedding in a Step's layer."""
-        tensors = self.weights.layer(step.layer, step.weight_slot) if self.config.qk_norm else {}
-        rope = self.ropes[self.config.rope_of(step.layer)]
-        return layers.rotary_options(self.config, tensors, rope, positions)
+        config, layer = self.config, step.layer
+        tensors = self.weights.layer(layer, step.weight_slot) if config.qk_norm else {}
+        rope = self.ropes[config.rope_of(layer), config.attention_of(layer).head_dim]
+        return layers.rotary_options(config, layer, tensors, rope, positions)
 
     def softmax(self, step: Step, device: torch.device) -> dict[str, Any]:
         """Options of `ops.paged_attention` in a Step's layer, on the device that attends."""
         return {
-            "bits": self.kv_cache.shape.format.bits,
+            "bits": self.kv_cache.shapes.format.bits,
             "softcap": self.config.attention_softcap,
             "sinks": self.weights.sinks(step.layer, device),
         }
@@ -129,12 +132,15 @@ Handler = Callable[[StepContext, Step, BatchState], None]
 
 def rope_tables(
     config: ModelConfig, max_positions: int, device: torch.device
-) -> dict[RopeConfig | None, layers.Rope | None]:
-    """The (cos, sin) tables of each rotary embedding in the model, on the device that computes; None has none."""
-    ropes: dict[RopeConfig | None, layers.Rope | None] = {None: None}
-    for rope in filter(None, {config.rope_of(layer) for layer in range(config.num_layers)}):
-        cos, sin = layers.rope_table(rope, config.head_dim, max_positions)
-        ropes[rope] = cos.to(device), sin.to(device)
+) -> dict[tuple[RopeConfig | None, int], layers.Rope | None]:
+    """The (cos, sin) tables by rotary embedding and size of a head, on the device that computes; None has none."""
+    ropes: dict[tuple[RopeConfig | None, int], layers.Rope | None] = {}
+    for layer in config.attention_layers:
+        rope, head_dim = kind = config.rope_of(layer), config.attention_of(layer).head_dim
+        if kind not in ropes and rope is not None:
+            cos, sin = layers.rope_table(rope, head_dim, max_positions)
+            ropes[kind] = cos.to(device), sin.to(device)
+        ropes.setdefault(kind, None)
     return ropes
 
 

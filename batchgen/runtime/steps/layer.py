@@ -20,7 +20,7 @@ def pre(context: StepContext, step: Step, batch: BatchState) -> None:
     """Compute norm and QKV; deferred batches leave for their next attention."""
     tensors = context.weights.layer(step.layer, step.weight_slot)
     hidden = with_deferred(batch.hidden, [d.hidden for d in batch.joined])
-    batch.qkv = hidden.new_empty(hidden.shape[0], context.config.qkv_size)
+    batch.qkv = hidden.new_empty(hidden.shape[0], context.config.projected_size(step.layer))
     if len(hidden):
         for part, qkv in context.chunks(hidden, batch.qkv):
             layers.pre_attention(context.config, tensors, part, qkv)
@@ -37,8 +37,12 @@ def _leave(
     """Deferred batches, the last rows of what has been computed, take with them what they need from here on."""
     qkv, start = batch.qkv, len(hidden) - sum(len(d.rows) for d in leaving)
     batch.hidden, batch.qkv = batch.hidden[:start], qkv[:start]
+    if step.layer == 0 and batch.begins is not None and batch.per_layer is not None:
+        batch.begins.per_layer = batch.per_layer[start:].clone()
+        batch.per_layer = batch.per_layer[:start]
     for deferred_batch, rows in zip(leaving, slices(start, leaving), strict=True):
-        deferred_batch.leave(hidden[rows], qkv_for_host(context, step, qkv[rows], deferred_batch.positions))
+        of_host = qkv_for_host(context, step, qkv[rows], deferred_batch.positions)
+        deferred_batch.leave(hidden[rows], of_host, context.config.widest_mixed)
 
 
 def route(context: StepContext, step: Step, batch: BatchState) -> None:
@@ -68,8 +72,9 @@ def post(context: StepContext, step: Step, batch: BatchState) -> None:
     num_of_batch = len(hidden) - sum(len(d.rows) for d in batch.joined)
     tensors = context.weights.layer(step.layer, step.weight_slot)
     reduce, on_counts = context.options.reduce, context.routing.add
-    for part, attended in context.chunks(hidden, attention):
-        layers.post_attention(context.config, tensors, part, attended, part, reduce=reduce, on_counts=on_counts)
+    for part, attended, *rest in context.chunks(hidden, attention, *_per_layer(context, step, batch)):
+        options = {"per_layer": rest[0] if rest else None, "reduce": reduce, "on_counts": on_counts}
+        layers.post_attention(context.config, tensors, part, attended, part, **options)
     if batch.joined and not is_last:
         for deferred_batch, part in zip(batch.joined, slices(num_of_batch, batch.joined), strict=True):
             deferred_batch.hidden, deferred_batch.attended = hidden[part], None
@@ -81,10 +86,23 @@ def _through_experts(context: StepContext, step: Step, batch: BatchState) -> Non
     """Compute the rest of a layer, once the experts are read."""
     context.weights.dequantize_experts(step.layer, step.weight_slot, batch.experts)
     tensors = context.weights.layer(step.layer, step.weight_slot)
-    parts = context.chunks(batch.hidden) if batch.routes else ()
-    for (part,), routes in zip(parts, batch.routes or (), strict=True):
-        layers.add_experts(context.config, tensors, part, routes, context.options.reduce, context.routing.add)
+    parts = context.chunks(batch.hidden, *_per_layer(context, step, batch)) if batch.routes else ()
+    reduce, on_counts = context.options.reduce, context.routing.add
+    for (part, *rest), routes in zip(parts, batch.routes or (), strict=True):
+        per_layer = rest[0] if rest else None
+        layers.add_experts(context.config, tensors, part, routes, per_layer, reduce, on_counts)
     batch.routes = None
+
+
+def _per_layer(context: StepContext, step: Step, batch: BatchState) -> list[Tensor]:
+    """What the layer adds of the tokens of `_rows_after_attention`, [tokens, per_layer_size], if it adds anything."""
+    if batch.per_layer is None:
+        return []
+    rows = batch.per_layer[:, step.layer]
+    if step.layer == context.config.num_layers - 1 and context.config.has_head and batch.logits_indices is not None:
+        rows = rows[batch.logits_indices]
+    joined = [d.per_layer[:, step.layer] for d in batch.joined if d.per_layer is not None]
+    return [with_deferred(rows, joined)]
 
 
 def _rows_after_attention(context: StepContext, step: Step, batch: BatchState) -> tuple[Tensor, Tensor] | None:
