@@ -139,7 +139,7 @@ class ModelConfig:
             None: all layers attend.
         state_layers: Numbers of the state layers.
         output_gate: Whether the result of attention is multiplied by the sigmoid of a gate, which is projected together
-            with queries, keys and values, and comes after them.
+            with queries, keys and values, and comes before them.
         global_head_dim: `head_dim` of layers without a sliding window, if it differs (Gemma 4). 0: it does not.
         global_kv_heads: `num_kv_heads` of layers without a sliding window, if it differs. 0: it does not.
         shared_kv_layers: Number of the last layers that have no keys and values of their own. Each attends to those of
@@ -393,11 +393,6 @@ class ModelConfig:
         Other reasoning models put their reasoning between tags (`tokenizers/thinking.py`).
         """
         return self.family == "gpt_oss"
-
-    @property
-    def has_fused_experts(self) -> bool:
-        """True where the family's own files have the matrices of all experts of a layer in one tensor."""
-        return self.family == "gpt_oss" or self.mlp_beside_experts
 
     @property
     def attention_scale(self) -> float:

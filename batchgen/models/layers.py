@@ -127,8 +127,9 @@ def pre_attention(
         on_input: Function that is called with the name of each weight and its input; or None.
 
     Returns:
-        Queries, keys and values [tokens, (heads + 2 kv_heads) head_dim], or those of them that the layer projects; then
-        the output gate [tokens, heads head_dim] if the model has one. For a state layer what `state.mix_state` takes, [tokens, `state.projected_width`].
+        Queries, keys and values [tokens, (heads + 2 kv_heads) head_dim], or those of them that the layer projects, after
+        the output gate [tokens, heads head_dim] if the model has one (`ungated`). For a state layer what
+        `state.mix_state` takes, [tokens, `state.projected_width`].
     """
     x = norm(config, weights, "input_norm", hidden) if config.norm_first else hidden
     if "ba.weight" not in weights:
@@ -139,6 +140,16 @@ def pre_attention(
     linear(weights, "qkv", x, on_input, out=out[:, :fused])
     linear(weights, "ba", x, on_input, out=out[:, fused:])
     return out
+
+
+def ungated(config: ModelConfig, projected: Tensor) -> Tensor:
+    """A view of queries, keys and values in the result of `pre_attention`, without the output gate before them.
+
+    Args:
+        config: Configuration of the model.
+        projected: Result of `pre_attention` for a layer with attention.
+    """
+    return projected[:, config.q_size :] if config.output_gate else projected
 
 
 def gate_attention(config: ModelConfig, projected: Tensor, attended: Tensor) -> Tensor:
@@ -153,7 +164,7 @@ def gate_attention(config: ModelConfig, projected: Tensor, attended: Tensor) -> 
         `attended`, as [tokens, heads * head_dim].
     """
     attended = attended.flatten(1)
-    return ops.gated(attended, projected[:, -attended.shape[1] :], attended) if config.output_gate else attended
+    return ops.gated(attended, projected[:, : attended.shape[1]], attended) if config.output_gate else attended
 
 
 def rotary_options(

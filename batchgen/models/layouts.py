@@ -26,6 +26,7 @@ from batchgen.core.dtypes import (
     weight_row_bytes,
 )
 from batchgen.models.config import ModelConfig
+from batchgen.models.state_layers import DeltaNet
 
 Shape = tuple[int, ...]
 # Tensors that are loaded together: before the layers, of a layer, after the layers, or the attention's sinks alone; and
@@ -67,18 +68,12 @@ def layer_layout(config: ModelConfig, layer: int, *, unfused: bool = False) -> L
         layer: Number of the layer.
         unfused: Whether each part is a single matrix of one expert, even if the family's own files fuse experts.
     """
-    hidden, shape = config.hidden_size, config.attention_of(layer)
+    hidden = config.hidden_size
     inner = config.dense_size if layer in config.dense_layers else config.intermediate_size
-    heads = {"q": shape.q_size, "k": shape.kv_size, "v": shape.kv_size}
-    heads = {part: heads[part] for part in config.projections(layer)}
-    gate_up = {"gate": inner, "up": inner}
-    if config.family == "phi3" and not unfused:
-        heads, gate_up = {"qkv": config.qkv_size}, {"gate_up": 2 * inner}
-    layout = _norm(config, "input_norm") | _linear("qkv", heads, hidden, config.qkv_bias)
-    if config.qk_norm:
-        for part in ("q", "k") if "k" in heads or "qkv" in heads else ("q",):
-            layout |= _vector(f"{part}_norm.weight", shape.head_dim)
-    layout |= _linear("out", {"out": hidden}, shape.q_size, config.out_bias)
+    fused = config.family == "phi3" and not unfused
+    gate_up = {"gate_up": 2 * inner} if fused else {"gate": inner, "up": inner}
+    layout = _norm(config, "input_norm")
+    layout |= _state_layout(config, unfused) if config.has_state(layer) else _attention_layout(config, layer, fused)
     if config.output_norms:
         layout |= _norm(config, "out_norm") | _norm(config, "down_norm")
     layout |= _norm(config, "post_norm")
@@ -97,6 +92,36 @@ def layer_layout(config: ModelConfig, layer: int, *, unfused: bool = False) -> L
     return layout | _linear("down", {"down": hidden}, inner, config.mlp_bias)
 
 
+def _attention_layout(config: ModelConfig, layer: int, fused: bool) -> Layout:
+    """Parts of the tensors of attention: all projections, and the norms of queries and keys.
+
+    The part "q" has the rows of the output gate too, before those of the queries, if the model has one.
+    """
+    hidden, shape, projections = config.hidden_size, config.attention_of(layer), config.projections(layer)
+    rows = {"q": shape.q_size * (1 + config.output_gate), "k": shape.kv_size, "v": shape.kv_size}
+    heads = {"qkv": shape.qkv_size} if fused else {part: rows[part] for part in projections}
+    layout = _linear("qkv", heads, hidden, config.qkv_bias)
+    if config.qk_norm:
+        for part in ("q", "k") if "k" in projections else ("q",):
+            layout |= _vector(f"{part}_norm.weight", shape.head_dim)
+    return layout | _linear("out", {"out": hidden}, shape.q_size, config.out_bias)
+
+
+def _state_layout(config: ModelConfig, unfused: bool) -> Layout:
+    """Parts of the tensors of a Gated DeltaNet: projections, convolution, gates and norm."""
+    state, hidden = config.state, config.hidden_size
+    assert isinstance(state, DeltaNet), "a state layer is a Gated DeltaNet"
+    heads, next_family = state.value_heads, config.family == "qwen3_next"
+    fused = {"in_qkvz": state.projected_size}
+    rows = fused if next_family and not unfused else {"in_qkv": state.channels, "in_z": state.out_size}
+    layout = _linear("qkv", rows, hidden, bias=False)
+    layout |= _linear("ba", {"ba": 2 * heads} if next_family else {"b": heads, "a": heads}, hidden, bias=False)
+    layout["conv.weight"] = (("conv.weight", (state.channels, state.kernel)),)
+    layout |= {"a_log": (("linear_attn.A_log", (heads,)),), "dt_bias": (("linear_attn.dt_bias", (heads,)),)}
+    layout["state_norm.weight"] = (("state_norm.weight", (state.value_dim,)),)
+    return layout | _linear("out", {"state_out": hidden}, state.out_size, bias=False)
+
+
 def _experts_layout(config: ModelConfig, unfused: bool) -> Layout:
     """Parts of the tensors of a mixture of experts: the router, the stacked experts, and the shared expert."""
     hidden, inner, experts = config.hidden_size, config.intermediate_size, range(config.num_experts)
@@ -111,7 +136,7 @@ def _experts_layout(config: ModelConfig, unfused: bool) -> Layout:
         gate = {} if config.mlp_beside_experts else _linear("shared_gate", {"shared_gate": 1}, hidden, bias=False)
         layout |= gate | _linear("shared_gate_up", {"shared.gate": shared, "shared.up": shared}, hidden, bias=False)
         layout |= _linear("shared_down", {"shared.down": hidden}, shared, bias=False)
-    if config.has_fused_experts and not unfused:
+    if biased and not unfused:
         return layout | _fused_experts_layout(config)
     gate_up = {f"experts.{e}.{part}": inner for e in experts for part in ("gate", "up")}
     layout |= _linear("gate_up", gate_up, hidden, bias=biased)
@@ -119,18 +144,17 @@ def _experts_layout(config: ModelConfig, unfused: bool) -> Layout:
 
 
 def _fused_experts_layout(config: ModelConfig) -> Layout:
-    """Parts of the tensors of experts in the files of gpt-oss and Gemma 4: one part has all experts of a layer.
+    """Parts of the tensors of experts in the files of gpt-oss: one part has all experts of a layer.
 
     `formats/fused_experts.py` reads them.
     """
     hidden, inner, experts = config.hidden_size, config.intermediate_size, config.num_experts
-    layout: Layout = {
+    return {
         "gate_up.weight": (("experts.gate_up_proj", (experts * 2 * inner, hidden)),),
         "gate_up.bias": (("experts.gate_up_proj_bias", (experts * 2 * inner,)),),
         "down.weight": (("experts.down_proj", (experts * hidden, inner)),),
         "down.bias": (("experts.down_proj_bias", (experts * hidden,)),),
     }
-    return {name: parts for name, parts in layout.items() if config.mlp_bias or name.endswith(".weight")}
 
 
 def head_layout(config: ModelConfig) -> Layout:
@@ -251,8 +275,8 @@ class Stored:
 
 
 def is_quantized(name: str, shape: Shape) -> bool:
-    """True for matrices of a layer that are quantized: all but the router and the gate of the shared expert."""
-    return len(shape) == 2 and name not in ("router.weight", "shared_gate.weight")
+    """True for matrices of a layer that are quantized: all but routers, gates of few rows, and convolutions."""
+    return len(shape) == 2 and name not in ("router.weight", "shared_gate.weight", "ba.weight", "conv.weight")
 
 
 def role(part: str) -> str:

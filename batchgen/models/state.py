@@ -63,4 +63,7 @@ def mix_state(
     g, beta = ops.delta_gates(a, b, weights["a_log"], weights["dt_bias"])
     by_head = None if out is None else out.view(-1, state.value_heads, state.value_dim)
     y = ops.delta_rule(qkv, g, beta, states.matrices, *rows, key_heads=state.key_heads, out=by_head)
-    return ops.gated_norm(y, z, weights["state_norm.weight"], config.norm_eps, y).flatten(1)
+    y = ops.gated_norm(y, z, weights["state_norm.weight"], config.norm_eps, y)
+    if state.out_by_member:
+        y.copy_(y.unflatten(1, (state.key_heads, -1)).transpose(1, 2).reshape(y.shape))
+    return y.flatten(1)

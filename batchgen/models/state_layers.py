@@ -27,6 +27,8 @@ class DeltaNet:
         key_dim: Number of values in a head of queries or keys.
         value_dim: Number of values in a value head.
         kernel: Number of tokens that the convolution before the recurrence sees, the current one included.
+        out_by_member: Whether columns of the output projection are ordered by the number of a value head within its
+            group, then by the key head of the group, as in GGUFs. False: by value head.
 
     Raises:
         InputError: The numbers cannot describe a layer.
@@ -37,6 +39,7 @@ class DeltaNet:
     key_dim: int
     value_dim: int
     kernel: int
+    out_by_member: bool = False
 
     def __post_init__(self) -> None:
         for name in ("key_heads", "value_heads", "key_dim", "value_dim", "kernel"):

@@ -31,6 +31,7 @@ FAMILIES = (
 )
 GEMMA4 = ("gemma4", "gemma4_unified")
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
+DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 # What must hold for every model holds for each of these: families as they are, and with the switches that change what a
 # layer reads. name -> (family, fields of the transformers config). A test keeps it complete (test_token_identity.py).
 MODELS = {
@@ -131,8 +132,11 @@ def classes_of(family: str) -> tuple[type, type]:
         "smollm3": "SmolLM3",
         "seed_oss": "SeedOss",
         "gemma4_unified": "Gemma4Unified",
+        "qwen3_next": "Qwen3Next",
+        "qwen3_5": "Qwen3_5",
+        "qwen3_5_moe": "Qwen3_5Moe",
     }.get(family, family.capitalize())
-    text = "Text" if family in ("gemma3", *GEMMA4) else ""
+    text = "Text" if family in ("gemma3", *GEMMA4, "qwen3_5", "qwen3_5_moe") else ""
     return getattr(transformers, f"{prefix}{text}Config"), getattr(transformers, f"{prefix}ForCausalLM")
 
 
@@ -176,10 +180,16 @@ def make_tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: s
         fields |= {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB_SIZE}
     if family == "mixtral":
         fields |= {"num_local_experts": 4}
-    if family in ("qwen2_moe", "qwen3_moe"):
+    if family in ("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe"):
         fields |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
         fields |= {"head_dim": 32, "norm_topk_prob": True} if family == "qwen3_moe" else {}
-        fields |= {"shared_expert_intermediate_size": 72} if family == "qwen2_moe" else {}
+        fields |= {"shared_expert_intermediate_size": 72} if family != "qwen3_moe" else {}
+    if family in DELTA_NETS:
+        fields |= {"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        fields |= {"linear_key_head_dim": 16, "linear_value_head_dim": 24}
+        fields |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+    if family == "qwen3_5_moe":
+        del fields["intermediate_size"]
     if family == "gpt_oss":
         rope = {"rope_type": "yarn", "rope_theta": 15e4, "factor": 8.0, "original_max_position_embeddings": 64}
         fields |= {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20}
@@ -196,18 +206,28 @@ def make_tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: s
     return model.float()
 
 
+NORMS_LESS_ONE = ("gemma2", "gemma3", *DELTA_NETS)  # which add 1 to the weights of norms themselves
+
+
 def randomize(model, family: str, std: float = 0.2) -> None:
     """Makes every weight random, biases and norms too; matrices so wide that one token clearly wins."""
-    adds_one = family in ("gemma2", "gemma3")
     with torch.no_grad():
         for name, weight in model.named_buffers():
             if name.endswith("layer_scalar"):
                 weight.uniform_(0.6, 1.4)
         for name, weight in model.named_parameters():
-            if family in GEMMA4 and weight.ndim == 1 and any(part in name for part in ("norm", "scale")):
+            if name.endswith("A_log"):  # with `dt_bias` decays from 0.01 to 0.999
+                weight.copy_(torch.empty_like(weight).uniform_(math.log(0.01), math.log(3.0)))
+            elif name.endswith("dt_bias"):
+                weight.normal_(std=1.0)
+            elif name.endswith("conv1d.weight"):
+                weight.normal_(std=0.5)
+            elif family in GEMMA4 and weight.ndim == 1 and any(part in name for part in ("norm", "scale")):
                 weight.normal_(mean=1.0, std=0.4)
             elif weight.ndim == 1:
-                of_norm = name.endswith("norm.weight") and not adds_one
+                of_norm = name.endswith("norm.weight") and (
+                    name.endswith("linear_attn.norm.weight") or family not in NORMS_LESS_ONE
+                )
                 weight.normal_(mean=1.0 if of_norm else 0.0, std=0.2)
             elif name.endswith("experts.gate_up_proj"):  # wide enough that its gates reach their bound
                 weight.normal_(std=0.8 if family == "gpt_oss" else std)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -52,8 +51,7 @@ class Numbers(StoredPart):
 
     def _fill_columns(self, out: Tensor, first: int) -> None:
         """Fill `out` with columns of a matrix, from column `first` on. Whole rows are read, some at a time."""
-        columns = self.info.shape[-1]
-        rows = math.prod(self.info.shape[:-1])
+        rows, columns = self.info.shape
         step = max(1, reading.CHUNK_VALUES // columns)
         for start in range(0, rows, step):
             count = min(step, rows - start)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchgen.models.config import ModelConfig
-from batchgen.models.families import ARCHITECTURES, GEMMA, GEMMA4
+from batchgen.models.families import ARCHITECTURES, DELTA_NETS, GEMMA, GEMMA4
 from batchgen.models.hf.fields import (
     read_activation,
     read_architecture,
@@ -17,6 +17,7 @@ from batchgen.models.hf.fields import (
     read_mlps,
     read_query_scale,
     read_scales,
+    read_states,
     read_unrotated_layers,
     read_windows,
     stated_dtype,
@@ -66,10 +67,11 @@ def config_of_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
         **read_scales(keys, family, 1e-5 if opt else float(keys["rms_norm_eps"])),
         activation=read_activation(keys, family),
         gated_mlp=not opt,
-        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3", *GEMMA4),
+        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3", *GEMMA4, *DELTA_NETS),
         tied_embeddings=keys["tie_word_embeddings"],
         rope=rope,
         windows=windows,
+        **read_states(keys, family, layers),
         embed_size=keys.get("word_embed_proj_dim") or hidden,
         position_offset=2 if opt else 0,
         norm_first=norm_first,

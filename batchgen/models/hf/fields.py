@@ -10,10 +10,11 @@ from typing import Any
 
 from batchgen.core.errors import InputError
 from batchgen.models.config import Activation
-from batchgen.models.families import ARCHITECTURES, GEMMA, GEMMA4, MIXTURES, QWEN_MIXTURES
+from batchgen.models.families import ARCHITECTURES, DELTA_NETS, GEMMA, GEMMA4, MIXTURES
 from batchgen.models.formats.schemes import read_scheme
 from batchgen.models.hf.keys import KEYS, read_keys, refuse_unsupported
 from batchgen.models.scales import scales_of
+from batchgen.models.state_layers import DeltaNet
 from batchgen.models.stated_numbers import is_count, shown
 
 # Models that take images too, whose text model alone is read.
@@ -21,6 +22,8 @@ _WITH_IMAGES = (
     "Gemma3ForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
     "Gemma4UnifiedForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
 )
 # Architecture -> model_type, where that is not the family.
 _MODEL_TYPES = {
@@ -30,6 +33,8 @@ _MODEL_TYPES = {
     "Gemma4ForConditionalGeneration": "gemma4",
     "Gemma4UnifiedForCausalLM": "gemma4_unified_text",
     "Gemma4UnifiedForConditionalGeneration": "gemma4_unified",
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
 }
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -98,7 +103,8 @@ def _text_part(config: Mapping[str, Any], family: str) -> Mapping[str, Any]:
     defaults |= dict.fromkeys(("rope_scaling", "rope_parameters", "partial_rotary_factor"))
     for name, default in defaults.items():
         inside = text.get(name, default)
-        outside = config.get(name, True if name == "tie_word_embeddings" else inside)
+        # In the outer configuration ties have the default of the text model's own.
+        outside = config.get(name, default if name == "tie_word_embeddings" else inside)
         if outside != inside:
             raise InputError(f"{name} {shown(outside)} contradicts that of text_config, {shown(inside)}")
     ends = token_ids(config.get("eos_token_id"), text.get("eos_token_id", KEYS[family]["eos_token_id"].default))
@@ -162,7 +168,7 @@ def read_mlps(keys: Mapping[str, Any], family: str, layers: int) -> dict[str, An
     if family not in MIXTURES:
         return {"intermediate_size": keys["ffn_dim" if family == "opt" else "intermediate_size"]}
     count, width = MIXTURES[family]
-    dense = _dense_layers(keys, layers) if family in QWEN_MIXTURES else ()
+    dense = _dense_layers(keys, layers) if "decoder_sparse_step" in keys else ()
     if len(dense) == layers:  # no mixture at all
         return {"intermediate_size": keys["intermediate_size"]}
     return {
@@ -315,13 +321,27 @@ def read_windows(
         raise InputError(
             f"layer_types {shown(stated)} contradicts sliding_window {shown(window)}, which holds for all layers"
         )
-    if unknown := sorted(set(types) - {"sliding_attention", "full_attention"}):
+    mixers = {"linear_attention"} if family in DELTA_NETS else {"sliding_attention"}
+    if unknown := sorted(set(types) - {*mixers, "full_attention"}):
         raise InputError(f"layer_types: layer type {unknown[0]!r} is not supported")
     if family in GEMMA4:  # whatever is stated
         types = [*types[:-1], "full_attention"]
     if window is None and "sliding_attention" in types:
         raise InputError("layer_types: layers with sliding attention need a sliding_window")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def read_states(keys: Mapping[str, Any], family: str, layers: int) -> dict[str, Any]:
+    """The fields of a ModelConfig that describe its state layers."""
+    if family not in DELTA_NETS:
+        return {}
+    types = keys["layer_types"] or _layer_types(keys, family, layers, None)
+    states = tuple(layer for layer, kind in enumerate(types) if kind == "linear_attention")
+    if len(states) == layers:
+        raise InputError("layer_types: at least one layer must have full_attention")
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    shape = DeltaNet(*(keys[f"linear_{name}"] for name in names))
+    return {"output_gate": True, "state": shape if states else None, "state_layers": states}
 
 
 _OF_LAYER_TYPES = tuple(family for family, keys in KEYS.items() if "layer_types" in keys)
@@ -343,6 +363,9 @@ def _layer_types(keys: Mapping[str, Any], family: str, layers: int, window: int 
             return keys["use_sliding_window"] and layer % 2 == 0 and layer < keys["max_window_layers"]
         return window is not None and layer >= keys.get("max_window_layers", 0)
 
+    if family in DELTA_NETS:
+        period = keys["full_attention_interval"]
+        return ["linear_attention" if (layer + 1) % period else "full_attention" for layer in range(layers)]
     return ["sliding_attention" if has_window(layer) else "full_attention" for layer in range(layers)]
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from batchgen.core.errors import InputError
-from batchgen.models.families import GEMMA4
+from batchgen.models.families import DELTA_NETS, GEMMA4
 from batchgen.models.rope import ROPE_KINDS, RopeConfig, RopeKind
 from batchgen.models.stated_numbers import is_number, require_positive, shown
 
@@ -48,6 +48,7 @@ _COMMON = (
     "original_max_position_embeddings",
     "finetuned",
 )
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _SCALED = ("llama3", "yarn", "longrope")
 
@@ -156,6 +157,8 @@ def _read(
         require_positive("original_max_position_embeddings", original)
     if family == "phi3":
         return _phi3_rope(params, keys["max_position_embeddings"], original, head_dim)
+    if family in DELTA_NETS:
+        return _delta_net_rope(params, keys["max_position_embeddings"], original, head_dim)
     return _rope(params, keys["max_position_embeddings"], original)
 
 
@@ -171,13 +174,28 @@ def _phi3_rope(params: dict[str, Any], max_position: int, original: int, head_di
     kind = _kind(params)
     if kind not in ("default", *_PHI3_LONGROPE):
         raise InputError(f"rope_type {kind!r} of Phi-3 is not supported; supported: default, longrope")
-    part = _number(params, "partial_rotary_factor", 1.0)
-    if not 0 < part <= 1:
-        raise InputError(f"partial_rotary_factor must be above 0 and at most 1, not {part}")
+    rotated = _rotated(params, 1.0, head_dim)
     named = {**params, "rope_type": "longrope" if kind in _PHI3_LONGROPE else kind, "partial_rotary_factor": 1.0}
     named.pop("type", None)
-    rotated = None if part == 1 else int(head_dim * part)
     return _rope(named, max_position, original, rotated)
+
+
+def _delta_net_rope(params: dict[str, Any], max_position: int, original: int | None, head_dim: int) -> RopeConfig:
+    """The rotary positions of Qwen3-Next and Qwen3.5, which rotate a part of each head.
+
+    Sections of the head for positions of images (`mrope_section`) make no difference: those of a text are all equal.
+    """
+    rotated = _rotated(params, 0.25, head_dim)
+    plain = {name: value for name, value in params.items() if name not in _OF_IMAGES}
+    return _rope({**plain, "partial_rotary_factor": 1.0}, max_position, original, rotated)
+
+
+def _rotated(params: Mapping[str, Any], default: float, head_dim: int) -> int | None:
+    """The number of values of a head that are rotated; None: all."""
+    part = _number(params, "partial_rotary_factor", default)
+    if not 0 < part <= 1:
+        raise InputError(f"partial_rotary_factor must be above 0 and at most 1, not {part}")
+    return None if part == 1 else int(head_dim * part)
 
 
 def _rope(params: Mapping[str, Any], max_position: int, original: int | None, rotated: int | None = None) -> RopeConfig:

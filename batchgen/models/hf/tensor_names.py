@@ -6,7 +6,7 @@ In a name, {} stands for the number of the layer.
 from __future__ import annotations
 
 from batchgen.models.config import ModelConfig
-from batchgen.models.families import GEMMA, GEMMA4, QWEN_MIXTURES
+from batchgen.models.families import DELTA_NETS, GEMMA, GEMMA4, QWEN_MIXTURES
 
 _LLAMA_NAMES = {
     "embed": "embed_tokens",
@@ -37,17 +37,19 @@ _GEMMA4_NAMES = _GEMMA_NAMES | {
     "per_layer_down": "layers.{}.per_layer_projection",
     "per_layer_norm": "layers.{}.post_per_layer_input_norm",
 }
-# In layers with experts: the MLP beside them is the shared expert.
-_GEMMA4_MIXTURE_NAMES = {
-    "router": "layers.{}.router.proj",
-    "router_input": "layers.{}.router",
-    "experts": "layers.{}.experts",
-    "experts_norm": "layers.{}.pre_feedforward_layernorm_2",
-    "experts_out_norm": "layers.{}.post_feedforward_layernorm_2",
-    "shared_out_norm": "layers.{}.post_feedforward_layernorm_1",
-    **{f"shared.{part}": f"layers.{{}}.mlp.{part}_proj" for part in ("gate", "up", "down")},
-}
 _PHI3_NAMES = _LLAMA_NAMES | {"qkv": "layers.{}.self_attn.qkv_proj", "gate_up": "layers.{}.mlp.gate_up_proj"}
+_DELTA_NET_NAMES = {
+    "in_qkv": "layers.{}.linear_attn.in_proj_qkv",
+    "in_z": "layers.{}.linear_attn.in_proj_z",
+    "in_qkvz": "layers.{}.linear_attn.in_proj_qkvz",
+    "b": "layers.{}.linear_attn.in_proj_b",
+    "a": "layers.{}.linear_attn.in_proj_a",
+    "ba": "layers.{}.linear_attn.in_proj_ba",
+    "conv": "layers.{}.linear_attn.conv1d",
+    "linear_attn": "layers.{}.linear_attn",
+    "state_norm": "layers.{}.linear_attn.norm",
+    "state_out": "layers.{}.linear_attn.out_proj",
+}
 _OPT_NAMES = {
     "embed": "embed_tokens",
     "positions": "embed_positions",
@@ -73,15 +75,33 @@ def tensor_names(config: ModelConfig) -> dict[str, str]:
         "opt": _OPT_NAMES,
         "phi3": _PHI3_NAMES,
         **dict.fromkeys(GEMMA, _GEMMA_NAMES),
-        **dict.fromkeys(GEMMA4, _GEMMA4_NAMES | (_GEMMA4_MIXTURE_NAMES if config.num_experts else {})),
+        **dict.fromkeys(GEMMA4, _GEMMA4_NAMES | _gemma4_mixture_names(config.num_experts)),
     }
-    return families.get(config.family, _LLAMA_NAMES)
+    names = families.get(config.family, _LLAMA_NAMES)
+    return names | _DELTA_NET_NAMES if config.family in DELTA_NETS else names
 
 
 def _gpt_oss_names(num_layers: int) -> dict[str, str]:
     """The names of gpt-oss, whose experts are fused, and whose sinks of all layers are loaded together."""
     names = _LLAMA_NAMES | {"router": "layers.{}.mlp.router", "experts": "layers.{}.mlp.experts"}
     return names | {f"attention.{layer}": f"layers.{layer}.self_attn" for layer in range(num_layers)}
+
+
+def _gemma4_mixture_names(num_experts: int) -> dict[str, str]:
+    """The names in layers of Gemma 4 with experts, and with the MLP beside them in place of a shared expert."""
+    if not num_experts:
+        return {}
+    names = {
+        "router": "layers.{}.router.proj",
+        "router_input": "layers.{}.router",
+        "experts_norm": "layers.{}.pre_feedforward_layernorm_2",
+        "experts_out_norm": "layers.{}.post_feedforward_layernorm_2",
+        "shared_out_norm": "layers.{}.post_feedforward_layernorm_1",
+    }
+    for part in ("gate", "up", "down"):
+        names[f"shared.{part}"] = f"layers.{{}}.mlp.{part}_proj"
+        names |= {f"experts.{e}.{part}": f"layers.{{}}.experts.{e}.{part}_proj" for e in range(num_experts)}
+    return names
 
 
 def _mixture_names(num_experts: int) -> dict[str, dict[str, str]]:

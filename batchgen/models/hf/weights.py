@@ -6,19 +6,21 @@ All parts are found, and their shapes checked, before any is read.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig
-from batchgen.models.families import GEMMA, GEMMA4
+from batchgen.models.families import DELTA_NETS, GEMMA4, NORMS_LESS_ONE
 from batchgen.models.formats import fused_experts
 from batchgen.models.formats.base import Scheme, StoredPart, Tensors
-from batchgen.models.formats.head_order import in_head_order
+from batchgen.models.formats.head_order import in_head_order, in_sections
 from batchgen.models.formats.numbers import Numbers
+from batchgen.models.hf.stacked_experts import single_experts
 from batchgen.models.hf.tensor_names import tensor_names
-from batchgen.models.hf.weight_files import missing_tensor
+from batchgen.models.hf.weight_files import ModelTensors, missing_tensor
 from batchgen.models.layouts import Part, all_parts
 from batchgen.models.tensor_files.headers import TensorInfo
 from batchgen.models.tensor_files.reading import NUMBERS, check_stored, read_bytes, read_numbers
@@ -33,6 +35,7 @@ _TEXT_PREFIXES = (
 _PREFIXES = {
     "opt": (("model.decoder.", ""), ("decoder.", "")),
     **dict.fromkeys(("gemma3", *GEMMA4), _TEXT_PREFIXES),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), (("model.language_model.", ""), ("model.", ""), ("", ""))),
 }
 
 
@@ -51,10 +54,13 @@ def hf_parts(
         InputError: A tensor is missing, has a wrong shape or dtype, or is not used by the model.
     """
     names = _part_names(config, model, tensors)
+    if config.family in (*DELTA_NETS, *GEMMA4) and config.num_experts:
+        stem = names["experts.0.gate"].removesuffix(".0.gate_proj")
+        tensors = ModelTensors(model, {**tensors, **single_experts(config, tensors, stem)})
     parts: dict[tuple[str, int], StoredPart] = {}
     for part in all_parts(config):
         stored = _find(config, model, names, tensors, scheme, part)
-        parts[part.name, part.layer] = in_head_order(config, part.name, stored)
+        parts[part.name, part.layer] = in_head_order(config, part.name, in_sections(config, part.name, stored))
     _refuse_unread(config, names, tensors)
     if config.tied_embeddings and f"{names['lm_head']}.weight" in tensors:
         _check_tied(tensors, f"{names['embed']}.weight", f"{names['lm_head']}.weight")
@@ -78,25 +84,20 @@ def _find(
     stem = names[stem].format(part.layer)
     name = f"{stem}.{suffix}"
     if fused_experts.is_fused(part.name):
-        if config.family == "gpt_oss":
-            return fused_experts.find(config, model, tensors, part.name, name)
-        return _stacked_experts(config, tensors[name], part, name)
+        return fused_experts.find(config, model, tensors, part.name, name)
     if scheme and suffix == "weight" and len(part.shape) == 2:
         rows, columns = part.shape
         if matrix := scheme.find(tensors, stem, (rows, columns), in_layer=part.in_layer):
             return matrix
     info = tensors[name]
+    if part.name == "conv.weight" and len(info.shape) == 3:  # [channels, 1, kernel], as torch's convolutions have it
+        info = replace(info, shape=(info.shape[0], *info.shape[2:]))
     check_stored(name, info, part.shape)
     if part.name == "router_input.scale":  # beside which transformers has a factor of its own
         return Numbers(name, info, factor=config.hidden_size**-0.5)
-    return Numbers(name, info, added=1 if config.family in GEMMA and part.name.endswith("norm.weight") else 0)
-
-
-def _stacked_experts(config: ModelConfig, info: TensorInfo, part: Part, name: str) -> Numbers:
-    """The matrices of all experts of a layer, [experts, rows, columns]: an expert's gate is before its up projection."""
-    rows, columns = part.shape
-    check_stored(name, info, (config.num_experts, rows // config.num_experts, columns))
-    return Numbers(name, info)
+    is_norm = part.name.endswith("norm.weight") and part.name != "state_norm.weight"
+    less_one = is_norm and config.family in NORMS_LESS_ONE
+    return Numbers(name, info, added=1 if less_one else 0)
 
 
 def _refuse_unread(config: ModelConfig, names: dict[str, str], tensors: Tensors) -> None:

@@ -23,6 +23,7 @@ _LAYER_GROUPS = {
     "qkv": (
         *("qkv", "input_norm", "post_norm", "q_norm", "k_norm", "out_norm", "down_norm"),
         *("layer_scale", "per_layer_norm"),
+        *("ba", "conv", "a_log", "dt_bias", "state_norm"),
     ),
     "out": ("out",),
     "up": (
