@@ -374,13 +374,14 @@ def _table(checkpoint: Checkpoint, planned: _PlannedFile, dtype: torch.dtype) ->
     """The table of per-layer embeddings, some rows at a time."""
     import numpy as np
 
-    (extent,) = planned.layout.extents.values()
+    (extent,), opened = planned.layout.extents.values(), checkpoint.open_per_layer()
+    assert opened is not None, "the model has per-layer embeddings"
     (stored,) = extent.tensors
     num_rows = stored.shape[0]
     step = max(1, _TABLE_BYTES * num_rows // stored.num_bytes)
 
     def pieces() -> Iterator[Tensor]:
-        with contextlib.closing(checkpoint.open_per_layer()) as table:
+        with contextlib.closing(opened) as table:
             for first in range(0, num_rows, step):
                 count = min(step, num_rows - first)
                 packed = stored.dtype in PACKED_FORMATS

@@ -127,9 +127,9 @@ def pre_attention(
         on_input: Function that is called with the name of each weight and its input; or None.
 
     Returns:
-        Queries, keys and values [tokens, (heads + 2 kv_heads) head_dim], or those of them that the layer projects, after
-        the output gate [tokens, heads head_dim] if the model has one (`ungated`). For a state layer what
-        `state.mix_state` takes, [tokens, `state.projected_width`].
+        Queries, keys and values [tokens, (heads + 2 kv_heads) head_dim], as far as the layer projects them, after the
+        output gate [tokens, heads head_dim] if the model has one (`ungated`). For a state layer what `state.mix_state`
+        takes, [tokens, `state.projected_width`].
     """
     x = norm(config, weights, "input_norm", hidden) if config.norm_first else hidden
     if "ba.weight" not in weights:

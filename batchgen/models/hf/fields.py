@@ -241,7 +241,7 @@ def _global_heads(keys: Mapping[str, Any], windows: tuple[int | None, ...]) -> t
         kv_heads = keys["num_global_key_value_heads"] if keys["attention_k_eq_v"] else None
         return keys["global_head_dim"], kv_heads or keys["num_key_value_heads"]
     usual = {"head_dim": keys["head_dim"], "num_key_value_heads": keys["num_key_value_heads"]}
-    heads = {}
+    heads: dict[bool, set[tuple[int, ...]]] = {}
     for layer, window in enumerate(windows):
         stated = by_layer.get(str(layer), {})
         if not isinstance(stated, Mapping) or set(stated) - set(usual) or not all(map(is_count, stated.values())):
@@ -284,7 +284,9 @@ def read_scales(keys: Mapping[str, Any], family: str, eps: float) -> dict[str, A
     """
     return scales_of(
         eps,
-        embedding=keys["hidden_size"] ** 0.5 if family in (*GEMMA, *GEMMA4) else float(keys.get("embedding_multiplier", 1.0)),
+        embedding=keys["hidden_size"] ** 0.5
+        if family in (*GEMMA, *GEMMA4)
+        else float(keys.get("embedding_multiplier", 1.0)),
         residual=float(keys.get("residual_multiplier", 1.0)),
         logits_divisor=float(keys.get("logits_scaling", 1.0)),
     )

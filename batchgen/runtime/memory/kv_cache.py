@@ -1,10 +1,10 @@
 """The KV tensors behind the block managers' numbers: a pool in each tier, and what passes between them.
 
 KV of a layer is [blocks, 2, kv_heads, kv_block_size, width] (see `ops`); layers may differ in the number and size of
-their heads. A layer that attends to the KV of an earlier one has that one's pool. A pool in the compute device's memory is
-attended to in place. Sequences that live elsewhere pass through staging buffers of the compute device, but in layers in
-which the host's pool lies on the device (`on_device`); those on disk through buffers in host memory too, in a file in
-which each block starts on a direct-I/O boundary.
+their heads. A layer that attends to the KV of an earlier one has that one's pool. A pool in the compute device's memory
+is attended to in place. Sequences that live elsewhere pass through staging buffers of the compute device, but in layers
+in which the host's pool lies on the device (`on_device`); those on disk through buffers in host memory too, in a file
+in which each block starts on a direct-I/O boundary.
 """
 
 from __future__ import annotations
@@ -361,8 +361,7 @@ class KVCache:
         stride = self._shapes[layer].disk_block_bytes
         start, buffer = self._layer_offsets[layer] * self._num_disk_blocks, as_buffer(raw)
         extents = [
-            (start + run.block * stride, buffer[(run.staged - first) * stride :][: run.count * stride])
-            for run in runs
+            (start + run.block * stride, buffer[(run.staged - first) * stride :][: run.count * stride]) for run in runs
         ]
         assert self._file is not None, "there is no KV on disk"
         try:

@@ -73,8 +73,10 @@ def post(context: StepContext, step: Step, batch: BatchState) -> None:
     tensors = context.weights.layer(step.layer, step.weight_slot)
     reduce, on_counts = context.options.reduce, context.routing.add
     for part, attended, *rest in context.chunks(hidden, attention, *_per_layer(context, step, batch)):
-        options = {"per_layer": rest[0] if rest else None, "reduce": reduce, "on_counts": on_counts}
-        layers.post_attention(context.config, tensors, part, attended, part, **options)
+        per_layer = rest[0] if rest else None
+        layers.post_attention(
+            context.config, tensors, part, attended, part, per_layer=per_layer, reduce=reduce, on_counts=on_counts
+        )
     if batch.joined and not is_last:
         for deferred_batch, part in zip(batch.joined, slices(num_of_batch, batch.joined), strict=True):
             deferred_batch.hidden, deferred_batch.attended = hidden[part], None
