@@ -22,6 +22,7 @@ from batchgen.models.stated_numbers import require_positive
 
 DTYPES = ("float32", "bfloat16", "float16")
 Norm = Literal["rms", "layer"]
+NormPlace = Literal["inputs", "outputs", "both", "sums"]
 Activation = Literal["silu", "relu", "gelu", "gelu_tanh", "swiglu_oai"]
 # Activations of a gate, which linear layers compute together with the product that follows.
 _GATES = ("silu", "gelu_tanh", "swiglu_oai")
@@ -29,7 +30,7 @@ _GATES = ("silu", "gelu_tanh", "swiglu_oai")
 _SELDOM_STATED = (
     "first_layer", "model_layers", "layer_formats", "end_formats", "logit_scale", "unrotated_layers",
     "state", "state_layers", "output_gate", "global_head_dim", "global_kv_heads", "shared_kv_layers", "value_norm",
-    "keys_are_values", "layer_scale", "mlp_beside_experts", "per_layer_size",
+    "keys_are_values", "layer_scale", "mlp_beside_experts", "per_layer_size", "norm_place", "projection_norms",
 )  # fmt: skip
 
 
@@ -101,6 +102,7 @@ class ModelConfig:
         gated_mlp: Whether the MLP multiplies the activated gate with an up projection.
         qkv_bias, out_bias, mlp_bias: Whether these linear layers have biases.
         qk_norm: Whether each head's queries and keys are normed.
+        projection_norms: Whether the queries of all heads are normed together, and so are the keys (Olmo 2).
         tied_embeddings: Whether the token embedding is also the output matrix.
         rope: Rotary positions. None: position embeddings are learned, and the embedding of a position is in row
             position + `position_offset`.
@@ -109,14 +111,14 @@ class ModelConfig:
         embed_size: Width of the token embedding. If it differs from hidden_size, a projection follows the embedding,
             and another one precedes the output matrix.
         position_offset: Number of rows of the position embedding before the row of position 0.
-        norm_first: Whether norms precede attention and MLP. False: they follow the residual add (OPT-350m).
+        norm_place: Place of the norms of attention and MLP: "inputs", "outputs" before the residual add (Olmo 2),
+            "both" (Gemma 2), or "sums" after the residual add (OPT-350m).
         final_norm: Whether there is a norm after the last layer.
         bos_token_id: Token that begins a text; None: there is none.
         eos_token_ids: Tokens that end a text.
         dtype: Dtype of the weights that the checkpoint states.
         local_rope: Rotary positions of layers with a sliding window, if they differ from `rope`; None: all layers use
             `rope`.
-        output_norms: Whether the outputs of attention and of MLP are normed before the residual add (Gemma 2).
         embedding_scale: Factor of token embeddings.
         logit_scale: Factor of logits, before `logit_softcap`.
         unrotated_layers: Numbers of layers that do not rotate queries and keys (SmolLM3).
@@ -183,13 +185,13 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     embed_size: int
     position_offset: int = 0
-    norm_first: bool = True
+    norm_place: NormPlace = "inputs"
+    projection_norms: bool = False
     final_norm: bool = True
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
     local_rope: RopeConfig | None = None
-    output_norms: bool = False
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     unrotated_layers: tuple[int, ...] = ()
@@ -395,6 +397,21 @@ class ModelConfig:
         return self.family == "gpt_oss"
 
     @property
+    def input_norms(self) -> bool:
+        """True where the inputs of attention and of MLP are normed."""
+        return self.norm_place in ("inputs", "both")
+
+    @property
+    def output_norms(self) -> bool:
+        """True where the outputs of attention and of MLP are normed before the residual add."""
+        return self.norm_place in ("outputs", "both")
+
+    @property
+    def _norms_of_layer(self) -> int:
+        """Number of norms of a layer, without those of queries and keys."""
+        return 4 if self.norm_place == "both" else 2
+
+    @property
     def attention_scale(self) -> float:
         """Factor of queries, by which attention scores are scaled."""
         return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
@@ -403,6 +420,16 @@ class ModelConfig:
     def mlp_activation(self) -> str:
         """Name of the MLP's activation as an argument of `ops.linear`, such as "silu_mul"."""
         return f"{self.activation}_mul" if self.gated_mlp else self.activation
+
+    def qk_norm_sizes(self, shape: AttentionShape) -> tuple[int, int]:
+        """Number of weights of the norm of queries, and of the norm of keys; 0 where there is none.
+
+        Args:
+            shape: Shape of the layer's attention.
+        """
+        if self.projection_norms:
+            return shape.q_size, shape.kv_size
+        return (shape.head_dim, shape.head_dim) if self.qk_norm else (0, 0)
 
     @property
     def q_size(self) -> int:
@@ -503,11 +530,11 @@ class ModelConfig:
             for group, shapes in matrices.items()
         }
         sizes["up"] += self._router_params(kind.has_experts) + kind.has_experts * self.router_bias * self.num_experts
-        sizes["qkv"] += (4 if self.output_norms else 2) * self._norm_params + self.layer_scale
+        sizes["qkv"] += self._norms_of_layer * self._norm_params + self.layer_scale
         if kind.attention is None:
             sizes["qkv"] += self._state_vector_params
-        elif self.qk_norm:
-            sizes["qkv"] += (1 + kind.owns_kv) * kind.attention.head_dim
+        else:
+            sizes["qkv"] += sum(self.qk_norm_sizes(kind.attention)[: 1 + kind.owns_kv])
         if kind.has_experts and self.mlp_beside_experts:  # norms of two results and two inputs, scales of results
             sizes["up"] += 4 * self.hidden_size + self.num_experts
         if self.per_layer_size:
@@ -734,7 +761,7 @@ class ModelConfig:
         The weights of norms and intermediate fp32 values do not count.
         """
         q, kv = self.q_size, self.kv_size
-        norms = (4 if self.output_norms else 2) * 2 * self.hidden_size + self.qk_norm * 2 * (q + kv)
+        norms = self._norms_of_layer * 2 * self.hidden_size + (self.qk_norm or self.projection_norms) * 2 * (q + kv)
         rotary = 2 * (q + kv) if self.rope else 2 * q
         kv_write = 2 * 2 * kv
         activation = (3 if self.gated_mlp else 2) * self.intermediate_size * max(1, self.experts_per_token)

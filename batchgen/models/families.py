@@ -19,6 +19,8 @@ ARCHITECTURES = {
     "GraniteForCausalLM": "granite",
     "SmolLM3ForCausalLM": "smollm3",
     "SeedOssForCausalLM": "seed_oss",
+    "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo3",
     "MixtralForCausalLM": "mixtral",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3MoeForCausalLM": "qwen3_moe",
@@ -32,8 +34,13 @@ ARCHITECTURES = {
 # Families with norms around attention and MLP.
 GEMMA = ("gemma2", "gemma3")
 GEMMA4 = ("gemma4", "gemma4_unified")
+# Families without norms before attention and MLP: their outputs are normed.
+OUTPUT_NORMS = ("olmo2", "olmo3")
 # Families with Gated DeltaNet layers, whose attention has an output gate and rotates a part of each head.
 DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+# Families that norm the queries and keys of each head, and those that norm all heads' together.
+HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3", *GEMMA4, *DELTA_NETS)
+PROJECTION_NORMS = ("olmo2", "olmo3")
 # Families whose checkpoints hold the weights of norms less one.
 NORMS_LESS_ONE = (*GEMMA, *DELTA_NETS)
 # Families with a mixture of experts: what a config.json calls their number, and the width of each.

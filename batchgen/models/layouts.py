@@ -72,11 +72,12 @@ def layer_layout(config: ModelConfig, layer: int, *, unfused: bool = False) -> L
     inner = config.dense_size if layer in config.dense_layers else config.intermediate_size
     fused = config.family == "phi3" and not unfused
     gate_up = {"gate_up": 2 * inner} if fused else {"gate": inner, "up": inner}
-    layout = _norm(config, "input_norm")
+    before = config.norm_place != "outputs"
+    layout = _norm(config, "input_norm") if before else {}
     layout |= _state_layout(config, unfused) if config.has_state(layer) else _attention_layout(config, layer, fused)
     if config.output_norms:
         layout |= _norm(config, "out_norm") | _norm(config, "down_norm")
-    layout |= _norm(config, "post_norm")
+    layout |= _norm(config, "post_norm") if before else {}
     if config.layer_scale:
         layout |= _vector("layer_scale.weight", 1, "block.layer_scalar")
     if width := config.per_layer_size:
@@ -101,9 +102,9 @@ def _attention_layout(config: ModelConfig, layer: int, fused: bool) -> Layout:
     rows = {"q": shape.q_size * (1 + config.output_gate), "k": shape.kv_size, "v": shape.kv_size}
     heads = {"qkv": shape.qkv_size} if fused else {part: rows[part] for part in projections}
     layout = _linear("qkv", heads, hidden, config.qkv_bias)
-    if config.qk_norm:
-        for part in ("q", "k") if "k" in projections else ("q",):
-            layout |= _vector(f"{part}_norm.weight", shape.head_dim)
+    for part, size in zip(("q", "k"), config.qk_norm_sizes(shape), strict=True):
+        if size and part in projections:
+            layout |= _vector(f"{part}_norm.weight", size)
     return layout | _linear("out", {"out": hidden}, shape.q_size, config.out_bias)
 
 

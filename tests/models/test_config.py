@@ -226,6 +226,21 @@ PUBLISHED = {
         "rope_scaling": {"rope_type": "default"},
         "rope_theta": 10000000.0,
     },
+    "olmo2": {"rope_scaling": None, "rope_theta": 500000, "attention_dropout": 0.0},
+    "olmo3": {
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 8,
+        "max_position_embeddings": 65536,
+        "sliding_window": 4096,
+        "rope_scaling": {
+            "attention_factor": 1.2079441541679836,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "yarn",
+        },
+        "rope_theta": 500000,
+    },
     "mixtral": {"output_router_logits": False, "router_aux_loss_coef": 0.02, "sliding_window": None, "rope_theta": 1e6},
     "qwen2_moe": {"use_sliding_window": False, "max_window_layers": 21, "sliding_window": 32768, "mlp_only_layers": []},
     "qwen3_moe": {
@@ -560,7 +575,7 @@ def test_what_is_no_number_is_refused_by_its_key(name, text, tmp_path):
 QWEN_CARD = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("opt", "gemma3", "phi3")])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("opt", "gemma3", "olmo3", "phi3")])
 class TestScalingBesideRopeParameters:
     """Qwen's model cards advise it, in files of transformers 5, which then forgets the base that was in the others."""
 

@@ -345,7 +345,7 @@ def _windows(family: str, layers: int, rng: random.Random) -> dict[str, Any]:
             drawn["max_window_layers"] = rng.choice((_LEFT_OUT, 0, 1, 2))
             drawn["layer_types"] = types if used is True else rng.choice((_LEFT_OUT, None, ["full_attention"] * layers))
         return drawn
-    if family in ("gemma2", "gemma3", "gpt_oss"):
+    if family in ("gemma2", "gemma3", "gpt_oss", "olmo3"):
         pattern = {"sliding_window_pattern": rng.choice((_LEFT_OUT, 1, 2))} if family == "gemma3" else {}
         return {"sliding_window": window, "layer_types": types, **pattern}
     return {}
@@ -380,15 +380,16 @@ def _rope(family: str, drawn: dict[str, Any], rng: random.Random) -> dict[str, A
     around = {}
     if family == "phi3":
         around = {"original_max_position_embeddings": 16 if "long_factor" in scaled else rng.choice((_LEFT_OUT, 64))}
-    if family == "gemma3":  # which transformers does not read there
+    by_type = family in ("gemma3", "olmo3")
+    if by_type:  # which transformers does not read there
         scaled.pop("truncate", None)
-    name_of_type = rng.choice(("rope_type", "type")) if family != "gemma3" else "rope_type"
+    name_of_type = rng.choice(("rope_type", "type")) if not by_type else "rope_type"
     scaled = {name_of_type if name == "rope_type" else name: value for name, value in scaled.items()}
     if rng.random() < 0.5:  # the old spelling
         local = {"rope_local_base_freq": rng.choice((_LEFT_OUT, 5000.0))} if family == "gemma3" else {}
         plain = rng.choice((_LEFT_OUT, None)) if len(scaled) == 1 else scaled
         return {"rope_theta": theta, "rope_scaling": plain, **local, **around}
-    if family == "gemma3":
+    if by_type:
         local = {"rope_type": "default", "rope_theta": rng.choice((5000.0, 1e4))}
         both = {"full_attention": {**scaled, **of_theta}, "sliding_attention": local}
         return {"rope_parameters": rng.choice((both, both, None, {"full_attention": both["full_attention"]}))}

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchgen.core.errors import InputError
-from batchgen.models.config import Activation
-from batchgen.models.families import ARCHITECTURES, DELTA_NETS, GEMMA, GEMMA4, MIXTURES
+from batchgen.models.config import Activation, NormPlace
+from batchgen.models.families import ARCHITECTURES, DELTA_NETS, GEMMA, GEMMA4, MIXTURES, OUTPUT_NORMS
 from batchgen.models.formats.schemes import read_scheme
 from batchgen.models.hf.keys import KEYS, read_keys, refuse_unsupported
 from batchgen.models.scales import scales_of
@@ -159,6 +159,12 @@ def read_architecture(config: Mapping[str, Any]) -> str:
             f"{types[architecture]!r}: take the model's own config.json, or a GGUF of it"
         )
     return architecture
+
+
+def read_norm_place(keys: Mapping[str, Any], family: str) -> NormPlace:
+    if not keys.get("do_layer_norm_before", True):
+        return "sums"
+    return "both" if family in (*GEMMA, *GEMMA4) else "outputs" if family in OUTPUT_NORMS else "inputs"
 
 
 def read_mlps(keys: Mapping[str, Any], family: str, layers: int) -> dict[str, Any]:
@@ -359,6 +365,8 @@ def _layer_types(keys: Mapping[str, Any], family: str, layers: int, window: int 
             return bool((layer + 1) % _GEMMA4_PERIOD)
         if family == "gemma3":
             return bool((layer + 1) % keys["sliding_window_pattern"])
+        if family == "olmo3":
+            return (layer + 1) % 4 != 0
         if family == "smollm3":  # windows are of the layers without rotary positions
             return window is not None and layer in read_unrotated_layers(keys, layers)
         if family == "qwen2_moe":

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchgen.core.errors import InputError
-from batchgen.models.families import DELTA_NETS, GEMMA4
+from batchgen.models.families import HEAD_NORMS, PROJECTION_NORMS
 from batchgen.models.stated_numbers import is_count, is_index, is_number, require_positive, shown
 
 
@@ -102,6 +102,15 @@ _GEMMA4 = {
     "num_kv_shared_layers": Key(0, "index"),
     "num_global_key_value_heads": _HEADS_NULL,
     "per_layer_config": Key(None, "object", True),
+}
+_OLMO_2 = {
+    **_rotary(eps=1e-5),
+    **_counts(vocab_size=50304, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32),
+    **_counts(num_attention_heads=32, max_position_embeddings=2048),
+    **_flags(attention_bias=False, tie_word_embeddings=False),
+    **_ends(None, 50279),
+    **_DERIVED_HEAD,
+    "num_key_value_heads": _HEADS_NULL,
 }
 _DELTA_NET = {
     **_rotary(),
@@ -230,6 +239,8 @@ KEYS: dict[str, dict[str, Key]] = {
         "num_key_value_heads": Key(8, "count", True),
         "head_dim": Key(128, "count", True),
     },
+    "olmo2": _OLMO_2,
+    "olmo3": {**_OLMO_2, **_TYPES, "rope_theta": Key(5e5, "positive"), "sliding_window": _WINDOW},
     "mixtral": {
         **_rotary(theta=1e6, eps=1e-5),
         **_counts(vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32),
@@ -351,10 +362,7 @@ _FOREIGN: dict[str, tuple[Any, ...]] = {
 }
 _QK_NORMS = ("qk_layernorm", "use_qk_norm", "qk_norm")
 # Keys that say nothing new of these families, which have biases, or norms of queries and keys, anyway.
-_NOT_FOREIGN = {
-    "qwen2": ("attention_bias",),
-    **dict.fromkeys(("qwen3", "qwen3_moe", "gemma3", *GEMMA4, *DELTA_NETS), _QK_NORMS),
-}
+_NOT_FOREIGN = {"qwen2": ("attention_bias",), **dict.fromkeys((*HEAD_NORMS, *PROJECTION_NORMS), _QK_NORMS)}
 _EXPERTS = ("num_experts", "num_local_experts")
 
 

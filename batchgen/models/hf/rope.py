@@ -48,6 +48,8 @@ _COMMON = (
     "original_max_position_embeddings",
     "finetuned",
 )
+# Families whose layers with a window have rotary positions of their own, and the base of these: a key, or a number.
+_BY_LAYER_TYPE: dict[str, str | float] = {"gemma3": "rope_local_base_freq", "olmo3": 5e5}
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _SCALED = ("llama3", "yarn", "longrope")
@@ -73,8 +75,8 @@ def read_ropes(
     old, new = (_table(config, name) for name in ("rope_scaling", "rope_parameters"))
     if family in GEMMA4:
         return _read_gemma4(config, keys, new)
-    if family == "gemma3":
-        return _read_gemma3(config, keys, old, new)
+    if family in _BY_LAYER_TYPE:
+        return _read_by_layer_type(config, keys, family, old, new)
     if any(name in table for table in (old, new) for name in _LAYER_TYPES):
         raise InputError("rope parameters that differ between layer types are not supported for this family")
     if family == "gpt_oss" and config.get("rope_parameters") is None:
@@ -103,27 +105,26 @@ def _merged(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
     return {**{name: value for name, value in new.items() if name not in kinds}, **old}
 
 
-def _read_gemma3(
-    config: Mapping[str, Any], keys: Mapping[str, Any], old: Mapping[str, Any], new: Mapping[str, Any]
+def _read_by_layer_type(
+    config: Mapping[str, Any], keys: Mapping[str, Any], family: str, old: Mapping[str, Any], new: Mapping[str, Any]
 ) -> tuple[RopeConfig, RopeConfig]:
     if unknown := [name for name in new if name not in _LAYER_TYPES]:
         raise InputError(
-            f"rope_parameters of Gemma 3 are those of {' and '.join(_LAYER_TYPES)}, and have {shown(unknown[0])}"
+            f"rope_parameters of {family} are those of {' and '.join(_LAYER_TYPES)}, and have {shown(unknown[0])}"
         )
     everywhere, local = (_table(new, name) for name in _LAYER_TYPES)
     if old and not everywhere and config.get("rope_parameters") is not None:
         raise InputError("rope_scaling beside rope_parameters without full_attention is not supported: put it there")
     # In its old spelling rope_scaling is added to what all layers have, "rope_type" first of all.
     everywhere = {"rope_type": "default", **everywhere, **old} if old else everywhere
-    ropes = []
-    for params, theta in ((everywhere, "rope_theta"), (local, "rope_local_base_freq")):
+    ropes, of_windows = [], _BY_LAYER_TYPE[family]
+    local_theta = keys[of_windows] if isinstance(of_windows, str) else of_windows
+    for params, theta in ((everywhere, keys["rope_theta"]), (local, local_theta)):
         if params.get("truncate", True) is not True:  # transformers does not read it of layer types
             raise InputError(
                 f"truncate {shown(params['truncate'])} in rope parameters of a layer type is not supported"
             )
-        ropes.append(
-            _rope({"rope_theta": keys[theta], **_with_part(config, params)}, keys["max_position_embeddings"], None)
-        )
+        ropes.append(_rope({"rope_theta": theta, **_with_part(config, params)}, keys["max_position_embeddings"], None))
     return ropes[0], ropes[1]
 
 

@@ -6,7 +6,7 @@ In a name, {} stands for the number of the layer.
 from __future__ import annotations
 
 from batchgen.models.config import ModelConfig
-from batchgen.models.families import DELTA_NETS, GEMMA, GEMMA4, QWEN_MIXTURES
+from batchgen.models.families import DELTA_NETS, GEMMA, GEMMA4, OUTPUT_NORMS, QWEN_MIXTURES
 
 _LLAMA_NAMES = {
     "embed": "embed_tokens",
@@ -36,6 +36,10 @@ _GEMMA4_NAMES = _GEMMA_NAMES | {
     "per_layer_up": "layers.{}.per_layer_input_gate",
     "per_layer_down": "layers.{}.per_layer_projection",
     "per_layer_norm": "layers.{}.post_per_layer_input_norm",
+}
+_OLMO_NAMES = _LLAMA_NAMES | {
+    "out_norm": "layers.{}.post_attention_layernorm",
+    "down_norm": "layers.{}.post_feedforward_layernorm",
 }
 _PHI3_NAMES = _LLAMA_NAMES | {"qkv": "layers.{}.self_attn.qkv_proj", "gate_up": "layers.{}.mlp.gate_up_proj"}
 _DELTA_NET_NAMES = {
@@ -76,6 +80,7 @@ def tensor_names(config: ModelConfig) -> dict[str, str]:
         "phi3": _PHI3_NAMES,
         **dict.fromkeys(GEMMA, _GEMMA_NAMES),
         **dict.fromkeys(GEMMA4, _GEMMA4_NAMES | _gemma4_mixture_names(config.num_experts)),
+        **dict.fromkeys(OUTPUT_NORMS, _OLMO_NAMES),
     }
     names = families.get(config.family, _LLAMA_NAMES)
     return names | _DELTA_NET_NAMES if config.family in DELTA_NETS else names
