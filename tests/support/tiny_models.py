@@ -186,12 +186,8 @@ def make_tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: s
         fields |= {"sliding_window": 20, "layer_types": ["sliding_attention"] * others + ["full_attention"]}
     if family in ("gemma2", "gemma3"):
         fields |= {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 20, "tie_word_embeddings": True}
-    if family in GEMMA4:  # as the small ones: heads of two sizes, a layer that reuses KV and has a wider MLP
-        fields |= {"head_dim": 32, "global_head_dim": 64, "sliding_window": 20, "num_kv_shared_layers": 1}
-        fields |= {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
-        fields |= {"use_double_wide_mlp": True}
-    if family == "gemma4":
-        fields |= {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB_SIZE}
+    if family in GEMMA4:
+        fields |= _gemma4_fields(family)
     if family == "mixtral":
         fields |= {"num_local_experts": 4}
     if family in ("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe"):
@@ -218,6 +214,15 @@ def make_tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: s
     model.to(stored_dtype).save_pretrained(path, max_shard_size=max_shard_size)
     make_tiny_tokenizer(path)
     return model.float()
+
+
+def _gemma4_fields(family: str) -> dict:
+    """Fields as of the small ones: heads of two sizes, a layer that reuses KV and has a wider MLP."""
+    fields = {"head_dim": 32, "global_head_dim": 64, "sliding_window": 20, "num_kv_shared_layers": 1}
+    fields |= {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "use_double_wide_mlp": True}
+    if family == "gemma4":
+        fields |= {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB_SIZE}
+    return fields
 
 
 NORMS_LESS_ONE = ("gemma2", "gemma3", *DELTA_NETS)  # which add 1 to the weights of norms themselves
