@@ -363,6 +363,11 @@ class ModelConfig:
         assert source is not None, f"layer {layer} has no keys and values"
         return source
 
+    @property
+    def kv_sources(self) -> tuple[int, ...]:
+        """For each layer, the layer whose KV it attends to; empty where each attends to its own."""
+        return tuple(map(self.kv_source, range(self.num_layers))) if self.shared_kv_layers else ()
+
     def owns_kv(self, layer: int) -> bool:
         """True where layer number `layer` has keys and values of its own."""
         return layer in self.kv_layers
@@ -589,6 +594,13 @@ class ModelConfig:
     def projected_size(self, layer: int) -> int:
         """Number of rows of the fused projection in layer number `layer`: queries, keys and values, mostly."""
         return self._projected_size(self.kind_of(layer))
+
+    def sent_width(self, layer: int) -> int:
+        """Number of values of a token that the CPU gets to attend in layer number `layer`, or to update its state.
+
+        Keys and values are not among them: they go to their place in the KV.
+        """
+        return self.projected_width(layer) if self.has_state(layer) else self.attention_of(layer).q_size
 
     def projected_width(self, layer: int) -> int:
         """Number of values that the projections of layer number `layer` give for a token before it is mixed.

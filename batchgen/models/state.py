@@ -15,6 +15,9 @@ from batchgen.models.experts import Weights
 from batchgen.models.state_layers import DeltaNet
 from batchgen.ops import dispatch as ops
 
+# Tensors of a state layer that `mix_state` takes.
+STATE_TENSORS = ("conv.weight", "conv.bias", "a_log", "dt_bias", "state_norm.weight")
+
 
 class StateViews(NamedTuple):
     """The states in the slots of one layer's pool, as tensors; slots may lie apart.

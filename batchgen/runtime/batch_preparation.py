@@ -17,6 +17,7 @@ from batchgen.ops.host_copy import upload
 from batchgen.runtime.batch_state import BatchPart, BatchState, Plans, for_each
 from batchgen.runtime.deferred import DeferredBatchState
 from batchgen.runtime.graphs import StaticBuffers
+from batchgen.runtime.state_indices import StateIndices
 from batchgen.runtime.steps.context import StepContext
 from batchgen.schedule.packed_batch import PackedBatch, Segment
 
@@ -44,24 +45,36 @@ def _prepare(context: StepContext, packed: PackedBatch, on_host: bool) -> BatchS
             continue
         rows = _rows_on_host(context, segment) if segment.placement is KVPlacement.CPU else {}
         tokens, slots = slice(segment.start, segment.stop), _uploaded(context, segment.slots)
-        parts[segment.placement] = BatchPart(tokens, slots, rows, plans)
+        states = StateIndices.of(segment.states, CPU if attended_on_cpu else context.device)
+        parts[segment.placement] = BatchPart(tokens, slots, rows, plans, states)
     in_place = None
     if packed.in_place:
         plans, slots = _prepared_plans(context, packed.in_place, context.device), packed.in_place.slots
-        in_place = replace(parts[KVPlacement.STREAMED], slots=_uploaded(context, slots), plans=plans)
-    moves = {w: context.kv_cache.prepare(staging, w, context.device) for w, staging in (packed.staging or {}).items()}
+        states = StateIndices.of(packed.in_place.states, context.device)
+        in_place = replace(parts[KVPlacement.STREAMED], slots=_uploaded(context, slots), plans=plans, states=states)
+    cache, state_moves = context.kv_cache, None
+    moves = for_each(
+        packed.staging or {},
+        lambda staging, window: cache.prepare(staging, window, context.device),
+        cache.shape_in,
+    )
+    if packed.state_staging is not None:
+        state_moves = context.states.prepare(packed.state_staging, context.device)
     positions = torch.from_numpy(packed.positions), upload(packed.positions, context.device)
     indices = None  # all rows, in their order
     if len(packed.logits_rows) < packed.num_tokens or on_host:  # whose memory is the next batch's before the head
         indices = upload(packed.logits_indices, context.device)
-    return BatchState(packed, *positions, indices, parts, moves, on_host, begins=begins, in_place=in_place)
+    return BatchState(
+        packed, *positions, indices, parts, moves, on_host, begins=begins, in_place=in_place, state_moves=state_moves
+    )
 
 
 def _prepare_deferred(context: StepContext, packed: PackedBatch, segment: Segment, plans: Plans) -> DeferredBatchState:
     """The sequences of a micro-batch that begin a token whose attention is deferred."""
     positions = upload(packed.positions[segment.start : segment.stop], context.device)
     slots = torch.from_numpy(packed.exchange_slots), upload(packed.exchange_slots, context.device)
-    return DeferredBatchState(packed.deferred_rows, positions, *slots, _rows_on_host(context, segment), plans)
+    rows, states = _rows_on_host(context, segment), StateIndices.of(segment.states, CPU)
+    return DeferredBatchState(packed.deferred_rows, positions, *slots, rows, plans, states)
 
 
 def _prepared_plans(context: StepContext, segment: Segment, device: torch.device) -> Plans:
@@ -76,16 +89,16 @@ def _prepared_plans(context: StepContext, segment: Segment, device: torch.device
 
 def _uploaded(context: StepContext, slots: Mapping[int | None, np.ndarray]) -> dict[int | None, Tensor]:
     """Slots of new KV by sliding window, on the compute device."""
-    return for_each(slots, lambda of_window: upload(of_window, context.device))
+    return for_each(slots, lambda of_window, window: upload(of_window, context.device))
 
 
 def _rows_on_host(context: StepContext, segment: Segment) -> dict[int | None, tuple[Tensor, Tensor]]:
     """Rows of the host's pool, flat, that K and V of the segment's tokens go to, by sliding window."""
-    shapes = context.kv_cache.shapes.by_window
+    shape_in = context.kv_cache.shape_in
 
     def rows(slots: np.ndarray, window: int | None) -> tuple[Tensor, Tensor]:
-        shape = shapes[window]
+        shape = shape_in(window)
         keys = upload(ops.kv_rows(slots, shape.kv_heads, shape.kv_block_size).numpy(), context.device)
         return keys, keys + shape.kv_heads * shape.kv_block_size
 
-    return {window: rows(slots, window) for window, slots in segment.slots.items()}
+    return for_each(segment.slots, rows, shape_in)

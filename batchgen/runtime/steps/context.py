@@ -20,6 +20,7 @@ from batchgen.runtime.deferred import DeferredBatchState
 from batchgen.runtime.graphs import DecodeGraphs
 from batchgen.runtime.memory.activations import Activations
 from batchgen.runtime.memory.kv_cache import KVCache
+from batchgen.runtime.memory.state_cache import StateCache
 from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.weights import Weights
 from batchgen.runtime.sweep_options import OnLogits, SweepOptions
@@ -46,10 +47,17 @@ class StepContext:
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, kv_cache: KVCache, tiers: Tiers, options: SweepOptions
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        kv_cache: KVCache,
+        tiers: Tiers,
+        options: SweepOptions,
+        states: StateCache | None = None,
     ) -> None:
         """Make what all sweeps need: rotary tables and buffers for activations."""
         self.config, self.weights, self.kv_cache, self.options = config, weights, kv_cache, options
+        self._states = states
         self.tiers, self.device, self.compute_tier = tiers, tiers.device, tiers.compute_tier
         self.dedicated_core = tiers.dedicated_core
         self.activations = Activations(
@@ -74,10 +82,17 @@ class StepContext:
         """The shape that attention plans are prepared for: heads, KV heads, head size, KV block, dtype, KV format.
 
         Args:
-            window: Sliding window of the layers; None: layers without one.
+            window: Sliding window of the layers, or None.
         """
-        shapes = self.kv_cache.shapes
-        return *self.config.attention_within(window), shapes.kv_block_size, self.weights.dtype, shapes.format
+        shape = self.kv_cache.shape_in(window)
+        heads = self.config.num_heads, shape.kv_heads, shape.head_dim
+        return *heads, shape.kv_block_size, self.weights.dtype, shape.format
+
+    @property
+    def states(self) -> StateCache:
+        """The states of a model that has state layers."""
+        assert self._states is not None, "the model has no state layers"
+        return self._states
 
     def rotary(self, step: Step, positions: Tensor) -> dict[str, Any]:
         """Options of the rotary embedding in a Step's layer."""
@@ -89,7 +104,7 @@ class StepContext:
     def softmax(self, step: Step, device: torch.device) -> dict[str, Any]:
         """Options of `ops.paged_attention` in a Step's layer, on the device that attends."""
         return {
-            "bits": self.kv_cache.shapes.format.bits,
+            "bits": self.kv_cache.format.bits,
             "softcap": self.config.attention_softcap,
             "sinks": self.weights.sinks(step.layer, device),
         }
@@ -135,12 +150,11 @@ def rope_tables(
 ) -> dict[tuple[RopeConfig | None, int], layers.Rope | None]:
     """The (cos, sin) tables by rotary embedding and size of a head, on the device that computes; None has none."""
     ropes: dict[tuple[RopeConfig | None, int], layers.Rope | None] = {}
-    for layer in config.attention_layers:
-        rope, head_dim = kind = config.rope_of(layer), config.attention_of(layer).head_dim
-        if kind not in ropes and rope is not None:
+    for rope, head_dim in {(config.rope_of(j), config.attention_of(j).head_dim) for j in config.attention_layers}:
+        ropes[rope, head_dim] = None
+        if rope is not None:
             cos, sin = layers.rope_table(rope, head_dim, max_positions)
-            ropes[kind] = cos.to(device), sin.to(device)
-        ropes.setdefault(kind, None)
+            ropes[rope, head_dim] = cos.to(device), sin.to(device)
     return ropes
 
 

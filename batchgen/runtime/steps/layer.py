@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.models import layers
@@ -20,10 +21,10 @@ def pre(context: StepContext, step: Step, batch: BatchState) -> None:
     """Compute norm and QKV; deferred batches leave for their next attention."""
     tensors = context.weights.layer(step.layer, step.weight_slot)
     hidden = with_deferred(batch.hidden, [d.hidden for d in batch.joined])
-    batch.qkv = hidden.new_empty(hidden.shape[0], context.config.projected_size(step.layer))
+    batch.qkv = hidden.new_empty(hidden.shape[0], context.config.projected_width(step.layer))
     if len(hidden):
         for part, qkv in context.chunks(hidden, batch.qkv):
-            layers.pre_attention(context.config, tensors, part, qkv, reduce=context.options.reduce)
+            layers.pre_attention(context.config, tensors, part, qkv)
     leaving, batch.joined = batch.joined, []
     if step.layer == 0 and batch.begins is not None:
         leaving = [batch.begins]
@@ -41,8 +42,19 @@ def _leave(
         batch.begins.per_layer = batch.per_layer[start:].clone()
         batch.per_layer = batch.per_layer[:start]
     for deferred_batch, rows in zip(leaving, slices(start, leaving), strict=True):
-        of_host = qkv_for_host(context, step, qkv[rows], deferred_batch.positions)
-        deferred_batch.leave(hidden[rows], of_host, context.config.widest_mixed)
+        if context.config.has_state(step.layer):
+            deferred_batch.leave(hidden[rows], [_as_wide_as(context, qkv[rows])])
+            continue
+        q, k, v = qkv_for_host(context, step, qkv[rows], deferred_batch.positions)
+        gate = qkv[rows] if context.config.output_gate else None
+        kv = [k, v] if context.config.owns_kv(step.layer) else []
+        deferred_batch.leave(hidden[rows], [_as_wide_as(context, q.flatten(1)), *kv], gate)
+
+
+def _as_wide_as(context: StepContext, sent: Tensor) -> Tensor:
+    """Rows for the table of queries, which is as wide as any layer needs."""
+    queries, _ = context.activations.deferred
+    return F.pad(sent, (0, queries.shape[1] - sent.shape[1]))
 
 
 def route(context: StepContext, step: Step, batch: BatchState) -> None:
@@ -101,7 +113,7 @@ def _per_layer(context: StepContext, step: Step, batch: BatchState) -> list[Tens
     if batch.per_layer is None:
         return []
     rows = batch.per_layer[:, step.layer]
-    if step.layer == context.config.num_layers - 1 and context.config.has_head and batch.logits_indices is not None:
+    if step.layer == context.config.num_layers - 1 and batch.logits_indices is not None:
         rows = rows[batch.logits_indices]
     joined = [d.per_layer[:, step.layer] for d in batch.joined if d.per_layer is not None]
     return [with_deferred(rows, joined)]
