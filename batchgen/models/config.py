@@ -480,7 +480,8 @@ class ModelConfig:
         for kind, layers in self._kinds.items():
             matrices = sum(math.prod(shape) for shapes in self._matrices(kind).values() for shape in shapes)
             not_chosen = (self.num_experts - self.experts_per_token) * self.expert_params if kind.has_experts else 0
-            total += layers * (matrices + self._router_params(kind.has_experts) - not_chosen)
+            gates = self._state_gate_params if kind.attention is None else 0
+            total += layers * (matrices + gates + self._router_params(kind.has_experts) - not_chosen)
         return total
 
     @property
@@ -550,9 +551,14 @@ class ModelConfig:
     def _state_vector_params(self) -> int:
         """Number of weights of a state layer outside of its fused projections: convolution, gates and norm."""
         if isinstance(self.state, DeltaNet):
-            gates = 2 * self.state.value_heads * (self.hidden_size + 1)
-            return gates + self.state.kernel * self.state.channels + self.state.value_dim
+            vectors = 2 * self.state.value_heads + self.state.value_dim
+            return self._state_gate_params + self.state.kernel * self.state.channels + vectors
         return 0 if self.state is None else self.state.kernel * self.state.channels
+
+    @property
+    def _state_gate_params(self) -> int:
+        """Number of weights by which a Gated DeltaNet projects the two gates of each value head."""
+        return 2 * self.state.value_heads * self.hidden_size if isinstance(self.state, DeltaNet) else 0
 
     def _matrices(self, kind: LayerKind) -> dict[str, tuple[tuple[int, int], ...]]:
         """Shapes of the matrices in each group of `layer_tensors`, for a layer of a kind."""
@@ -760,27 +766,38 @@ class ModelConfig:
     def elementwise_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of activations that one token reads and writes in one layer, outside of matrix products and attention.
 
-        Each operation reads each operand once and writes its result once, at `dtype_bytes` bytes for each number. The
+        If layers differ in how they mix tokens, this is the mean over them. Each operation reads each operand once and writes its result once, at `dtype_bytes` bytes for each number. The
         operations, with (operands, results):
 
             both norms, and the norms of queries and keys    (1, 1)
             rotary embedding of queries and keys             (1, 1)
             scaling of queries, without rotary embedding     (1, 1)
             storing keys and values in the KV                (1, 1)
+            output gate of attention                         (2, 1)
+            convolution of a state layer                     (1, 1)
+            gated norm of a state layer's result             (2, 1)
             activation of the MLP                            (gate and up, or up alone; 1)
             both residual adds                               (2, 1)
 
         The weights of norms and intermediate fp32 values do not count.
         """
-        q, kv = self.q_size, self.kv_size
-        norms = self._norms_of_layer * 2 * self.hidden_size + (self.qk_norm or self.projection_norms) * 2 * (q + kv)
-        rotary = 2 * (q + kv) if self.rope else 2 * q
-        kv_write = 2 * 2 * kv
+        norms = self._norms_of_layer * 2 * self.hidden_size
+        mixing = sum(layers * self._mixing_values(kind) for kind, layers in self._kinds.items()) // self.num_layers
         activation = (3 if self.gated_mlp else 2) * self.intermediate_size * max(1, self.experts_per_token)
         activation += 3 * self.shared_expert_size
         activation += 4 * self.hidden_size * self.experts_per_token  # to the experts and back
         residual_adds = 2 * 3 * self.hidden_size
-        return (norms + rotary + kv_write + activation + residual_adds) * dtype_bytes
+        return (norms + mixing + activation + residual_adds) * dtype_bytes
+
+    def _mixing_values(self, kind: LayerKind) -> int:
+        """Numbers that one token reads and writes between a layer's projections, by `elementwise_bytes_per_token`."""
+        if kind.attention is None:
+            assert self.state is not None, "a state layer has a shape"
+            return 2 * self.state.channels + 3 * self.state.out_size
+        q, kv = kind.attention.q_size, kind.attention.kv_size if kind.owns_kv else 0
+        norms = (self.qk_norm or self.projection_norms) * 2 * (q + kv)
+        rotary = 2 * (q + kv) if self.rope else 2 * q
+        return norms + rotary + 2 * 2 * kv + self.output_gate * 3 * q
 
 
 def _check_rope(rope: RopeConfig, head_dim: int) -> None:
