@@ -92,7 +92,7 @@ def embed(config: ModelConfig, weights: Weights, token_ids: Tensor, positions: T
 
 
 def per_layer_inputs(config: ModelConfig, weights: Weights, hidden: Tensor, rows: Tensor) -> Tensor:
-    """What each layer adds of a token, from its per-layer embeddings and its embedding.
+    """The inputs of all layers beside activations, from tokens' per-layer embeddings and embeddings (Gemma 3n, 4).
 
     Args:
         config: Configuration of the model.
@@ -314,7 +314,7 @@ def _experts_output(
     reduce: Reduce | None,
     on_counts: OnCounts | None,
 ) -> Tensor:
-    """What a mixture of experts, with the MLP beside it if the model has one, adds to `hidden`.
+    """The summand of `hidden` that a mixture of experts gives, with the MLP beside it if the model has one.
 
     Args:
         config: Configuration of the model.

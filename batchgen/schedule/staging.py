@@ -37,8 +37,8 @@ class Staging:
         host_slots: their slots there, int64.
         reads: runs of blocks on disk that hold KV of earlier sweeps.
         writes: runs of blocks with new tokens that go to disk.
-        all_host_blocks: blocks of the host's pool for staging blocks 0, 1, ..., those with new tokens alone included,
-            int64: what layers that reuse KV bring.
+        all_host_blocks: blocks of the host's pool that layers which reuse KV bring to staging blocks 0, 1, ..., int64:
+            those with new tokens alone are among them.
         all_reads: runs of all blocks on disk, likewise.
         disk_start: first staging block of sequences whose KV is on disk.
         disk_stop: staging block after their last one.

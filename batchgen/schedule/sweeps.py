@@ -415,7 +415,6 @@ class Sweeps:
                 users = (write.id,)
         self._staging_users[slot] = users
 
-
     def _kv_there(self, layer: int, flow: _Flow) -> tuple[int, ...]:
         """The last Steps that stored what a layer's attention finds in its pool.
 

@@ -18,6 +18,7 @@ from tiny_models import (
     FAMILIES,
     GGUF_FAMILIES,
     GGUF_MODELS,
+    MODELS,
     make_tiny_model,
     make_tiny_tokenizer,
     round_as_gguf,
@@ -44,6 +45,7 @@ VARIANTS = [
     ("gemma2", {"tie_word_embeddings": False}),
     ("qwen2_moe", {"mlp_only_layers": [1]}),
     ("qwen3_moe", {"decoder_sparse_step": 2}),
+    *(model for model in MODELS.values() if model[0] == "gemma4" and model[1]),
 ]
 
 
@@ -54,7 +56,7 @@ def expected_tensors(model) -> tuple[dict, list[dict], dict]:
     decoder = model.model.decoder if opt else model.model
 
     def params(module, name):
-        one = name.endswith("norm") and family.startswith("gemma")  # which multiply with 1 + w
+        one = name.endswith("norm") and family.startswith(("gemma2", "gemma3"))  # which multiply with 1 + w
         return {f"{name}.{kind}": value.detach() + one for kind, value in module.named_parameters()}
 
     def fused(name, *modules):
@@ -69,7 +71,8 @@ def expected_tensors(model) -> tuple[dict, list[dict], dict]:
         if family == "phi3":
             tensors = params(attention.qkv_proj, "qkv")
         else:
-            tensors = fused("qkv", attention.q_proj, attention.k_proj, attention.v_proj)
+            projections = (getattr(attention, f"{part}_proj", None) for part in ("q", "k", "v"))
+            tensors = fused("qkv", *filter(None, projections))
         if opt:
             tensors |= params(layer.self_attn_layer_norm, "input_norm")
             tensors |= params(layer.final_layer_norm, "post_norm")
@@ -81,6 +84,8 @@ def expected_tensors(model) -> tuple[dict, list[dict], dict]:
             tensors |= params(attention.o_proj, "out")
             if hasattr(layer.mlp, "experts"):
                 tensors |= expected_experts(layer.mlp)
+            elif hasattr(layer, "experts"):
+                tensors |= expected_gemma4_experts(layer)
             else:
                 if family == "phi3":
                     tensors |= params(layer.mlp.gate_up_proj, "gate_up")
@@ -88,7 +93,15 @@ def expected_tensors(model) -> tuple[dict, list[dict], dict]:
                     tensors |= fused("gate_up", layer.mlp.gate_proj, layer.mlp.up_proj)
                 tensors |= params(layer.mlp.down_proj, "down")
         if hasattr(attention, "q_norm"):
-            tensors |= params(attention.q_norm, "q_norm") | params(attention.k_norm, "k_norm")
+            tensors |= params(attention.q_norm, "q_norm")
+        if hasattr(attention, "k_norm"):
+            tensors |= params(attention.k_norm, "k_norm")
+        if hasattr(layer, "layer_scalar"):
+            tensors["layer_scale.weight"] = layer.layer_scalar.detach()
+        if hasattr(layer, "per_layer_input_gate"):
+            tensors |= params(layer.per_layer_input_gate, "per_layer_up")
+            tensors |= params(layer.per_layer_projection, "per_layer_down")
+            tensors |= params(layer.post_per_layer_input_norm, "per_layer_norm")
         layers.append(tensors)
     if opt:
         embeddings |= params(decoder.embed_positions, "positions")
@@ -98,6 +111,9 @@ def expected_tensors(model) -> tuple[dict, list[dict], dict]:
         if decoder.final_layer_norm is not None:
             head |= params(decoder.final_layer_norm, "final_norm")
     else:
+        if hasattr(decoder, "per_layer_model_projection"):
+            embeddings |= params(decoder.per_layer_model_projection, "per_layer_proj")
+            embeddings |= params(decoder.per_layer_projection_norm, "per_layer_proj_norm")
         head |= params(decoder.norm, "final_norm")
         if family == "gpt_oss":
             head["sinks.weight"] = torch.cat([layer.self_attn.sinks.detach() for layer in decoder.layers])
@@ -131,6 +147,24 @@ def expected_experts(mlp) -> dict:
         found["shared_gate.weight"] = mlp.shared_expert_gate.weight
         found["shared_gate_up.weight"] = torch.cat([shared.gate_proj.weight, shared.up_proj.weight])
         found["shared_down.weight"] = shared.down_proj.weight
+    return {name: tensor.detach() for name, tensor in found.items()}
+
+
+def expected_gemma4_experts(layer) -> dict:
+    """Experts, the MLP beside them as a shared expert, and what the router and both have before and behind them."""
+    mlp, router = layer.mlp, layer.router
+    found = {
+        "router.weight": router.proj.weight,
+        "router_norm.weight": router.scale * router.scale.numel() ** -0.5,
+        "expert_scale.weight": router.per_expert_scale,
+        "gate_up.weight": layer.experts.gate_up_proj.flatten(0, 1),
+        "down.weight": layer.experts.down_proj.flatten(0, 1),
+        "shared_gate_up.weight": torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]),
+        "shared_down.weight": mlp.down_proj.weight,
+        "experts_norm.weight": layer.pre_feedforward_layernorm_2.weight,
+        "experts_out_norm.weight": layer.post_feedforward_layernorm_2.weight,
+        "shared_out_norm.weight": layer.post_feedforward_layernorm_1.weight,
+    }
     return {name: tensor.detach() for name, tensor in found.items()}
 
 

@@ -92,7 +92,7 @@ class Moves:
     Attributes:
         staging: The staging.
         host_blocks: Blocks of the host's pool to bring, int64.
-        all_host_blocks: Those to bring in layers that reuse KV, int64; empty where no layer does.
+        all_host_blocks: Blocks to bring in layers that reuse KV, int64; empty where no layer does.
         new_rows: Rows of K and V of new tokens in the staging buffer, int64.
         host_rows: Their rows in the host's pool, int64.
         dirty: Staging blocks that go to disk, int64.

@@ -109,7 +109,11 @@ def _through_experts(context: StepContext, step: Step, batch: BatchState) -> Non
 
 
 def _per_layer(context: StepContext, step: Step, batch: BatchState) -> list[Tensor]:
-    """What the layer adds of the tokens of `_rows_after_attention`, [tokens, per_layer_size], if it adds anything."""
+    """The layer's input from per-layer embeddings, [tokens, per_layer_size], for the tokens of `_rows_after_attention`.
+
+    Returns:
+        One tensor; none if the model has no per-layer embeddings.
+    """
     if batch.per_layer is None:
         return []
     rows = batch.per_layer[:, step.layer]
