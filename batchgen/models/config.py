@@ -766,8 +766,8 @@ class ModelConfig:
     def elementwise_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of activations that one token reads and writes in one layer, outside of matrix products and attention.
 
-        If layers differ in how they mix tokens, this is the mean over them. Each operation reads each operand once and writes its result once, at `dtype_bytes` bytes for each number. The
-        operations, with (operands, results):
+        If layers differ in how they mix tokens, this is the mean over them. Each operation reads each operand once and
+        writes its result once, at `dtype_bytes` bytes for each number. The operations, with (operands, results):
 
             both norms, and the norms of queries and keys    (1, 1)
             rotary embedding of queries and keys             (1, 1)

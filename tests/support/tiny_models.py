@@ -413,6 +413,7 @@ GGUF_MODELS = {
     }}),
 }  # fmt: skip
 _GGUF_MIXTURES = {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
+_GGUF_MIXTURES |= {"qwen3_next": "qwen3next", "qwen3_5_moe": "qwen35moe"}
 _GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -435,6 +436,15 @@ _GGUF_NAMES = {
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "linear_attn": "ssm_a",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_ba": "ssm_ba",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
     "self_attn.qkv_proj": "attn_qkv",
     "mlp.gate_up_proj": "ffn_up",
 }
@@ -512,12 +522,13 @@ def write_tiny_gguf(  # a line for each key and each name of the format
     from gguf_blocks import random_rows
 
     config, family = model.config, model.config.model_type.removesuffix("_text")
-    arch = {**_GGUF_MIXTURES, "olmo3": "olmo2"}.get(family, family)
+    arch = {**_GGUF_MIXTURES, "olmo3": "olmo2", "qwen3_5": "qwen35"}.get(family, family)
     writer = gguf.GGUFWriter(str(path), arch, split_max_tensors=tensors_per_part)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    if family != "qwen3_5_moe":
+        writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -539,6 +550,8 @@ def write_tiny_gguf(  # a line for each key and each name of the format
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
+    if family in DELTA_NETS:
+        _write_delta_net(writer, config, family)
     if tokenizer is not None:
         _write_tokenizer(writer, tokenizer, pre_tokenizer, add_bos)
     if rope_freqs is not None:
@@ -549,7 +562,7 @@ def write_tiny_gguf(  # a line for each key and each name of the format
             halves = values.reshape(heads, 2, head_dim // 2, *values.shape[1:])
             values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
         own = tensor_type if isinstance(tensor_type, str) else tensor_type(name)
-        is_vector = values.ndim == 1 or name.endswith(".bias") or "ffn_gate_inp" in name
+        is_vector = values.ndim == 1 or name.endswith(".bias") or "ffn_gate_inp" in name or "ssm_conv1d" in name
         if is_vector or own == "F32":
             writer.add_tensor(name, values)
             continue
@@ -571,14 +584,60 @@ def _write_mixture(writer, config, family: str) -> None:
     experts = getattr(config, "num_local_experts", None) or config.num_experts
     writer.add_expert_count(experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
-    if family in ("qwen2_moe", "qwen3_moe"):
+    if family in ("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    if family == "qwen2_moe":
+    if family in ("qwen2_moe", "qwen3_next", "qwen3_5_moe"):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     if family == "gpt_oss":
         writer.add_expert_feed_forward_length(config.intermediate_size)
         writer.add_sliding_window(config.sliding_window)
         _write_yarn(writer, config.rope_parameters)
+
+
+def _write_delta_net(writer, config, family: str) -> None:
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+    writer.add_full_attention_interval(4)
+    writer.add_rope_dimension_count(int(config.head_dim * 0.25))
+    if family != "qwen3_next":
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+
+
+def _as_delta_net_gguf(config, name: str, values):
+    """The tensors that llama.cpp's converter makes of one: names in transformers with their suffix, and values."""
+    import numpy as np
+
+    heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
+    key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+    keys, group = heads * key_dim, value_heads // heads
+
+    def tiled(x, size: int):  # rows of value heads, from groups of a key head to the n-th of each group
+        return x.reshape(heads, group, size, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
+
+    stem, suffix = name.rsplit(".", 1)
+    part = stem.removeprefix("linear_attn.")
+    if config.model_type != "qwen3_next" and group > 1:
+        if part in ("in_proj_qkv", "conv1d"):
+            values = np.concatenate([values[: 2 * keys], tiled(values[2 * keys :], value_dim)])
+        elif part in ("in_proj_z", "in_proj_a", "in_proj_b") or suffix in ("A_log", "dt_bias"):
+            values = tiled(values, value_dim if part == "in_proj_z" else 1)
+        elif part == "out_proj":
+            values = np.ascontiguousarray(tiled(values.T, value_dim).T)
+    if suffix == "A_log":
+        return [("ssm_a", -np.exp(values))]
+    if suffix == "dt_bias":
+        return [("ssm_dt.bias", values)]
+    if part == "conv1d":
+        values = values.squeeze(1)
+    if part == "in_proj_qkvz":
+        sizes = np.cumsum([key_dim, key_dim, group * value_dim])
+        q, k, v, z = np.split(values.reshape(heads, -1, values.shape[1]), sizes, axis=1)
+        q, k, v, z = (x.reshape(-1, values.shape[1]) for x in (q, k, v, z))
+        return [("attn_qkv.weight", np.concatenate([q, k, v])), ("attn_gate.weight", z)]
+    return [(f"{_GGUF_NAMES[stem]}.{suffix}", values)]
 
 
 def _write_gemma(writer, config, family: str) -> None:
@@ -634,9 +693,8 @@ def _gguf_tensors(model, family: str):
     """Names in a GGUF, and values fp32; experts of a layer together."""
     import numpy as np
 
-    names = _GGUF_NAMES | (
-        {"post_attention_layernorm": "post_attention_norm"} if family in ("gpt_oss", "seed_oss") else {}
-    )
+    has_other_name = family in ("gpt_oss", "seed_oss", *DELTA_NETS)
+    names = _GGUF_NAMES | ({"post_attention_layernorm": "post_attention_norm"} if has_other_name else {})
     gemma = family.startswith("gemma")
     names |= _GEMMA_GGUF_NAMES if gemma else _OUTPUT_NORM_NAMES if family in ("olmo2", "olmo3") else {}
     for full_name, tensor in model.state_dict().items():
@@ -645,11 +703,16 @@ def _gguf_tensors(model, family: str):
             continue
         parts = stem.split(".")
         values = tensor.float().numpy()
-        values = values + 1 if gemma and stem.endswith("norm") else values
+        is_norm = stem.endswith("norm") and not stem.endswith("linear_attn.norm")
+        values = values + 1 if is_norm and family in NORMS_LESS_ONE else values
         if parts[1:2] != ["layers"]:
             yield f"{names[stem]}.{suffix}", values
             continue
         layer, own = parts[2], ".".join(parts[3:])
+        if parts[3] == "linear_attn":
+            for name, changed in _as_delta_net_gguf(model.config, f"{own}.{suffix}", values):
+                yield f"blk.{layer}.{name}", np.ascontiguousarray(changed)
+            continue
         if parts[-1] != "experts":
             found = values[0] if own == "mlp.shared_expert_gate" else values  # which the converter squeezes
             yield f"blk.{layer}.{names[own]}.{'weight' if suffix == 'sinks' else suffix}", found
@@ -674,8 +737,15 @@ def round_as_gguf(model, tensor_type: str):
     kind = gguf.GGMLQuantizationType[tensor_type]
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            router = any(part in name for part in ("mlp.gate.", "mlp.router.", "shared_expert_gate."))
-            if weight.ndim < 2 or router or name.endswith("bias"):
+            kept = any(part in name for part in ("mlp.gate.", "mlp.router.", "shared_expert_gate.", "conv1d."))
+            if weight.ndim < 2 or kept or name.endswith("bias"):
+                continue
+            if name.endswith("linear_attn.out_proj.weight") and model.config.model_type != "qwen3_next":
+                shape = model.config.linear_num_key_heads, -1, model.config.linear_value_head_dim
+                tiled = weight.unflatten(1, shape).transpose(1, 2)
+                packed = gguf.quants.quantize(tiled.flatten(1).contiguous().numpy(), kind)
+                rounded = torch.from_numpy(gguf.quants.dequantize(packed, kind))
+                weight.copy_(rounded.view(tiled.shape).transpose(1, 2).flatten(1))
                 continue
             transposed = weight.ndim == 3 and model.config.model_type == "gpt_oss"
             values = np.ascontiguousarray((weight.swapaxes(1, 2) if transposed else weight).numpy())
