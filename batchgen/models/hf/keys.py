@@ -395,11 +395,16 @@ def refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
     exempt = _NOT_FOREIGN.get(family, ())
     foreign = {name: known for name, known in _FOREIGN.items() if name not in keys and name not in exempt}
     for name, known in {**foreign, **FIXED[family]}.items():
-        if name in config and not any(config[name] == value for value in known):
+        if name in config and not any(_equal(config[name], value) for value in known):
             raise InputError(
                 f"{name} {shown(config[name])} is not supported for this family ({family}); supported: "
                 f"{', '.join(map(shown, known))}"
             )
+
+
+def _equal(stated: Any, value: Any) -> bool:
+    """True for equal values; true and false equal no number."""
+    return stated is value if isinstance(value, bool) else bool(stated == value)
 
 
 def _with_own_name_of_experts(config: Mapping[str, Any], family: str) -> Mapping[str, Any]:

@@ -132,7 +132,7 @@ def _read_gemma4(
     config: Mapping[str, Any], keys: Mapping[str, Any], stated: Mapping[str, Any]
 ) -> tuple[RopeConfig, RopeConfig]:
     """The rotary positions of Gemma 4, which are stated for both types of layers, or for none."""
-    if config.get("rope_scaling") is not None:
+    if "rope_scaling" in config:
         raise InputError("rope_scaling of Gemma 4 is not supported: state rope_parameters of both layer types")
     if config.get("rope_parameters") is None:
         stated = _GEMMA4_ROPES
