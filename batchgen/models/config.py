@@ -31,6 +31,7 @@ _SELDOM_STATED = (
     "first_layer", "model_layers", "layer_formats", "end_formats", "logit_scale", "unrotated_layers",
     "state", "state_layers", "output_gate", "global_head_dim", "global_kv_heads", "shared_kv_layers", "value_norm",
     "keys_are_values", "layer_scale", "mlp_beside_experts", "per_layer_size", "norm_place", "projection_norms",
+    "shared_gate",
 )  # fmt: skip
 
 
@@ -127,8 +128,8 @@ class ModelConfig:
         num_experts: Number of experts of a layer: MLPs of which a router chooses some for each token. 0: one MLP.
         experts_per_token: Number of experts that the router chooses for each token.
         norm_topk: Whether the weights of a token's chosen experts are scaled to a sum of 1.
-        shared_expert_size: Width of the shared expert, which all tokens go through and whose result is weighted by a
-            gate of its own (Qwen2-MoE). 0: there is none.
+        shared_expert_size: Width of the shared expert, which all tokens go through. 0: there is none.
+        shared_gate: Whether the shared expert's result is weighted by a gate of its own (Qwen2-MoE).
         dense_layers: Numbers of layers with one MLP whose width is `dense_size`: in a model whose other layers have
             experts, or other widths.
         dense_size: Width of the MLP of `dense_layers`.
@@ -150,8 +151,8 @@ class ModelConfig:
         keys_are_values: Whether values are the keys, before their norm and rotation, in layers without a sliding
             window. Such a layer projects them once.
         layer_scale: Whether the output of each layer is multiplied with a number of the layer.
-        mlp_beside_experts: Whether the shared expert is an MLP without a gate of its own. Its input, the experts' input
-            and the router's have norms of their own, and so have the results of both (Gemma 4).
+        mlp_beside_experts: Whether the inputs of the shared expert, of the experts and of the router have norms of
+            their own, and so have the results of both (Gemma 4).
         per_layer_size: Width of the embedding that each layer has of each token (Gemma 4's per-layer embeddings). 0:
             there is none.
         layer_formats: For each layer, the block format (`core.dtypes.BLOCK_FORMATS`) of matrices by their role
@@ -202,6 +203,7 @@ class ModelConfig:
     experts_per_token: int = 0
     norm_topk: bool = False
     shared_expert_size: int = 0
+    shared_gate: bool = True
     dense_layers: tuple[int, ...] = ()
     dense_size: int = 0
     router_bias: bool = False
@@ -631,8 +633,8 @@ class ModelConfig:
 
     def _router_params(self, experts: bool) -> int:
         """Number of weights that choose experts: one row for each expert, and one for the gate of a shared expert."""
-        has_gate = self.shared_expert_size > 0 and not self.mlp_beside_experts
-        return (self.num_experts + has_gate) * self.hidden_size if experts else 0
+        gate = self.shared_expert_size > 0 and self.shared_gate
+        return (self.num_experts + gate) * self.hidden_size if experts else 0
 
     @cached_property
     def matmul_shapes(self) -> dict[str, tuple[int, int]]:

@@ -14,7 +14,7 @@ from batchgen.ops import dispatch as ops
 from batchgen.ops.attention_plan import AttentionPlan
 from batchgen.ops.dispatch import CPU
 from batchgen.ops.host_copy import upload
-from batchgen.runtime.batch_state import BatchPart, BatchState, Plans, for_each
+from batchgen.runtime.batch_state import A, BatchPart, BatchState, Plans, for_each
 from batchgen.runtime.deferred import DeferredBatchState
 from batchgen.runtime.graphs import StaticBuffers
 from batchgen.runtime.state_indices import StateIndices
@@ -54,7 +54,7 @@ def _prepare(context: StepContext, packed: PackedBatch, on_host: bool) -> BatchS
         in_place = replace(parts[KVPlacement.STREAMED], slots=_uploaded(context, slots), plans=plans, states=states)
     cache, state_moves = context.kv_cache, None
     moves = for_each(
-        packed.staging or {},
+        _of_layers(context, packed.staging or {}),
         lambda staging, window: cache.prepare(staging, window, context.device),
         cache.shape_in,
     )
@@ -84,7 +84,7 @@ def _prepared_plans(context: StepContext, segment: Segment, device: torch.device
         isa = context.options.attention_isa.get(context.config.attention_within(window), "")
         return ops.prepare_attention(plan, *context.attention_shape(window), device=device, isa=isa)
 
-    return {window: prepared(plan, window) for window, plan in segment.plans.items()}
+    return {window: prepared(plan, window) for window, plan in _of_layers(context, segment.plans).items()}
 
 
 def _uploaded(context: StepContext, slots: Mapping[int | None, np.ndarray]) -> dict[int | None, Tensor]:
@@ -101,4 +101,9 @@ def _rows_on_host(context: StepContext, segment: Segment) -> dict[int | None, tu
         keys = upload(ops.kv_rows(slots, shape.kv_heads, shape.kv_block_size).numpy(), context.device)
         return keys, keys + shape.kv_heads * shape.kv_block_size
 
-    return for_each(segment.slots, rows, shape_in)
+    return for_each(_of_layers(context, segment.slots), rows, shape_in)
+
+
+def _of_layers(context: StepContext, by_window: Mapping[int | None, A]) -> dict[int | None, A]:
+    """The values of windows that layers here have; another stage of a pipeline may have others."""
+    return {window: value for window, value in by_window.items() if window in context.config.window_layers}

@@ -33,7 +33,7 @@ class DeferredBatchState:
         states: state rows in the host's pool, in host memory; None: the model has no state layers.
         hidden: activations on the compute device, [rows, hidden].
         sending: row of the table of queries, and in layers with attention k and v, on their way to the CPU.
-        projected: projections that `layers.gate_attention` takes; None: there is no output gate.
+        projected: projections that hold the output gate of attention; None: there is no output gate.
         attended: results of attention, [rows, heads * head_dim].
         per_layer: inputs of all layers from per-layer embeddings, [rows, layers, per_layer_size]; None: there are none.
     """

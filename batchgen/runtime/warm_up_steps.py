@@ -19,7 +19,7 @@ _BEFORE = 1 << 40  # Steps that warm up are numbered so far below the others
 
 
 def layers_that_differ(context: StepContext) -> list[int]:
-    """One layer of each kind, by where its weights are and what it attends to; the last one; and layers of reused KV."""
+    """One layer of each kind, by where its weights are and what it attends to; the last one; those of reused KV."""
     kinds: dict[tuple[Any, ...], int] = {}
     config, on_device = context.config, context.kv_cache.on_device or (False,) * context.config.num_layers
     for layer, tiers in enumerate(context.weights.residency.layers):

@@ -83,27 +83,11 @@ def expected_tensors(model) -> tuple[dict, list[dict], dict]:
             for name, module in norms_of(layer, family):
                 tensors |= params(module, name)
             tensors |= params(attention.o_proj, "out")
-            if hasattr(layer.mlp, "experts"):
-                tensors |= expected_experts(layer.mlp)
-            elif hasattr(layer, "experts"):
-                tensors |= expected_gemma4_experts(layer)
-            else:
-                if family == "phi3":
-                    tensors |= params(layer.mlp.gate_up_proj, "gate_up")
-                else:
-                    tensors |= fused("gate_up", layer.mlp.gate_proj, layer.mlp.up_proj)
-                tensors |= params(layer.mlp.down_proj, "down")
-        if hasattr(attention, "q_norm"):
-            tensors |= params(attention.q_norm, "q_norm")
-        if hasattr(attention, "k_norm"):
-            tensors |= params(attention.k_norm, "k_norm")
-        if hasattr(layer, "layer_scalar"):
-            tensors["layer_scale.weight"] = layer.layer_scalar.detach()
-        if hasattr(layer, "per_layer_input_gate"):
-            tensors |= params(layer.per_layer_input_gate, "per_layer_up")
-            tensors |= params(layer.per_layer_projection, "per_layer_down")
-            tensors |= params(layer.post_per_layer_input_norm, "per_layer_norm")
-        layers.append(tensors)
+            tensors |= expected_mlp(layer, family, params, fused)
+        for name in ("q_norm", "k_norm"):
+            if hasattr(attention, name):
+                tensors |= params(getattr(attention, name), name)
+        layers.append(tensors | expected_gemma4_tensors(layer, params))
     if opt:
         embeddings |= params(decoder.embed_positions, "positions")
         if decoder.project_in is not None:
@@ -121,6 +105,19 @@ def expected_tensors(model) -> tuple[dict, list[dict], dict]:
     if not model.config.tie_word_embeddings:
         head |= params(model.lm_head, "lm_head")
     return embeddings, layers, head
+
+
+def expected_mlp(layer, family: str, params, fused) -> dict:
+    """The MLP or the experts of a layer, without OPT's."""
+    if family.startswith("granitemoe"):
+        return expected_granite_mlp(layer)
+    if hasattr(layer.mlp, "experts"):
+        return expected_experts(layer.mlp)
+    if hasattr(layer, "experts"):
+        return expected_gemma4_experts(layer)
+    if family == "phi3":
+        return params(layer.mlp.gate_up_proj, "gate_up") | params(layer.mlp.down_proj, "down")
+    return fused("gate_up", layer.mlp.gate_proj, layer.mlp.up_proj) | params(layer.mlp.down_proj, "down")
 
 
 def norms_of(layer, family: str):
@@ -151,6 +148,16 @@ def expected_experts(mlp) -> dict:
     return {name: tensor.detach() for name, tensor in found.items()}
 
 
+def expected_gemma4_tensors(layer, params) -> dict:
+    """What layers of Gemma 4 have beside attention and MLP."""
+    found = {"layer_scale.weight": layer.layer_scalar.detach()} if hasattr(layer, "layer_scalar") else {}
+    if hasattr(layer, "per_layer_input_gate"):
+        found |= params(layer.per_layer_input_gate, "per_layer_up")
+        found |= params(layer.per_layer_projection, "per_layer_down")
+        found |= params(layer.post_per_layer_input_norm, "per_layer_norm")
+    return found
+
+
 def expected_gemma4_experts(layer) -> dict:
     """Experts, the MLP beside them as a shared expert, and what the router and both have before and behind them."""
     mlp, router = layer.mlp, layer.router
@@ -166,6 +173,19 @@ def expected_gemma4_experts(layer) -> dict:
         "experts_out_norm.weight": layer.post_feedforward_layernorm_2.weight,
         "shared_out_norm.weight": layer.post_feedforward_layernorm_1.weight,
     }
+    return {name: tensor.detach() for name, tensor in found.items()}
+
+
+def expected_granite_mlp(layer) -> dict:
+    """Of a mixture of Granite's: experts, and an MLP that all tokens share, or that is the only one."""
+    found, moe, shared = {}, layer.block_sparse_moe, getattr(layer, "shared_mlp", None)
+    if moe is not None:
+        found = {"router.weight": moe.router.weight, "gate_up.weight": moe.experts.gate_up_proj.flatten(0, 1)}
+        found["down.weight"] = moe.experts.down_proj.flatten(0, 1)
+    if shared is not None:
+        prefix = "" if moe is None else "shared_"
+        found[f"{prefix}gate_up.weight"] = shared.input_linear.weight
+        found[f"{prefix}down.weight"] = shared.output_linear.weight
     return {name: tensor.detach() for name, tensor in found.items()}
 
 
@@ -429,7 +449,7 @@ def test_ranks_have_the_same_parts_of_a_gguf(tmp_path, name):
 
 
 def test_every_architecture_of_ggufs_has_a_family_here():
-    shared = {"mixtral", "olmo3"}  # that have the architecture of another
+    shared = {"mixtral", "olmo3", "granitemoeshared"}  # that have the architecture of another
     assert {ARCHITECTURES[name] for name in GGUF_ARCHITECTURES.values()} | shared == {*GGUF_FAMILIES, *DELTA_NETS}
 
 

@@ -20,7 +20,7 @@ from batchgen.models.as_weights import as_weights
 from batchgen.models.checkpoint import Checkpoint
 from batchgen.models.config import ModelConfig
 from batchgen.models.experts import MATRICES, split_experts
-from batchgen.models.state import STATE_TENSORS
+from batchgen.models.state import CONVOLUTION, STATE_TENSORS
 from batchgen.models.store.layout import WeightStore
 from batchgen.models.tensor_files.block_packer import BlockPacker
 from batchgen.ops import dispatch as ops
@@ -144,7 +144,9 @@ class Weights:
             tensors = {**self._resident[layer], **brought, **self.dequantized.views(layer)}
             if self._packer.splits_experts:
                 tensors = split_experts(self.config, tensors, layer)
-            self._layers[layer, slot] = {name: self._packer.bind(tensor) for name, tensor in tensors.items()}
+            self._layers[layer, slot] = {
+                name: tensor if name == CONVOLUTION else self._packer.bind(tensor) for name, tensor in tensors.items()
+            }
         return self._layers[layer, slot]
 
     def read(self, layer: int, slot: int) -> None:

@@ -99,7 +99,7 @@ def qkv_for_host(context: StepContext, step: Step, qkv: Tensor, positions: Tenso
     Args:
         context: The model and its memory.
         step: A Step of the layer.
-        qkv: Result of `layers.pre_attention`, [tokens, values].
+        qkv: Result of `layers.pre_attention`.
         positions: Positions of the tokens, int64 [tokens].
     """
     config, kv_format, options = context.config, context.kv_cache.format, context.rotary(step, positions)
