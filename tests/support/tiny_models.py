@@ -61,7 +61,7 @@ MODELS = {
     }),
     "gemma4, experts, keys are values": ("gemma4", {
         "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 40,
-        "attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_kv_shared_layers": 0,
+        "attention_k_eq_v": True, "num_key_value_heads": 4, "num_global_key_value_heads": 2, "num_kv_shared_layers": 0,
         "hidden_size_per_layer_input": 0, "use_double_wide_mlp": False,
     }),
     "gemma4, keys are values, biases, a cap": ("gemma4", {
