@@ -31,7 +31,7 @@ _SELDOM_STATED = (
     "first_layer", "model_layers", "layer_formats", "end_formats", "logit_scale", "unrotated_layers",
     "state", "state_layers", "output_gate", "global_head_dim", "global_kv_heads", "shared_kv_layers", "value_norm",
     "keys_are_values", "layer_scale", "mlp_beside_experts", "per_layer_size", "norm_place", "projection_norms",
-    "shared_gate",
+    "shared_gate", "query_growth", "query_growth_period",
 )  # fmt: skip
 
 
@@ -124,6 +124,8 @@ class ModelConfig:
         logit_scale: Factor of logits, before `logit_softcap`.
         unrotated_layers: Numbers of layers that do not rotate queries and keys (SmolLM3).
         query_scale: Factor of queries. None: head_dim ** -0.5.
+        query_growth, query_growth_period: Growth of queries with their positions (Ministral 3). A query at position p
+            is multiplied by 1 + query_growth * ln(1 + floor(p / query_growth_period)). 0: queries do not grow.
         attention_softcap, logit_softcap: Caps. An attention score or logit x becomes cap * tanh(x / cap). 0: no cap.
         num_experts: Number of experts of a layer: MLPs of which a router chooses some for each token. 0: one MLP.
         experts_per_token: Number of experts that the router chooses for each token.
@@ -197,6 +199,8 @@ class ModelConfig:
     logit_scale: float = 1.0
     unrotated_layers: tuple[int, ...] = ()
     query_scale: float | None = None
+    query_growth: float = 0.0
+    query_growth_period: int = 0
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
     num_experts: int = 0

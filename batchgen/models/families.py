@@ -21,6 +21,8 @@ ARCHITECTURES = {
     "SeedOssForCausalLM": "seed_oss",
     "Olmo2ForCausalLM": "olmo2",
     "Olmo3ForCausalLM": "olmo3",
+    "MinistralForCausalLM": "ministral",
+    "Ministral3ForCausalLM": "ministral3",
     "MixtralForCausalLM": "mixtral",
     "OlmoeForCausalLM": "olmoe",
     "GraniteMoeForCausalLM": "granitemoe",

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from batchgen.models.config import ModelConfig
 from batchgen.models.experts import Weights, split_experts
-from batchgen.models.layers import embed, per_layer_inputs, post_attention, pre_attention, rope_table, rotary_options
+from batchgen.models.layers import (
+    embed,
+    per_layer_inputs,
+    post_attention,
+    pre_attention,
+    query_growth_table,
+    rope_table,
+    rotary_options,
+)
 from batchgen.models.tensor_files.table_rows import TableRows
 from batchgen.ops import dispatch as ops
 
@@ -100,7 +108,8 @@ class ChannelImportance:
         config, layer = self._config, self._layer
         rope, shape = config.rope_of(layer), config.attention_of(layer)
         table = rope_table(rope, shape.head_dim, self._tokens) if rope else None
-        options = rotary_options(config, layer, weights, table, self._positions)
+        growth = query_growth_table(config, self._tokens)
+        options = rotary_options(config, layer, weights, table, self._positions, growth)
         kv_heads = shape.num_kv_heads if config.owns_kv(layer) else 0
         q, k, v = (
             x.unflatten(0, (self._seqs, self._tokens)).transpose(1, 2)

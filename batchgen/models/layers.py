@@ -65,6 +65,14 @@ def rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> Rope:
     return F.pad(angles.cos() * scaling, rest, value=1.0), F.pad(angles.sin() * scaling, rest)
 
 
+def query_growth_table(config: ModelConfig, num_positions: int) -> Tensor | None:
+    """Factor of the queries at each position, fp32 [num_positions]; None: it is 1 everywhere."""
+    if not config.query_growth or num_positions <= config.query_growth_period:
+        return None
+    periods = torch.arange(num_positions) // config.query_growth_period
+    return 1 + config.query_growth * (1 + periods.float()).log()
+
+
 def embed(config: ModelConfig, weights: Weights, token_ids: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
     """Hidden states of tokens: their embeddings, with learned positions and a projection if the model has them.
 
@@ -195,7 +203,7 @@ def gate_attention(config: ModelConfig, projected: Tensor, attended: Tensor) -> 
 
 
 def rotary_options(
-    config: ModelConfig, layer: int, weights: Weights, rope: Rope | None, positions: Tensor
+    config: ModelConfig, layer: int, weights: Weights, rope: Rope | None, positions: Tensor, growth: Tensor | None
 ) -> dict[str, Any]:
     """The arguments of `ops.rotary` and `ops.rotary_store` that follow from a layer and its tokens' positions.
 
@@ -205,12 +213,14 @@ def rotary_options(
         weights: Tensors of the layer, by name.
         rope: Cos and sin of the layer's rotary positions (`rope_table`); None: positions are learned.
         positions: Position of each token, int64 [tokens].
+        growth: Factor of the queries at each position (`query_growth_table`); None: 1.
     """
     norms = None
     if config.qk_norm:  # without keys the second one is not used
         norms = weights["q_norm.weight"], weights.get("k_norm.weight", weights["q_norm.weight"])
     return {
         "scale": config.attention_scale,
+        "growth": growth,
         "rope": rope,
         "positions": positions,
         "norms": norms,

@@ -408,6 +408,7 @@ def rotary(  # the operands of one kernel
     value_norm: bool = False,
     keys_are_values: bool = False,
     rotate_keys: bool = False,
+    growth: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split fused QKV into queries, keys and values; norm and rotate queries and keys; scale queries.
 
@@ -426,6 +427,7 @@ def rotary(  # the operands of one kernel
         keys_are_values: Whether the values are the keys before their norm and rotation. Then the rows of qkv end with
             the keys.
         rotate_keys: Whether queries and keys are also multiplied by the matrix of `rotation`, for int5 and int4 KV.
+        growth: Further factor of the queries at each position, fp32 [positions]; None: 1.
 
     Returns:
         Queries [tokens, heads, head_dim]; keys and values, each [tokens, kv_heads, head_dim].
@@ -440,12 +442,19 @@ def rotary(  # the operands of one kernel
         "eps": eps,
         "rotation": rotation(head_dim, qkv.device) if rotate_keys else None,
     }
-    if _has_kernels(qkv, head_dim):
-        return kernels.rotary_store(qkv, heads, kv_heads, head_dim, **options)
     triton_kernels = _device_kernels(qkv.device)
-    if triton_kernels and triton_kernels.supports_rotary(head_dim, rotate_keys, qkv.device):
-        return triton_kernels.rotary_store(qkv, heads, kv_heads, **options)
-    return reference.rotary(qkv, heads, kv_heads, **options)
+    if _has_kernels(qkv, head_dim):
+        q, k, v = kernels.rotary_store(qkv, heads, kv_heads, head_dim, **options)
+    elif triton_kernels and triton_kernels.supports_rotary(head_dim, rotate_keys, qkv.device):
+        q, k, v = triton_kernels.rotary_store(qkv, heads, kv_heads, **options)
+    else:
+        q, k, v = reference.rotary(qkv, heads, kv_heads, **options)
+    return _grown(q, positions, growth), k, v
+
+
+def _grown(q: Tensor, positions: Tensor | None, growth: Tensor | None) -> Tensor:
+    """Queries [tokens, heads, head_dim], multiplied in place by the factors of their positions."""
+    return q if growth is None or positions is None else q.mul_(growth[positions].view(-1, 1, 1))
 
 
 def _with_values(
@@ -487,6 +496,12 @@ def rotary_store(  # what `rotary` takes, and where keys and values go
     Returns:
         Queries [tokens, heads, head_dim].
     """
+    growth = options.pop("growth", None)
+    q = _rotary_store(qkv, heads, kv, slots, kv_format, **options)
+    return _grown(q, options.get("positions"), growth)
+
+
+def _rotary_store(qkv: Tensor, heads: int, kv: Tensor, slots: Tensor, kv_format: KVFormat, **options: Any) -> Tensor:
     kv_heads, bits, rotate_keys = kv.shape[2], kv_format.bits, kv_format.rotates_keys
     eps = options.get("eps", 0.0)
     qkv = _with_values(qkv, heads, kv_heads, eps, value_norm=value_norm, keys_are_values=keys_are_values)

@@ -86,13 +86,15 @@ def hf_model(family: str, **overrides):
     fields |= {"num_hidden_layers": 4} if family in DELTA_NETS else {}  # the last one attends
     fields |= {"vocab_size_per_layer_input": 320} if family == "gemma4" else {}
     fields |= {"pad_token_id": 0} if family in ("phi3", "smollm3") else {}  # whose own is beyond this vocabulary
-    fields |= attention_alone(family, overrides.get("num_hidden_layers", 3))
+    fields |= what_must_be_stated(family, overrides.get("num_hidden_layers", 3))
     with torch.device("meta"):
         return model_class(config_class(**{**fields, **overrides}))
 
 
-def attention_alone(family: str, layers: int) -> dict:
-    """The types of layers that a config must state, because the default is of layers that batchgen refuses."""
+def what_must_be_stated(family: str, layers: int) -> dict:
+    """What a config must state, because batchgen refuses the default, or transformers cannot run it."""
+    if family == "ministral":
+        return {"head_dim": 16}
     return {"layer_types": ["full_attention"] * layers} if family == "granitemoehybrid" else {}
 
 
@@ -172,7 +174,7 @@ def test_a_config_that_states_only_shapes_takes_the_defaults_of_transformers(fam
     fields = {"architectures": [classes_of(family)[1].__name__], "hidden_size": 64, "num_hidden_layers": 2}
     fields |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}
     fields |= {"ffn_dim": 96} if family == "opt" else {"intermediate_size": 96}
-    fields |= attention_alone(family, 2)
+    fields |= what_must_be_stated(family, 2)
     fields |= {"num_hidden_layers": 4} if family in DELTA_NETS else {}
     fields |= {"vocab_size_per_layer_input": 300} if family == "gemma4" else {}
     assert config_of_hf(fields) == config_of(hf_model(family, **fields))
@@ -295,6 +297,23 @@ PUBLISHED = {
             "rope_type": "yarn",
         },
         "rope_theta": 500000,
+    },
+    "ministral": {"sliding_window": 32768, "head_dim": 128, "rope_theta": 1e8, "rms_norm_eps": 1e-05},
+    "ministral3": {
+        "head_dim": 128,
+        "rope_parameters": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 16.0,
+            "llama_4_scaling_beta": 0.1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 16384,
+            "rope_theta": 1000000.0,
+            "rope_type": "yarn",
+            "type": "yarn",
+        },
+        "sliding_window": None,
     },
     "olmoe": {"clip_qkv": None, "norm_topk_prob": False, "rope_scaling": None, "router_aux_loss_coef": 0.01},
     "granitemoe": {"attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "output_router_logits": False},
@@ -689,7 +708,7 @@ def test_what_is_no_number_is_refused_by_its_key(name, text, tmp_path):
             read_config(ModelFiles(tmp_path, "hf", "any"))
 
 
-ROPES_APART = ("opt", "gemma3", "olmo3", "phi3")
+ROPES_APART = ("opt", "ministral3", "gemma3", "olmo3", "phi3")
 QWEN_CARD = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
@@ -706,7 +725,7 @@ class TestScalingBesideRopeParameters:
 
     def test_it_is_taken_where_both_ways_of_reading_it_are_one(self, family):
         stated = {"architectures": [classes_of(family)[1].__name__], "rope_scaling": QWEN_CARD | {"rope_theta": 5e6}}
-        stated |= attention_alone(family, 32)
+        stated |= what_must_be_stated(family, 32)
         rope = config_of_hf(stated | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}}).rope
         assert (rope.kind, rope.factor, rope.theta) == ("yarn", 4.0, 5e6)
 
@@ -727,7 +746,7 @@ def test_values_of_the_wrong_kind_are_input_errors(family, tmp_path):
     """Whatever stands in a config.json, it is a model or one line that names the place and the key."""
     path = tmp_path / "config.json"
     base = {"architectures": [classes_of(family)[1].__name__], "num_hidden_layers": 2, "dtype": "float32"}
-    base |= attention_alone(family, 2)
+    base |= what_must_be_stated(family, 2)
     base |= {"full_attention_interval": 2} if family in DELTA_NETS else {}
     for key in sorted({*KEYS[family], *FIXED[family], *READ_APART, "quantization_config", "model_type", "layer_types"}):
         for value in ("x", -1, 2.5, ["x"], {"a": {}}, True, None, 10**12):

@@ -125,8 +125,8 @@ def draw(model: str, seed: int) -> Draw:
 
 def _needs_head_dim(family: str, stated: dict[str, Any]) -> bool:
     """Where it is left out, transformers' Mixtral cannot do YaRN, and its Mistral no layer types."""
-    if family == "mistral":
-        return "layer_types" in stated
+    if family in ("mistral", "ministral"):
+        return family == "ministral" or "layer_types" in stated
     tables = (stated.get(name) for name in ("rope_parameters", "rope_scaling"))
     return family == "mixtral" and any(isinstance(t, dict) and "yarn" in t.values() for t in tables)
 
@@ -219,7 +219,7 @@ def without_ignored(stated: dict[str, Any]) -> dict[str, Any]:
 
 
 # Transformers cannot collect what routers say where some layers have none.
-_NO_MORE_OUTPUTS = {model: {"output_router_logits": False} for model in ("qwen2_moe", "qwen3_moe")}
+_NO_MORE_OUTPUTS = {model: {"output_router_logits": False} for model in ("granitemoehybrid", "qwen2_moe", "qwen3_moe")}
 
 
 def _compare(given: Draw, folder: Path, model) -> Outcome:
@@ -292,6 +292,7 @@ def _ordinary(family: str, rng: random.Random) -> dict[str, Any]:
     if family == "granitemoehybrid":
         drawn |= {"layer_types": rng.choice((["attention"] * layers, ["full_attention"] * layers))}
         drawn |= {"position_embedding_type": maybe("rope", None), "mamba_d_conv": maybe(4, 3)}
+        drawn |= {"mamba_n_heads": 2}
     if family.startswith("granite"):
         drawn |= {"embedding_multiplier": maybe(1.0, 12), "residual_multiplier": maybe(0.22, 1)}
         drawn |= {"logits_scaling": maybe(1.0, 6), "attention_multiplier": maybe(0.0625, 0.3)}
@@ -365,7 +366,9 @@ def _fields(config_class: type) -> dict[str, Any]:
 def _windows(family: str, layers: int, rng: random.Random) -> dict[str, Any]:
     window = rng.choice((_LEFT_OUT, 6, 20))
     types = rng.choice((_LEFT_OUT, None, [rng.choice(("sliding_attention", "full_attention")) for _ in range(layers)]))
-    if family in ("mistral", "mixtral", "phi3"):
+    if family == "ministral":
+        return {"sliding_window": rng.choice((window, None)), "layer_types": None if window is None else types}
+    if family in ("mistral", "ministral3", "mixtral", "phi3"):
         drawn = {"sliding_window": rng.choice((window, None))}
         if family == "mistral" and drawn["sliding_window"] is not None:
             drawn["layer_types"] = types
@@ -436,6 +439,8 @@ def _rope(family: str, drawn: dict[str, Any], rng: random.Random) -> dict[str, A
     theta = rng.choice((_LEFT_OUT, 5000.0, 1e5))
     of_theta = {} if theta is _LEFT_OUT else {"rope_theta": theta}
     scaled = _phi3_scaling(drawn, rng) if family == "phi3" else _scaling(rng)
+    if family == "ministral3":
+        scaled |= {"llama_4_scaling_beta": rng.choice((0.1, 0.5)), "original_max_position_embeddings": 8}
     around = {}
     if family == "phi3":
         around = {"original_max_position_embeddings": 16 if "long_factor" in scaled else rng.choice((_LEFT_OUT, 64))}

@@ -26,6 +26,8 @@ FAMILIES = (
     "seed_oss",
     "olmo2",
     "olmo3",
+    "ministral",
+    "ministral3",
     "mixtral",
     "olmoe",
     "granitemoe",
@@ -89,6 +91,10 @@ MODELS = {
             "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
         },
     }),
+    "ministral, windows in some layers": ("ministral", {
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    }),
+    "ministral3, windows": ("ministral3", {"sliding_window": 20}),
     "mixtral, one of 16, windows": ("mixtral", {
         "num_local_experts": 16, "num_experts_per_tok": 1, "sliding_window": 20, "num_hidden_layers": 2,
     }),
@@ -187,6 +193,11 @@ _FIELDS = {
     "seed_oss": {"head_dim": 32},
     "mistral": {"sliding_window": None},
     "olmo3": {"sliding_window": 20},
+    "ministral": {"sliding_window": 20, "head_dim": 16},
+    "ministral3": {"head_dim": 32, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e6, "factor": 8.0, "original_max_position_embeddings": 8, "beta_fast": 32.0,
+        "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4,
+    }},
     # Small caps, so that they change the tokens; only "eager" knows them.
     "gemma2": {
         **_GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0, "attn_implementation": "eager",
@@ -364,6 +375,7 @@ GGUF_FAMILIES = (
     "seed_oss",
     "olmo2",
     "olmo3",
+    "ministral3",
     "olmoe",
     "granitemoe",
     "granitemoeshared",
@@ -566,7 +578,7 @@ def write_tiny_gguf(  # a line for each key and each name of the format
     from gguf_blocks import random_rows
 
     config, family = model.config, model.config.model_type.removesuffix("_text")
-    arch = {**_GGUF_MIXTURES, "olmo3": "olmo2", "qwen3_5": "qwen35"}.get(family, family)
+    arch = {**_GGUF_MIXTURES, "olmo3": "olmo2", "ministral3": "mistral3", "qwen3_5": "qwen35"}.get(family, family)
     writer = gguf.GGUFWriter(str(path), arch, split_max_tensors=tensors_per_part)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -589,6 +601,10 @@ def write_tiny_gguf(  # a line for each key and each name of the format
         _write_phi3(writer, config, head_dim)
     elif family == "olmo3":
         _write_olmo3(writer, config)
+    elif family == "ministral3":
+        _write_yarn(writer, config.rope_parameters)
+        writer.add_rope_scaling_yarn_log_mul(config.rope_parameters["mscale_all_dim"])
+        writer.add_attn_temperature_scale(config.rope_parameters["llama_4_scaling_beta"])
     if family.startswith("granite"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
@@ -601,7 +617,10 @@ def write_tiny_gguf(  # a line for each key and each name of the format
     if rope_freqs is not None:
         writer.add_tensor("rope_freqs.weight", np.array(rope_freqs, dtype=np.float32))
     for name, values in _gguf_tensors(model, family):
-        if arch in ("llama", "granite", "granitemoe", "smollm3") and name.split(".")[-2] in ("attn_q", "attn_k"):
+        if arch in ("llama", "granite", "granitemoe", "smollm3", "mistral3") and name.split(".")[-2] in (
+            "attn_q",
+            "attn_k",
+        ):
             heads = values.shape[0] // head_dim
             halves = values.reshape(heads, 2, head_dim // 2, *values.shape[1:])
             values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))

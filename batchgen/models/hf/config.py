@@ -24,7 +24,7 @@ from batchgen.models.hf.fields import (
     stated_dtype,
     token_ids,
 )
-from batchgen.models.hf.rope import read_ropes
+from batchgen.models.hf.rope import read_query_growth, read_ropes
 
 
 def config_of_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -83,6 +83,7 @@ def config_of_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
         local_rope=local_rope,
         unrotated_layers=read_unrotated_layers(keys, layers),
         query_scale=read_query_scale(keys, family),
+        **read_query_growth(config, family),
         attention_softcap=float(keys.get("attn_logit_softcapping") or 0),
         logit_softcap=float(keys.get("final_logit_softcapping") or 0),
         **read_gemma4(keys, family, windows),

@@ -23,7 +23,7 @@ from batchgen.models.formats.schemes import read_scheme
 from batchgen.models.hf.keys import KEYS, read_keys, refuse_unsupported
 from batchgen.models.scales import scales_of
 from batchgen.models.state_layers import DeltaNet
-from batchgen.models.stated_numbers import is_count, shown
+from batchgen.models.stated_numbers import is_count, require_positive, shown
 
 # Models that take images too, whose text model alone is read.
 _WITH_IMAGES = (
@@ -276,7 +276,9 @@ def _granite_mlps(keys: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of Granite's MLPs. Without experts, its shared expert is its one MLP."""
     experts, shared = keys["num_local_experts"], keys.get("shared_intermediate_size", 0)
     if not experts:
+        require_positive("shared_intermediate_size", shared)
         return {"intermediate_size": shared}
+    require_positive("num_experts_per_tok", keys["num_experts_per_tok"])
     return {
         "intermediate_size": keys["intermediate_size"],
         "num_experts": experts,

@@ -125,6 +125,15 @@ _DELTA_NET_EXPERTS = {
     **_counts(hidden_size=2048, num_key_value_heads=2, moe_intermediate_size=512, shared_expert_intermediate_size=512),
 }
 _MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")  # Granite's
+_MINISTRAL = {
+    **_rotary(),
+    **_counts(vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32),
+    **_counts(num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=131072),
+    **_flags(tie_word_embeddings=False),
+    **_ends(1, 2),
+    "head_dim": _HEADS_NULL,
+    "sliding_window": Key(None, "index", True),
+}
 _GRANITE_MIXTURE = {
     **_rotary(),
     **_counts(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32),
@@ -253,6 +262,12 @@ KEYS: dict[str, dict[str, Key]] = {
     },
     "olmo2": _OLMO_2,
     "olmo3": {**_OLMO_2, **_TYPES, "rope_theta": Key(5e5, "positive"), "sliding_window": _WINDOW},
+    "ministral": _MINISTRAL | {**_rotary(), **_TYPES, "sliding_window": _WINDOW},
+    "ministral3": {
+        **_MINISTRAL,
+        **_counts(vocab_size=131072, num_hidden_layers=34, head_dim=128, max_position_embeddings=262144),
+        "rms_norm_eps": Key(1e-5, "share"),
+    },
     "olmoe": {
         **_rotary(eps=1e-5),
         **_counts(vocab_size=50304, hidden_size=2048, intermediate_size=2048, num_hidden_layers=16),

@@ -26,6 +26,20 @@ _GEMMA4_ROPES = {
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+# Family -> the rotary positions of a file that states none.
+_USUAL = {"gpt_oss": _GPT_OSS_ROPE, "ministral3": _MINISTRAL3_ROPE}
+_OF_GROWTH = ("llama_4_scaling_beta", "max_position_embeddings")  # keys beside those of rotary positions
 _PHI3_LONGROPE = ("su", "yarn", "longrope")  # with its earlier names
 # Kind -> keys without which it is refused, and others that it reads.
 _NEEDED = {
@@ -79,8 +93,8 @@ def read_ropes(
         return _read_by_layer_type(config, keys, family, old, new)
     if any(name in table for table in (old, new) for name in _LAYER_TYPES):
         raise InputError("rope parameters that differ between layer types are not supported for this family")
-    if family == "gpt_oss" and config.get("rope_parameters") is None:
-        new = {} if old else _GPT_OSS_ROPE
+    if family in _USUAL and config.get("rope_parameters") is None:
+        new = {} if old else _USUAL[family]
     taken = _read(config, keys, family, old or new, head_dim)  # transformers takes one of them, not both
     if old and new and taken != (merged := _read(config, keys, family, _merged(new, old), head_dim)):
         raise InputError(
@@ -88,6 +102,19 @@ def read_ropes(
             f'remove rope_scaling and put what it says into rope_parameters, with "rope_theta": {merged.theta!r}'
         )
     return taken, None
+
+
+def read_query_growth(config: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """The fields of a ModelConfig that describe how queries grow with their positions (Ministral 3)."""
+    if family != "ministral3":
+        return {}
+    old, new = (_table(config, name) for name in ("rope_scaling", "rope_parameters"))
+    params = {**(old or new or _MINISTRAL3_ROPE)}
+    beta, period = params.get("llama_4_scaling_beta"), params.get("original_max_position_embeddings")
+    if beta is None or not is_number(beta) or beta < 0:
+        raise InputError(f"llama_4_scaling_beta of rope_parameters must be a number of at least 0, not {shown(beta)}")
+    require_positive("original_max_position_embeddings", period)
+    return {"query_growth": float(beta), "query_growth_period": period if beta else 0}
 
 
 def _table(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -158,6 +185,8 @@ def _read(
         require_positive("original_max_position_embeddings", original)
     if family == "phi3":
         return _phi3_rope(params, keys["max_position_embeddings"], original, head_dim)
+    if family == "ministral3":
+        params = {name: value for name, value in params.items() if name not in _OF_GROWTH}
     if family in DELTA_NETS:
         return _delta_net_rope(params, keys["max_position_embeddings"], original, head_dim)
     return _rope(params, keys["max_position_embeddings"], original)

@@ -71,6 +71,8 @@ class StepContext:
         )
         self.routing = RoutingCounts(config.num_experts, config.experts_per_token, config.expert_layers)
         self.ropes = rope_tables(config, options.max_positions, self.device)
+        growth = layers.query_growth_table(config, options.max_positions)
+        self.query_growth = None if growth is None else growth.to(self.device)
         self.graphs: DecodeGraphs | None = None
         self.tokens: TokenTable | None = None
         self.deferred_of: dict[int, DeferredBatchState] = {}
@@ -99,7 +101,7 @@ class StepContext:
         config, layer = self.config, step.layer
         tensors = self.weights.layer(layer, step.weight_slot) if config.qk_norm else {}
         rope = self.ropes[config.rope_of(layer), config.attention_of(layer).head_dim]
-        return layers.rotary_options(config, layer, tensors, rope, positions)
+        return layers.rotary_options(config, layer, tensors, rope, positions, self.query_growth)
 
     def softmax(self, step: Step, device: torch.device) -> dict[str, Any]:
         """Options of `ops.paged_attention` in a Step's layer, on the device that attends."""

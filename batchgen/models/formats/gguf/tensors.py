@@ -79,7 +79,7 @@ def _check(name: str, info: TensorInfo, shape: Shape) -> None:
         raise InputError(f"{where} has the unsupported type {info.dtype}")
 
 
-_INTERLEAVED = ("llama", "mixtral", "granite", "smollm3", *GRANITE_MIXTURES)
+_INTERLEAVED = ("llama", "mixtral", "granite", "smollm3", "ministral3", *GRANITE_MIXTURES)
 
 
 def _interleaved_head_dim(config: ModelConfig, part: str) -> int | None:
