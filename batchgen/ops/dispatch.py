@@ -496,15 +496,14 @@ def rotary_store(  # what `rotary` takes, and where keys and values go
     Returns:
         Queries [tokens, heads, head_dim].
     """
-    growth = options.pop("growth", None)
+    growth, eps = options.pop("growth", None), options.get("eps", 0.0)
+    qkv = _with_values(qkv, heads, kv.shape[2], eps, value_norm=value_norm, keys_are_values=keys_are_values)
     q = _rotary_store(qkv, heads, kv, slots, kv_format, **options)
     return _grown(q, options.get("positions"), growth)
 
 
 def _rotary_store(qkv: Tensor, heads: int, kv: Tensor, slots: Tensor, kv_format: KVFormat, **options: Any) -> Tensor:
     kv_heads, bits, rotate_keys = kv.shape[2], kv_format.bits, kv_format.rotates_keys
-    eps = options.get("eps", 0.0)
-    qkv = _with_values(qkv, heads, kv_heads, eps, value_norm=value_norm, keys_are_values=keys_are_values)
     head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
     matrix = rotation(head_dim, qkv.device) if rotate_keys else None
     stored = {"kv": kv, "slots": slots, "bits": bits, "rotation": matrix}
