@@ -88,7 +88,9 @@ def wide_conv(x, weight, bias, states, source, starts, silu):
         inputs = torch.cat((inputs, x[start:stop].double().t()), 1)
         after.append(inputs[:, stop - start :])
         if stop > start:
-            y = F.conv1d(inputs[None], weight.double()[:, None], None if bias is None else bias.double(), groups=len(weight))
+            y = F.conv1d(
+                inputs[None], weight.double()[:, None], None if bias is None else bias.double(), groups=len(weight)
+            )
             results.append((F.silu(y) if silu else y)[0].t())
     return torch.cat(results), torch.stack(after)
 
@@ -157,7 +159,9 @@ def updated(qkv, g, beta, states, source, target, starts, key_heads):
     return triton_kernels.delta_rule(wide[:, 8:-8], *operands, states, *rows, key_heads=key_heads)
 
 
-def check_delta(lengths, heads, dims, dtype, states_dtype, seed, *, in_place=False, g=None, beta=None, equal_keys=False):
+def check_delta(
+    lengths, heads, dims, dtype, states_dtype, seed, *, in_place=False, g=None, beta=None, equal_keys=False
+):
     (key_heads, value_heads), (key_dim, value_dim) = heads, dims
     starts, (source, target) = starts_of(lengths), slots_of(seed, len(lengths), in_place)
     tokens = sum(lengths)
@@ -319,9 +323,7 @@ def test_captured_updates_take_other_slots():
     x, weight = random(1, 8, 512, dtype=torch.bfloat16).to(DEVICE), random(2, 512, 4, dtype=torch.bfloat16).to(DEVICE)
     g, beta = -random(3, 8, 2).abs().to(DEVICE), random(4, 8, 2).sigmoid().to(DEVICE)
     slots, starts = torch.full((8,), -1, device=DEVICE), torch.arange(9, device=DEVICE)
-    pools = [
-        (pool(5, 9, 2, 128, 128, dtype=torch.float32), pool(6, 9, 512, 3, dtype=torch.bfloat16)) for _ in range(2)
-    ]
+    pools = [(pool(5, 9, 2, 128, 128, dtype=torch.float32), pool(6, 9, 512, 3, dtype=torch.bfloat16)) for _ in range(2)]
 
     def run(matrices, inputs):
         y = triton_kernels.causal_conv(x, weight, None, inputs, slots, slots, starts, silu=True)
@@ -364,7 +366,10 @@ def test_gates_of_the_delta_rule(tokens, heads, dtype, seed):
     st.integers(0, 2**20),
 )  # fmt: skip
 def test_gated_norm_and_sigmoid_gate(tokens, heads, dim, dtype, in_place, seed):
-    x, z = random(seed, tokens, heads, dim, dtype=dtype), random(seed + 1, tokens, heads * dim + 8, dtype=dtype, scale=3)
+    x, z = (
+        random(seed, tokens, heads, dim, dtype=dtype),
+        random(seed + 1, tokens, heads * dim + 8, dtype=dtype, scale=3),
+    )
     weight = random(seed + 2, dim, dtype=dtype)
     gates = z.double()[:, 8:].unflatten(1, (heads, dim))
     expected = F.rms_norm(x.double(), (dim,), weight.double(), 1e-6) * F.silu(gates)

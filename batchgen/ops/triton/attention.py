@@ -237,7 +237,7 @@ def _attend(  # a kernel takes pointers and scalars only
     there = token < num_tokens
     q_rows = q + (first_token + token).to(tl.int64) * q_stride + head * HEAD_DIM
     if BITS == 4 or BITS == 5:
-        low, high, low_there, high_there = flat_columns(HEAD_DIM, DIM // 64)
+        low, high, low_there, high_there = flat_columns(0, HEAD_DIM, DIM // 64)
         q_high = tl.load(q_rows[:, None] + high[None, :], mask=there[:, None] & high_there[None, :], other=0)
         sum_high = tl.zeros((ROWS, DIM // 2), tl.float32)
     else:

@@ -93,9 +93,7 @@ def conv_launches(  # the operands of one kernel
 
 
 # Vectors of a batch's sequences may begin anywhere in a longer one.
-@triton.jit(
-    do_not_specialize=["num_sequences"], do_not_specialize_on_alignment=["source", "target", "starts"]
-)
+@triton.jit(do_not_specialize=["num_sequences"], do_not_specialize_on_alignment=["source", "target", "starts"])
 def _convolve_sequences(  # a kernel takes pointers and scalars only
     x,
     weight,

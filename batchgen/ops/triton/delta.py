@@ -116,8 +116,12 @@ def _chunk_launches(args: dict[str, Any], constants: dict[str, int]) -> list[Lau
     args = args | {"matrices": matrices, "factors": factors}
     block = min(_KEY_BLOCK, power_of_two(constants["KEY_DIM"], 16))
     constants = constants | {"BLOCK": block, "TOKENS": CHUNK}
-    prepared = {name: value for name, value in args.items() if name not in ("states", "source", "target", "out", "state_stride")}
-    prepare = Launch(_prepare_chunks, (chunks, value_heads), prepared | {"num_sequences": sequences}, constants, warps=4)
+    prepared = {
+        name: value for name, value in args.items() if name not in ("states", "source", "target", "out", "state_stride")
+    }
+    prepare = Launch(
+        _prepare_chunks, (chunks, value_heads), prepared | {"num_sequences": sequences}, constants, warps=4
+    )
     values = min(_CHUNK_VALUES, power_of_two(constants["VALUE_DIM"], 16))
     grid = (sequences, value_heads, triton.cdiv(constants["VALUE_DIM"], values))
     updated = {name: value for name, value in args.items() if name not in ("g", "beta")}
@@ -173,16 +177,12 @@ def _update_tokens(  # a kernel takes pointers and scalars only
         added = (v - tl.sum(state * k[:, None], 0)) * strength
         state += k[:, None] * added[None, :]
         result = tl.sum(state * q[:, None], 0)
-        tl.store(
-            out + (token * VALUE_HEADS + head) * VALUE_DIM + value, result.to(out.dtype.element_ty), mask=is_value
-        )
+        tl.store(out + (token * VALUE_HEADS + head) * VALUE_DIM + value, result.to(out.dtype.element_ty), mask=is_value)
     after = tl.load(target + sequence).to(tl.int64)
     _store_state(states + after * state_stride + place, state, after, key, is_value, KEY_DIM)
 
 
-@triton.jit(
-    do_not_specialize=["few_tokens", "num_sequences"], do_not_specialize_on_alignment=["g", "beta", "starts"]
-)
+@triton.jit(do_not_specialize=["few_tokens", "num_sequences"], do_not_specialize_on_alignment=["g", "beta", "starts"])
 def _prepare_chunks(  # a kernel takes pointers and scalars only
     qkv,
     g,
@@ -251,9 +251,7 @@ def _prepare_chunks(  # a kernel takes pointers and scalars only
     tl.store(matrices + at, (_inverse(system, TOKENS) * strength[None, :]).to(type))
 
 
-@triton.jit(
-    do_not_specialize=["few_tokens"], do_not_specialize_on_alignment=["source", "target", "starts"]
-)
+@triton.jit(do_not_specialize=["few_tokens"], do_not_specialize_on_alignment=["source", "target", "starts"])
 def _update_chunks(  # a kernel takes pointers and scalars only
     qkv,
     states,

@@ -130,7 +130,9 @@ def attention_tiles(group: int, head_dim: int, dtype: torch.dtype, bits: int, sh
     else:
         few = Tile(few_rows, 32 if wide else 64, 4, 5)
         stages = 3 if bits else 5
-        many = Tile(max(few_rows, 64), 32, 8 if dim > 256 else 4, 3) if wide else Tile(max(few_rows, 128), 64, 8, stages)
+        many = (
+            Tile(max(few_rows, 64), 32, 8 if dim > 256 else 4, 3) if wide else Tile(max(few_rows, 128), 64, 8, stages)
+        )
 
     def fitting(tile: Tile) -> Tile:
         # Q and softmax weights once; K and V in as many buffers as stages, less the two that fetch blocks' numbers.
