@@ -178,7 +178,8 @@ def make_tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: s
     if family in DELTA_NETS:
         fields |= {"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
         fields |= {"linear_key_head_dim": 16, "linear_value_head_dim": 24}
-        fields |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        kinds = ("linear_attention", "full_attention")  # in turns
+        fields |= {"layer_types": [kinds[i % 2] for i in range(overrides.get("num_hidden_layers", 3))]}
     if family == "qwen3_5_moe":
         del fields["intermediate_size"]
     if family == "gpt_oss":

@@ -35,7 +35,7 @@ class Numbers(StoredPart):
         out.copy_(values.add_(self.added))
 
     def fill_cut(self, out: Tensor, cut: Cut) -> bool:
-        if self.added or not (cut.is_stretch or cut.by_columns):
+        if self.added or not (cut.is_stretch or (cut.by_columns and cut.column_sections == 1)):
             return False
         if cut.by_columns:
             self._fill_columns(out, cut.rank * out.shape[1])
