@@ -13,7 +13,15 @@ from typing import Any
 from batchgen.core.dtypes import GGUF_FORMATS
 from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig
-from batchgen.models.families import ARCHITECTURES, DELTA_NETS, GEMMA, HEAD_NORMS, OUTPUT_NORMS, PROJECTION_NORMS
+from batchgen.models.families import (
+    ARCHITECTURES,
+    DELTA_NETS,
+    GEMMA,
+    GRANITE_MIXTURES,
+    HEAD_NORMS,
+    OUTPUT_NORMS,
+    PROJECTION_NORMS,
+)
 from batchgen.models.formats.gguf.delta_net import STATE_MATRICES, STATE_VECTORS, name_in_layer, read_states
 from batchgen.models.formats.gguf.known_tokens import end_ids, special_id
 from batchgen.models.rope import RopeConfig
@@ -35,15 +43,18 @@ GGUF_ARCHITECTURES = {
     "smollm3": "SmolLM3ForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
     "qwen3next": "Qwen3NextForCausalLM",
     "qwen35": "Qwen3_5ForCausalLM",
     "qwen35moe": "Qwen3_5MoeForCausalLM",
 }
 _LLAMA_MIXTURE = "MixtralForCausalLM"  # its GGUFs have architecture "llama", and experts
+_GRANITE_SHARED = "GraniteMoeSharedForCausalLM"  # its GGUFs have architecture "granitemoe", and a shared expert
 _OLMO_WITH_WINDOWS = "Olmo3ForCausalLM"  # its GGUFs have architecture "olmo2", and windows
 # Family -> whether the weights of the experts chosen add up to 1, where the file does not say.
-_NORM_TOPK = {"mixtral": True, "qwen2_moe": False, "qwen3_moe": True, "gpt_oss": True, "qwen3_next": True}
-_NORM_TOPK |= {"qwen3_5_moe": True}
+_NORM_TOPK = {"mixtral": True, "qwen2_moe": False, "qwen3_moe": True, "gpt_oss": True, "olmoe": False}
+_NORM_TOPK |= dict.fromkeys((*GRANITE_MIXTURES, "qwen3_next", "qwen3_5_moe"), True)
 # Role of a matrix (`layouts.role`) -> its name in a layer; with experts gate, up and down have "_exps" behind theirs.
 _MATRICES = {
     "q": "attn_q",
@@ -229,6 +240,8 @@ def _architecture(arch: str, fields: Mapping[str, Any], experts: int) -> str:
         return _LLAMA_MIXTURE
     if arch == "olmo2" and fields.get("attention.sliding_window"):
         return _OLMO_WITH_WINDOWS
+    if arch == "granitemoe" and fields.get("expert_shared_feed_forward_length"):
+        return _GRANITE_SHARED
     return GGUF_ARCHITECTURES[arch]
 
 
@@ -264,8 +277,8 @@ def _mlps(fields: Mapping[str, Any], family: str, tensors: Mapping[str, TensorIn
         raise InputError(
             "GGUFs whose experts are not chosen by a softmax (expert_gating_func), or scaled, are not supported"
         )
-    width = "feed_forward_length" if family == "mixtral" else "expert_feed_forward_length"
-    shared = "ffn_gate_shexp" if family in ("qwen2_moe", *DELTA_NETS) else None
+    width = "feed_forward_length" if family in ("mixtral", "olmoe", *GRANITE_MIXTURES) else "expert_feed_forward_length"
+    shared = "ffn_gate_shexp" if family in ("qwen2_moe", "granitemoeshared", *DELTA_NETS) else None
     # A layer of one MLP has neither a router nor experts.
     dense = tuple(
         j
@@ -280,6 +293,7 @@ def _mlps(fields: Mapping[str, Any], family: str, tensors: Mapping[str, TensorIn
         "shared_expert_size": _get_or(fields, "expert_shared_feed_forward_length", _rows(tensors, shared))
         if shared
         else 0,
+        "shared_gate": family not in GRANITE_MIXTURES,
         "dense_layers": dense,
         "dense_size": _require_int(fields, "feed_forward_length") if dense else 0,
     }

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig
+from batchgen.models.families import GRANITE_MIXTURES
 from batchgen.models.formats.base import NamedTensor, StoredPart, Tensors
 from batchgen.models.formats.gguf.fields import place_of
 from batchgen.models.formats.head_order import by_group, in_head_order, in_sections
@@ -77,7 +78,7 @@ def _check(name: str, info: TensorInfo, shape: Shape) -> None:
         raise InputError(f"{where} has the unsupported type {info.dtype}")
 
 
-_INTERLEAVED = ("llama", "mixtral", "granite", "smollm3")
+_INTERLEAVED = ("llama", "mixtral", "granite", "smollm3", *GRANITE_MIXTURES)
 
 
 def _interleaved_head_dim(config: ModelConfig, part: str) -> int | None:
