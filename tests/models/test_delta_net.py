@@ -79,7 +79,8 @@ def files(tmp_path_factory):
     by_name = {}
     for family in DELTA_NETS:
         folder = tmp_path_factory.mktemp(family)
-        widths = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64} if family != "qwen3_5" else {}
+        widths = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+        widths = {"intermediate_size": 128} if family == "qwen3_5" else widths
         model = make_tiny_model(family, folder / "hf", linear_value_head_dim=32, linear_num_key_heads=4,
                                 linear_num_value_heads=8, **widths)  # fmt: skip
         by_name[family, "safetensors"] = resolve_model(str(folder / "hf"))
