@@ -65,7 +65,7 @@ class PlainModel:
         config, positions = self.config, self._positions(slots, counts)
         rope = config.rope_of(layer)
         table = layers.rope_table(rope, config.head_dim, config.max_position) if rope else None
-        options = layers.rotary_options(config, self.layers[layer], table, positions)
+        options = layers.rotary_options(config, layer, self.layers[layer], table, positions, None)
         qkv = ops.rotary(layers.ungated(config, projected), config.num_heads, config.num_kv_heads, **options)
         results = []
         for slot, q, k, v in zip(slots, *(x.split(counts) for x in qkv), strict=True):
