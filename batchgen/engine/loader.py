@@ -513,32 +513,19 @@ def plan_load(request: LoadRequest) -> MemoryPlan:
     if request.planned_process_bytes:
         held_bytes = max(resident_bytes(), request.planned_process_bytes)
     context = request.policy.max_model_len
-    return _with_states(
-        request,
-        plan_memory(
-            request.config,
-            request.policy,
-            dtype=request.dtype,
-            budgets=request.budgets,
-            process_bytes=held_bytes,
-            demand=Demand(
-                min_tokens=min(request.min_output_len + 1, context),
-                longest_tokens=min(context, request.longest_tokens or context),
-                most_kv_tokens=request.most_kv_tokens,
-                task=request.task,
-            ),
+    return plan_memory(
+        request.config,
+        request.policy,
+        dtype=request.dtype,
+        budgets=request.budgets,
+        process_bytes=held_bytes,
+        demand=Demand(
+            min_tokens=min(request.min_output_len + 1, context),
+            longest_tokens=min(context, request.longest_tokens or context),
+            most_kv_tokens=request.most_kv_tokens,
+            task=request.task,
         ),
     )
-
-
-def _with_states(request: LoadRequest, memory: MemoryPlan) -> MemoryPlan:
-    """The plan with a state slot for each sequence of a tier, and some for snapshots."""
-    if request.config.state is None or memory.state_slots:
-        return memory
-    slots = dict.fromkeys(memory.kv_blocks, 4)
-    for kv_placement, count in request.policy.kv_seqs.items():
-        slots[KVPlacement(kv_placement).tier] += count
-    return replace(memory, state_slots=slots, staging_states=request.policy.batch_seqs)
 
 
 def _make_kv_cache(request: LoadRequest, memory: MemoryPlan, tiers: Tiers) -> KVCache:
@@ -613,10 +600,9 @@ def _make_executor(
     import torch
 
     from batchgen.runtime.executor import Executor
-    from batchgen.runtime.sweep_options import SweepOptions
+    from batchgen.runtime.sweep_options import SweepOptions, attention_isas
 
     config, policy, accelerated = request.config, request.policy, request.device.accelerated
-    heads = config.num_heads, config.num_kv_heads, config.head_dim
     options = SweepOptions(
         max_positions=policy.max_model_len,
         batches_on_host=policy.activation_batches[1] if accelerated else 0,
@@ -626,7 +612,7 @@ def _make_executor(
         chunk_tokens=chunk_tokens(request.config, int(FORMAT_BYTES[request.dtype]), on_gpu=accelerated),
         logit_rows=memory.logit_rows,
         captured_tokens=policy.gpu_batch_size if policy.all_on_gpu and not request.reduce else 0,
-        attention_isa=request.kernels.attention_isa(*heads, request.dtype),
+        attention_isa=attention_isas(config, request.kernels, request.dtype),
         reduce=request.reduce,
         makes_logits=request.shard is None or request.shard.rank == 0,
         adjacent_ranks=adjacent_ranks,

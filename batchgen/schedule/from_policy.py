@@ -96,5 +96,6 @@ def splitter(
         max_staged_blocks=max(1, memory.staging_blocks),
         kv_block_size=policy.kv_block_size,
         placement_of=partial(placement_in_sweep, compute_tier=compute_tier),
+        max_staged_seqs=max(1, memory.staging_states) if memory.state_slots else None,
         balance_tokens=policy.balance_tokens,
     )
