@@ -833,8 +833,11 @@ def test_shared_memory_is_what_the_card_says_or_else_the_table(found, shared_mem
     ids=str,
 )
 def test_tiles_fit_the_shared_memory(shared_memory, dtype, bits):
-    for group in (1, 4, 8, 16):
+    for group in (1, 4, 8, 16, 64):
         for head_dim in (34, 64, 80, 128, 256, 512):
+            if not launching.fits_attention(group, head_dim, shared_memory << 10):
+                assert head_dim >= 256 and (shared_memory == 64 or group == 64)
+                continue
             for tile in launching.attention_tiles(group, head_dim, dtype, bits, shared_memory << 10):
                 dim = launching.power_of_two(head_dim, 16)
                 keys_and_values = max(1, tile.stages - 2) * 2 * tile.keys * dim * dtype.itemsize

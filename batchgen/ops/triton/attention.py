@@ -15,7 +15,7 @@ from batchgen.core.dtypes import KVFormat
 from batchgen.ops.attention_plan import AttentionPlan
 from batchgen.ops.triton import plan as plans
 from batchgen.ops.triton.groups import aligned, flat_columns, unpack, unpack_bytes
-from batchgen.ops.triton.launch import Launch, Tile, attention_tiles, card, power_of_two
+from batchgen.ops.triton.launch import Launch, Tile, attention_tiles, card, fits_attention, power_of_two
 from batchgen.ops.triton.plan import CutPlan, DevicePlan, Geometry
 
 MAX_HEAD_DIM = 512
@@ -35,11 +35,13 @@ def supports_attention(head_dim: int, group: int, kv_block_size: int, device: to
         kv_block_size: Number of tokens in a KV block.
         device: Device that computes.
     """
+    this = card(device)
     return (
-        card(device).has_products
+        this.has_products
         and head_dim % 2 == 0
         and head_dim <= MAX_HEAD_DIM
         and group <= MAX_GROUP
+        and fits_attention(group, head_dim, this.shared_memory)
         and kv_block_size & (kv_block_size - 1) == 0
     )
 
