@@ -6,6 +6,7 @@ They are stated by keys of the file itself, by `rope_scaling`, or by `rope_param
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 from batchgen.core.errors import InputError
@@ -44,7 +45,7 @@ _NEEDED = {
     "longrope": ("short_factor", "long_factor"),
 }
 _OPTIONAL = {
-    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "yarn": ("attention_factor", "attn_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     "longrope": ("factor", "attention_factor"),
 }
 # Keys of all kinds; "finetuned" is a note that older files with YaRN have.
@@ -230,7 +231,12 @@ def _rope(params: Mapping[str, Any], max_position: int, original: int | None, ro
         fields["original_max_position"] = original
         if fields.get("factor") is None and kind != "llama3":
             fields["factor"] = max_position / original
-    return RopeConfig(theta=theta, kind=cast(RopeKind, kind), rotated=rotated, **fields)
+    further = fields.pop("attn_factor", 1.0)
+    rope = RopeConfig(theta=theta, kind=cast(RopeKind, kind), rotated=rotated, **fields)
+    if further == 1.0 or "attention_factor" in fields:
+        return rope
+    # As its authors' code has it: a factor beside that of the formula. Transformers does not read it.
+    return replace(rope, attention_factor=further * rope.attention_scaling())
 
 
 def _kind(params: Mapping[str, Any]) -> str:

@@ -24,6 +24,7 @@ from batchgen.models.families import (
 )
 from batchgen.models.formats.gguf.delta_net import STATE_MATRICES, STATE_VECTORS, name_in_layer, read_states
 from batchgen.models.formats.gguf.known_tokens import end_ids, special_id
+from batchgen.models.nearest import nearest_family
 from batchgen.models.rope import RopeConfig
 from batchgen.models.scales import scales_of
 from batchgen.models.stated_numbers import require_positive
@@ -143,7 +144,12 @@ def _fused_rows(config: ModelConfig, stem: str) -> tuple[int, int, int]:
 def check_architecture(arch: Any) -> str:
     """The architecture that a GGUF names. Raises InputError if it is not supported."""
     if not isinstance(arch, str) or arch not in GGUF_ARCHITECTURES:
-        raise InputError(f"GGUF architecture {arch!r} is not supported; supported: {', '.join(GGUF_ARCHITECTURES)}")
+        families = {ARCHITECTURES[name]: known for known, name in GGUF_ARCHITECTURES.items()}
+        nearest = families[nearest_family(str(arch), families)]
+        raise InputError(
+            f"GGUF architecture {arch!r} is not supported; the nearest that is: {nearest!r}; supported: "
+            f"{', '.join(GGUF_ARCHITECTURES)}"
+        )
     return arch
 
 
