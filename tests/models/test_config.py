@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tiny_models import DELTA_NETS, FAMILIES, classes_of, make_tiny_model
+from tiny_models import DELTA_NETS, FAMILIES, GEMMA4, MODELS, classes_of, make_tiny_model
 
 from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig, RopeConfig
@@ -73,6 +73,7 @@ VARIANTS = [
     ("qwen3_next", {"decoder_sparse_step": 2, "full_attention_interval": 3}),
     ("qwen3_5", {"tie_word_embeddings": True, "linear_num_value_heads": 16, "linear_conv_kernel_dim": 2}),
     ("qwen3_5", {"layer_types": ["full_attention"] * 4}),
+    *(model for model in MODELS.values() if model[0] in GEMMA4),
 ]
 
 
@@ -82,6 +83,7 @@ def hf_model(family: str, **overrides):
     fields = {"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
     fields |= {"ffn_dim": 96} if family == "opt" else {"intermediate_size": 96, "num_key_value_heads": 2}
     fields |= {"num_hidden_layers": 4} if family in DELTA_NETS else {}  # the last one attends
+    fields |= {"vocab_size_per_layer_input": 320} if family == "gemma4" else {}
     fields |= {"pad_token_id": 0} if family in ("phi3", "smollm3") else {}  # whose own is beyond this vocabulary
     fields |= what_must_be_stated(family, overrides.get("num_hidden_layers", 3))
     with torch.device("meta"):
@@ -105,11 +107,12 @@ def test_parameter_count_is_that_of_transformers(family, overrides):
     model = hf_model(family, **overrides)
     config = config_of(model)
     assert config.family == family
-    assert config.num_params == sum(p.numel() for p in model.parameters())
+    scales = config.layer_scale * config.num_layers  # which transformers does not count among its parameters
+    assert config.num_params == sum(p.numel() for p in model.parameters()) + scales
     layers = model.model.decoder.layers if family == "opt" else model.model.layers
     sinks = config.sinks * config.num_heads  # which are loaded with the head
-    sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
-    if config.state is None:
+    sizes = [sum(p.numel() for p in layer.parameters()) + config.layer_scale for layer in layers]
+    if len(set(map(config.kind_of, range(config.num_layers)))) == 1:
         assert config.params_per_layer + sinks == sizes[0]
     else:  # the largest size of each group
         assert config.params_per_layer >= max(sizes)
@@ -172,11 +175,38 @@ def test_a_config_that_states_only_shapes_takes_the_defaults_of_transformers(fam
     fields |= {"ffn_dim": 96} if family == "opt" else {"intermediate_size": 96, "num_key_value_heads": 2}
     fields |= what_must_be_stated(family, 2)
     fields |= {"num_hidden_layers": 4} if family in DELTA_NETS else {}
+    fields |= {"vocab_size_per_layer_input": 300} if family == "gemma4" else {}
     assert config_of_hf(fields) == config_of(hf_model(family, **fields))
 
 
 # What published files have beside the plain keys.
+_GEMMA4_ROPES = {
+    "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+    "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+}
 PUBLISHED = {
+    "gemma4": {
+        "attention_k_eq_v": True,
+        "global_head_dim": 512,
+        "num_global_key_value_heads": 2,
+        "use_bidirectional_attention": "vision",
+        "enable_moe_block": True,
+        "num_experts": 128,
+        "top_k_experts": 8,
+        "moe_intermediate_size": 704,
+        "hidden_size_per_layer_input": 0,
+        "rope_parameters": _GEMMA4_ROPES,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma4_unified": {
+        "attention_k_eq_v": True,
+        "global_head_dim": 512,
+        "num_global_key_value_heads": 1,
+        "rope_parameters": _GEMMA4_ROPES,
+        "final_logit_softcapping": 30.0,
+        "vocab_size_per_layer_input": 262144,
+        "hidden_size_per_layer_input": 0,
+    },
     "opt": {
         "activation_dropout": 0.0,
         "prefix": "</s>",
@@ -640,14 +670,14 @@ class TestKeysAreThoseOfTransformers:
         config_class = classes_of(family)[0]
         fields = {field.name: field for field in dataclasses.fields(config_class)}
         apart = {"rope_theta", "rope_local_base_freq", "sliding_window_pattern", "head_dim", "layer_types"}
-        apart |= {"full_attention_interval"}
+        apart |= {"full_attention_interval", "global_head_dim", "num_global_key_value_heads", "per_layer_config"}
         for name, key in KEYS[family].items():
             if name not in fields:
                 assert name in apart, name
                 continue
             assert (key.default, type(key.default)) == (fields[name].default, type(fields[name].default)), name
             assert key.nullable == ("None" in str(fields[name].type)) or (family, name) in NULL_FAILS, name
-        if family not in ("opt", "gpt_oss", "gemma3"):
+        if family not in ("opt", "gpt_oss", "gemma3", *GEMMA4):
             assert KEYS[family]["rope_theta"].default == config_class.default_theta
 
 
@@ -680,12 +710,11 @@ def test_what_is_no_number_is_refused_by_its_key(name, text, tmp_path):
             read_config(ModelFiles(tmp_path, "hf", "any"))
 
 
+ROPES_APART = ("opt", "ministral3", "gemma3", "olmo3", "phi3")
 QWEN_CARD = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
-@pytest.mark.parametrize(
-    "family", [name for name in FAMILIES if name not in ("opt", "ministral3", "gemma3", "olmo3", "phi3")]
-)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in (*ROPES_APART, *GEMMA4)])
 class TestScalingBesideRopeParameters:
     """Qwen's model cards advise it, in files of transformers 5, which then forgets the base that was in the others."""
 

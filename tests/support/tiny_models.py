@@ -18,6 +18,8 @@ FAMILIES = (
     "qwen3",
     "gemma2",
     "gemma3",
+    "gemma4",
+    "gemma4_unified",
     "phi3",
     "granite",
     "smollm3",
@@ -35,13 +37,14 @@ FAMILIES = (
     "qwen3_moe",
     "gpt_oss",
 )
+GEMMA4 = ("gemma4", "gemma4_unified")
 GRANITE_MIXTURES = ("granitemoe", "granitemoeshared", "granitemoehybrid")
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "olmoe", *GRANITE_MIXTURES)
 DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 # What must hold for every model holds for each of these: families as they are, and with the switches that change what a
 # layer reads. name -> (family, fields of the transformers config). A test keeps it complete (test_token_identity.py).
 MODELS = {
-    **{family: (family, {}) for family in FAMILIES},
+    **{family: (family, {}) for family in (*FAMILIES, *DELTA_NETS)},
     "opt, norm after": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32, "num_hidden_layers": 2}),
     "llama, tied, one KV head": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     "llama, head size 24": ("llama", {"num_key_value_heads": 4, "head_dim": 24}),
@@ -54,6 +57,19 @@ MODELS = {
             "full_attention": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0},
             "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
         },
+    }),
+    "gemma4, six layers, windows that reuse KV": ("gemma4", {
+        "num_hidden_layers": 6, "num_kv_shared_layers": 3, "layer_types": ["sliding_attention", "full_attention"] * 3,
+    }),
+    "gemma4, experts, keys are values": ("gemma4", {
+        "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 40,
+        "attention_k_eq_v": True, "num_key_value_heads": 4, "num_global_key_value_heads": 2, "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0, "use_double_wide_mlp": False,
+    }),
+    "gemma4, keys are values, biases, a cap": ("gemma4", {
+        "attention_k_eq_v": True, "num_global_key_value_heads": 4, "num_kv_shared_layers": 0, "attention_bias": True,
+        "hidden_size_per_layer_input": 0, "final_logit_softcapping": 5.0, "tie_word_embeddings": False,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
     }),
     "phi3, part of each head, windows": ("phi3", {"head_dim": 24, "sliding_window": 20, "rope_parameters": {
         "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
@@ -143,6 +159,7 @@ def classes_of(family: str) -> tuple[type, type]:
         "gpt_oss": "GptOss",
         "smollm3": "SmolLM3",
         "seed_oss": "SeedOss",
+        "gemma4_unified": "Gemma4Unified",
         "granitemoe": "GraniteMoe",
         "granitemoeshared": "GraniteMoeShared",
         "granitemoehybrid": "GraniteMoeHybrid",
@@ -150,7 +167,7 @@ def classes_of(family: str) -> tuple[type, type]:
         "qwen3_5": "Qwen3_5",
         "qwen3_5_moe": "Qwen3_5Moe",
     }.get(family, family.capitalize())
-    text = "Text" if family in ("gemma3", "qwen3_5", "qwen3_5_moe") else ""
+    text = "Text" if family in ("gemma3", *GEMMA4, "qwen3_5", "qwen3_5_moe") else ""
     return getattr(transformers, f"{prefix}{text}Config"), getattr(transformers, f"{prefix}ForCausalLM")
 
 
@@ -158,6 +175,11 @@ _FACTORS = {
     "embedding_multiplier": 6.0, "residual_multiplier": 0.375, "logits_scaling": 0.75, "attention_multiplier": 0.125,
 }  # fmt: skip
 _GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 20, "tie_word_embeddings": True}
+# Heads of two sizes; the last layer reuses KV, and has a wider MLP.
+_GEMMA4 = {
+    "head_dim": 32, "global_head_dim": 64, "sliding_window": 20, "num_kv_shared_layers": 1, "use_double_wide_mlp": True,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+}  # fmt: skip
 _QWEN_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 _SHARED = {**_QWEN_EXPERTS, "shared_expert_intermediate_size": 72}
 _DELTA_NET = {
@@ -181,6 +203,8 @@ _FIELDS = {
         **_GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0, "attn_implementation": "eager",
     },
     "gemma3": _GEMMA,
+    "gemma4": {**_GEMMA4, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB_SIZE},
+    "gemma4_unified": _GEMMA4,
     "granite": _FACTORS,
     "granitemoe": {**_GRANITE_EXPERTS},
     "granitemoeshared": {**_GRANITE_EXPERTS, "shared_intermediate_size": 72},
@@ -210,7 +234,7 @@ def _layer_types(family: str, layers: int) -> dict[str, list[str]]:
     if family == "granitemoehybrid":
         return {"layer_types": ["full_attention"] * layers}
     if family in DELTA_NETS:
-        return {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        return {"layer_types": [("linear_attention", "full_attention")[i % 2] for i in range(layers)]}
     return {}
 
 
@@ -255,6 +279,9 @@ NORMS_LESS_ONE = ("gemma2", "gemma3", *DELTA_NETS)  # which add 1 to the weights
 def randomize(model, family: str, std: float = 0.2) -> None:
     """Makes every weight random, biases and norms too; matrices so wide that one token clearly wins."""
     with torch.no_grad():
+        for name, weight in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                weight.uniform_(0.6, 1.4)
         for name, weight in model.named_parameters():
             if name.endswith("A_log"):  # with `dt_bias` decays from 0.01 to 0.999
                 weight.copy_(torch.empty_like(weight).uniform_(math.log(0.01), math.log(3.0)))
@@ -262,6 +289,8 @@ def randomize(model, family: str, std: float = 0.2) -> None:
                 weight.normal_(std=1.0)
             elif name.endswith("conv1d.weight"):
                 weight.normal_(std=0.5)
+            elif family in GEMMA4 and weight.ndim == 1 and any(part in name for part in ("norm", "scale")):
+                weight.normal_(mean=1.0, std=0.4)
             elif weight.ndim == 1:
                 of_norm = name.endswith("norm.weight") and (
                     name.endswith("linear_attn.norm.weight") or family not in NORMS_LESS_ONE

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from batchgen.core.errors import InputError
-from batchgen.models.families import DELTA_NETS
+from batchgen.models.families import DELTA_NETS, GEMMA4
 from batchgen.models.rope import ROPE_KINDS, RopeConfig, RopeKind
 from batchgen.models.stated_numbers import is_number, require_positive, shown
 
@@ -21,6 +21,10 @@ _GPT_OSS_ROPE = {
     "beta_slow": 1.0,
     "truncate": False,
     "original_max_position_embeddings": 4096,
+}
+_GEMMA4_ROPES = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 _MINISTRAL3_ROPE = {
     "rope_type": "yarn",
@@ -45,6 +49,7 @@ _NEEDED = {
     "longrope": ("short_factor", "long_factor"),
 }
 _OPTIONAL = {
+    "proportional": ("factor",),
     "yarn": ("attention_factor", "attn_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     "longrope": ("factor", "attention_factor"),
 }
@@ -82,6 +87,8 @@ def read_ropes(
         InputError: A value has the wrong type, is not supported, or is ambiguous.
     """
     old, new = (_table(config, name) for name in ("rope_scaling", "rope_parameters"))
+    if family in GEMMA4:
+        return _read_gemma4(config, keys, new)
     if family in _BY_LAYER_TYPE:
         return _read_by_layer_type(config, keys, family, old, new)
     if any(name in table for table in (old, new) for name in _LAYER_TYPES):
@@ -145,6 +152,27 @@ def _read_by_layer_type(
                 f"truncate {shown(params['truncate'])} in rope parameters of a layer type is not supported"
             )
         ropes.append(_rope({"rope_theta": theta, **_with_part(config, params)}, keys["max_position_embeddings"], None))
+    return ropes[0], ropes[1]
+
+
+def _read_gemma4(
+    config: Mapping[str, Any], keys: Mapping[str, Any], stated: Mapping[str, Any]
+) -> tuple[RopeConfig, RopeConfig]:
+    """The rotary positions of Gemma 4, which are stated for both types of layers, or for none."""
+    if "rope_scaling" in config:
+        raise InputError("rope_scaling of Gemma 4 is not supported: state rope_parameters of both layer types")
+    if config.get("rope_parameters") is None:
+        stated = _GEMMA4_ROPES
+    ropes = []
+    for layer_type in _LAYER_TYPES:
+        params = dict(_table(stated, layer_type))
+        if "rope_type" not in params or "rope_theta" not in params:
+            raise InputError(f"rope_parameters of Gemma 4 need rope_type and rope_theta of {layer_type}")
+        share = 1.0
+        if params["rope_type"] == "proportional":
+            share = _number(params, "partial_rotary_factor", 1.0)
+            params["partial_rotary_factor"] = 1.0
+        ropes.append(replace(_rope(params, keys["max_position_embeddings"], None), share=share))
     return ropes[0], ropes[1]
 
 
