@@ -35,6 +35,7 @@ from batchgen.models.formats.gguf.gemma4 import (
     read_gemma4_ropes,
 )
 from batchgen.models.formats.gguf.known_tokens import end_ids, special_id
+from batchgen.models.nearest import nearest_family
 from batchgen.models.rope import RopeConfig
 from batchgen.models.scales import scales_of
 from batchgen.models.stated_numbers import require_positive
@@ -170,7 +171,12 @@ def _fused_rows(config: ModelConfig, stem: str) -> tuple[int, int, int]:
 def check_architecture(arch: Any) -> str:
     """The architecture that a GGUF names. Raises InputError if it is not supported."""
     if not isinstance(arch, str) or arch not in GGUF_ARCHITECTURES:
-        raise InputError(f"GGUF architecture {arch!r} is not supported; supported: {', '.join(GGUF_ARCHITECTURES)}")
+        families = {ARCHITECTURES[name]: known for known, name in GGUF_ARCHITECTURES.items()}
+        nearest = families[nearest_family(str(arch), families)]
+        raise InputError(
+            f"GGUF architecture {arch!r} is not supported; the nearest that is: {nearest!r}; supported: "
+            f"{', '.join(GGUF_ARCHITECTURES)}"
+        )
     return arch
 
 
