@@ -31,6 +31,7 @@ FAMILIES = (
 )
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
 DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+SHORT_CONVS = ("lfm2", "lfm2_moe")
 # What must hold for every model holds for each of these: families as they are, and with the switches that change what a
 # layer reads. name -> (family, fields of the transformers config). A test keeps it complete (test_token_identity.py).
 MODELS = {
@@ -129,9 +130,20 @@ def classes_of(family: str) -> tuple[type, type]:
         "qwen3_next": "Qwen3Next",
         "qwen3_5": "Qwen3_5",
         "qwen3_5_moe": "Qwen3_5Moe",
+        "lfm2_moe": "Lfm2Moe",
     }.get(family, family.capitalize())
     text = "Text" if family in ("gemma3", "qwen3_5", "qwen3_5_moe") else ""
     return getattr(transformers, f"{prefix}{text}Config"), getattr(transformers, f"{prefix}ForCausalLM")
+
+
+_SHORT_CONV_TYPES = {"layer_types": ["conv", "full_attention", "conv"]}
+_SHORT_CONV_FIELDS = {
+    "lfm2": {**_SHORT_CONV_TYPES, "intermediate_size": 120, "block_multiple_of": 16},
+    "lfm2_moe": {
+        **_SHORT_CONV_TYPES, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+        "num_dense_layers": 1,
+    },
+}  # fmt: skip
 
 
 def make_tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: str = "1GB", **overrides):
@@ -179,6 +191,7 @@ def make_tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: s
         fields |= {"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
         fields |= {"linear_key_head_dim": 16, "linear_value_head_dim": 24}
         fields |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+    fields |= _SHORT_CONV_FIELDS.get(family, {})
     if family == "qwen3_5_moe":
         del fields["intermediate_size"]
     if family == "gpt_oss":
@@ -208,7 +221,7 @@ def randomize(model, family: str, std: float = 0.2) -> None:
                 weight.copy_(torch.empty_like(weight).uniform_(math.log(0.01), math.log(3.0)))
             elif name.endswith("dt_bias"):
                 weight.normal_(std=1.0)
-            elif name.endswith("conv1d.weight"):
+            elif name.endswith(("conv1d.weight", "conv.conv.weight")):
                 weight.normal_(std=0.5)
             elif weight.ndim == 1:
                 of_norm = name.endswith("norm.weight") and (
@@ -219,6 +232,9 @@ def randomize(model, family: str, std: float = 0.2) -> None:
                 weight.normal_(std=0.8 if family == "gpt_oss" else std)
             else:  # the embedding's padding row random like the rest
                 weight.normal_(std=std)
+        for name, values in model.named_buffers():
+            if name.endswith("expert_bias"):
+                values.normal_(std=std)
 
 
 def make_tiny_tokenizer(path: Path, *, chat_template: str | None = CHAT_TEMPLATE):

@@ -34,7 +34,7 @@ _LAYER_GROUPS = {
         "state_norm",
     ),
     "out": ("out",),
-    "up": ("gate_up", "up", "router", "shared_gate_up", "shared_gate"),
+    "up": ("gate_up", "up", "router", "expert_bias", "shared_gate_up", "shared_gate"),
     "down": ("down", "shared_down"),
 }
 _SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"} | {
