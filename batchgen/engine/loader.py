@@ -600,10 +600,9 @@ def _make_executor(
     import torch
 
     from batchgen.runtime.executor import Executor
-    from batchgen.runtime.sweep_options import SweepOptions
+    from batchgen.runtime.sweep_options import SweepOptions, attention_isas
 
     config, policy, accelerated = request.config, request.policy, request.device.accelerated
-    heads = config.num_heads, config.num_kv_heads, config.head_dim
     options = SweepOptions(
         max_positions=policy.max_model_len,
         batches_on_host=policy.activation_batches[1] if accelerated else 0,
@@ -613,7 +612,7 @@ def _make_executor(
         chunk_tokens=chunk_tokens(request.config, int(FORMAT_BYTES[request.dtype]), on_gpu=accelerated),
         logit_rows=memory.logit_rows,
         captured_tokens=policy.gpu_batch_size if policy.all_on_gpu and not request.reduce else 0,
-        attention_isa=request.kernels.attention_isa(*heads, request.dtype),
+        attention_isa=attention_isas(config, request.kernels, request.dtype),
         reduce=request.reduce,
         makes_logits=request.shard is None or request.shard.rank == 0,
         adjacent_ranks=adjacent_ranks,

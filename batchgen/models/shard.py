@@ -56,6 +56,7 @@ class Shard:
             whole,
             num_heads=whole.num_heads // size,
             num_kv_heads=whole.num_kv_heads // size,
+            global_kv_heads=whole.global_kv_heads // size,
             intermediate_size=whole.intermediate_size // size,
             shared_expert_size=whole.shared_expert_size // size,
             dense_size=whole.dense_size // size,
@@ -73,7 +74,8 @@ class Shard:
         values = CODE_GROUP if weight_format == INT4 else BLOCK_FORMATS[block_format(weight_format)][0]
         columns = [share.intermediate_size]
         if weight_format not in EXPERT_FORMATS:
-            columns += [share.num_heads * share.head_dim, share.shared_expert_size, share.dense_size]
+            columns += [share.attention_of(layer).q_size for layer in share.attention_layers]
+            columns += [share.shared_expert_size, share.dense_size]
         return all(count % values == 0 for count in columns)
 
     def cut(self, name: str, part: str) -> Cut:
@@ -181,6 +183,7 @@ def shard_of(config: ModelConfig, rank: int, size: int) -> Shard:
     """
     counts = {
         "key/value heads": config.num_kv_heads,
+        "key/value heads of layers without a window": config.global_kv_heads,
         "values of an MLP": config.intermediate_size,
         "values of a shared expert": config.shared_expert_size,
         "values of an MLP in some layers": config.dense_size,

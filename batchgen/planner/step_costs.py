@@ -45,7 +45,8 @@ def streams_of(plan: Plan, config: ModelConfig) -> Streams:
     residency = WeightResidency.of_policy(plan.policy, config)
     on_device = kv_on_device(len(residency.layers), plan.policy.kv_layers)
     compute_tier = "gpu" if "gpu" in plan.budgets else "cpu"
-    return residency.streams(compute_tier, on_device, embeds=config.embeds, has_head=config.has_head)
+    layers = {"state_layers": config.state_layers, "kv_sources": config.kv_sources}
+    return residency.streams(compute_tier, on_device, **layers, embeds=config.embeds, has_head=config.has_head)
 
 
 # Placements that the CPU attends to beside an accelerator.

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tiny_models import DELTA_NETS, FAMILIES, SHORT_CONVS, classes_of, make_tiny_model
+from tiny_models import DELTA_NETS, FAMILIES, GEMMA4, MODELS, SHORT_CONVS, classes_of, make_tiny_model
 
 from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig, RopeConfig
@@ -25,8 +25,6 @@ from batchgen.models.hf.keys import FIXED, IGNORED, KEYS, READ_APART
 from batchgen.models.layers import rope_table
 
 FAMILIES = (*FAMILIES, *DELTA_NETS, *SHORT_CONVS)
-# What transformers' class needs beside shapes.
-NEEDED = {"lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]}}
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 4096,
@@ -78,6 +76,7 @@ VARIANTS = [
     ("qwen3_5", {"layer_types": ["full_attention"] * 4}),
     ("lfm2", {"conv_bias": True, "layer_types": ["conv", "full_attention", "conv"], "tie_word_embeddings": False}),
     ("lfm2_moe", {"conv_bias": True, "num_dense_layers": 0, "use_expert_bias": False}),
+    *(model for model in MODELS.values() if model[0] in GEMMA4),
 ]
 
 
@@ -86,15 +85,20 @@ def hf_model(family: str, **overrides):
     config_class, model_class = classes_of(family)
     fields = {"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
     fields |= {"ffn_dim": 96} if family == "opt" else {"intermediate_size": 96, "num_key_value_heads": 2}
-    fields |= {"num_hidden_layers": 4} if family in DELTA_NETS else NEEDED.get(family, {})  # the last one attends
+    fields |= {"num_hidden_layers": 4} if family in DELTA_NETS else {}  # the last one attends
+    fields |= {"vocab_size_per_layer_input": 320} if family == "gemma4" else {}
     fields |= {"pad_token_id": 0} if family in ("phi3", "smollm3") else {}  # whose own is beyond this vocabulary
-    fields |= attention_alone(family, overrides.get("num_hidden_layers", 3))
+    fields |= what_must_be_stated(family, overrides.get("num_hidden_layers", 3))
     with torch.device("meta"):
         return model_class(config_class(**{**fields, **overrides}))
 
 
-def attention_alone(family: str, layers: int) -> dict:
-    """The types of layers that a config must state, because the default is of layers that batchgen refuses."""
+def what_must_be_stated(family: str, layers: int) -> dict:
+    """What a config must state, because batchgen refuses the default, or transformers cannot run it."""
+    if family == "ministral":
+        return {"head_dim": 16}
+    if family == "lfm2_moe":
+        return {"layer_types": ["conv"] * (layers - 1) + ["full_attention"]}
     return {"layer_types": ["full_attention"] * layers} if family == "granitemoehybrid" else {}
 
 
@@ -113,11 +117,12 @@ def test_parameter_count_is_that_of_transformers(family, overrides):
     model = hf_model(family, **overrides)
     config = config_of(model)
     assert config.family == family
-    assert config.num_params == sum(map(torch.numel, weights_of(model)))
+    scales = config.layer_scale * config.num_layers  # which transformers does not count among its parameters
+    assert config.num_params == sum(map(torch.numel, weights_of(model))) + scales
     layers = model.model.decoder.layers if family == "opt" else model.model.layers
     sinks = config.sinks * config.num_heads  # which are loaded with the head
-    sizes = [sum(map(torch.numel, weights_of(layer))) for layer in layers]
-    if config.state is None:
+    sizes = [sum(map(torch.numel, weights_of(layer))) + config.layer_scale for layer in layers]
+    if len(set(map(config.kind_of, range(config.num_layers)))) == 1:
         assert config.params_per_layer + sinks == sizes[0]
     else:  # the largest size of each group
         assert config.params_per_layer >= max(sizes)
@@ -178,13 +183,40 @@ def test_a_config_that_states_only_shapes_takes_the_defaults_of_transformers(fam
     fields = {"architectures": [classes_of(family)[1].__name__], "hidden_size": 64, "num_hidden_layers": 3}
     fields |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}
     fields |= {"ffn_dim": 96} if family == "opt" else {"intermediate_size": 96}
-    fields |= attention_alone(family, 3)
-    fields |= {"num_hidden_layers": 4} if family in DELTA_NETS else NEEDED.get(family, {})
+    fields |= what_must_be_stated(family, 3)
+    fields |= {"num_hidden_layers": 4} if family in DELTA_NETS else {}
+    fields |= {"vocab_size_per_layer_input": 300} if family == "gemma4" else {}
     assert config_of_hf(fields) == config_of(hf_model(family, **fields))
 
 
 # What published files have beside the plain keys.
+_GEMMA4_ROPES = {
+    "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+    "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+}
 PUBLISHED = {
+    "gemma4": {
+        "attention_k_eq_v": True,
+        "global_head_dim": 512,
+        "num_global_key_value_heads": 2,
+        "use_bidirectional_attention": "vision",
+        "enable_moe_block": True,
+        "num_experts": 128,
+        "top_k_experts": 8,
+        "moe_intermediate_size": 704,
+        "hidden_size_per_layer_input": 0,
+        "rope_parameters": _GEMMA4_ROPES,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma4_unified": {
+        "attention_k_eq_v": True,
+        "global_head_dim": 512,
+        "num_global_key_value_heads": 1,
+        "rope_parameters": _GEMMA4_ROPES,
+        "final_logit_softcapping": 30.0,
+        "vocab_size_per_layer_input": 262144,
+        "hidden_size_per_layer_input": 0,
+    },
     "opt": {
         "activation_dropout": 0.0,
         "prefix": "</s>",
@@ -288,6 +320,23 @@ PUBLISHED = {
             "rope_type": "yarn",
         },
         "rope_theta": 500000,
+    },
+    "ministral": {"sliding_window": 32768, "head_dim": 128, "rope_theta": 1e8, "rms_norm_eps": 1e-05},
+    "ministral3": {
+        "head_dim": 128,
+        "rope_parameters": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 16.0,
+            "llama_4_scaling_beta": 0.1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 16384,
+            "rope_theta": 1000000.0,
+            "rope_type": "yarn",
+            "type": "yarn",
+        },
+        "sliding_window": None,
     },
     "olmoe": {"clip_qkv": None, "norm_topk_prob": False, "rope_scaling": None, "router_aux_loss_coef": 0.01},
     "granitemoe": {"attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "output_router_logits": False},
@@ -643,14 +692,15 @@ class TestKeysAreThoseOfTransformers:
         config_class = classes_of(family)[0]
         fields = {field.name: field for field in dataclasses.fields(config_class)}
         apart = {"rope_theta", "rope_local_base_freq", "sliding_window_pattern", "head_dim", "layer_types"}
-        apart |= {"full_attention_interval", "tie_embedding", "block_ff_dim"}
+        apart |= {"full_attention_interval", "global_head_dim", "num_global_key_value_heads", "per_layer_config"}
+        apart |= {"tie_embedding", "block_ff_dim"}
         for name, key in KEYS[family].items():
             if name not in fields:
                 assert name in apart, name
                 continue
             assert (key.default, type(key.default)) == (fields[name].default, type(fields[name].default)), name
             assert key.nullable == ("None" in str(fields[name].type)) or (family, name) in NULL_FAILS, name
-        if family not in ("opt", "gpt_oss", "gemma3"):
+        if family not in ("opt", "gpt_oss", "gemma3", *GEMMA4):
             assert KEYS[family]["rope_theta"].default == config_class.default_theta
 
 
@@ -682,10 +732,11 @@ def test_what_is_no_number_is_refused_by_its_key(name, text, tmp_path):
             read_config(ModelFiles(tmp_path, "hf", "any"))
 
 
+ROPES_APART = ("opt", "ministral3", "gemma3", "olmo3", "phi3")
 QWEN_CARD = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("opt", "gemma3", "olmo3", "phi3")])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in (*ROPES_APART, *GEMMA4)])
 class TestScalingBesideRopeParameters:
     """Qwen's model cards advise it, in files of transformers 5, which then forgets the base that was in the others."""
 
@@ -698,8 +749,7 @@ class TestScalingBesideRopeParameters:
 
     def test_it_is_taken_where_both_ways_of_reading_it_are_one(self, family):
         stated = {"architectures": [classes_of(family)[1].__name__], "rope_scaling": QWEN_CARD | {"rope_theta": 5e6}}
-        stated |= {"layer_types": ["conv", "full_attention"] * 16} if family in NEEDED else {}
-        stated |= attention_alone(family, 32)
+        stated |= what_must_be_stated(family, 32)
         rope = config_of_hf(stated | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}}).rope
         assert (rope.kind, rope.factor, rope.theta) == ("yarn", 4.0, 5e6)
 
@@ -720,9 +770,8 @@ def test_values_of_the_wrong_kind_are_input_errors(family, tmp_path):
     """Whatever stands in a config.json, it is a model or one line that names the place and the key."""
     path = tmp_path / "config.json"
     base = {"architectures": [classes_of(family)[1].__name__], "num_hidden_layers": 2, "dtype": "float32"}
-    base |= attention_alone(family, 2)
+    base |= what_must_be_stated(family, 2)
     base |= {"full_attention_interval": 2} if family in DELTA_NETS else {}
-    base |= {"layer_types": ["conv", "full_attention"]} if family in NEEDED else {}
     for key in sorted({*KEYS[family], *FIXED[family], *READ_APART, "quantization_config", "model_type", "layer_types"}):
         for value in ("x", -1, 2.5, ["x"], {"a": {}}, True, None, 10**12):
             path.write_text(json.dumps(base | {key: value}))

@@ -18,12 +18,16 @@ FAMILIES = (
     "qwen3",
     "gemma2",
     "gemma3",
+    "gemma4",
+    "gemma4_unified",
     "phi3",
     "granite",
     "smollm3",
     "seed_oss",
     "olmo2",
     "olmo3",
+    "ministral",
+    "ministral3",
     "mixtral",
     "olmoe",
     "granitemoe",
@@ -33,6 +37,7 @@ FAMILIES = (
     "qwen3_moe",
     "gpt_oss",
 )
+GEMMA4 = ("gemma4", "gemma4_unified")
 GRANITE_MIXTURES = ("granitemoe", "granitemoeshared", "granitemoehybrid")
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "olmoe", *GRANITE_MIXTURES)
 DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
@@ -54,6 +59,19 @@ MODELS = {
             "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
         },
     }),
+    "gemma4, six layers, windows that reuse KV": ("gemma4", {
+        "num_hidden_layers": 6, "num_kv_shared_layers": 3, "layer_types": ["sliding_attention", "full_attention"] * 3,
+    }),
+    "gemma4, experts, keys are values": ("gemma4", {
+        "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 40,
+        "attention_k_eq_v": True, "num_key_value_heads": 4, "num_global_key_value_heads": 2, "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0, "use_double_wide_mlp": False,
+    }),
+    "gemma4, keys are values, biases, a cap": ("gemma4", {
+        "attention_k_eq_v": True, "num_global_key_value_heads": 4, "num_kv_shared_layers": 0, "attention_bias": True,
+        "hidden_size_per_layer_input": 0, "final_logit_softcapping": 5.0, "tie_word_embeddings": False,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    }),
     "phi3, part of each head, windows": ("phi3", {"head_dim": 24, "sliding_window": 20, "rope_parameters": {
         "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
     }}),
@@ -74,6 +92,10 @@ MODELS = {
             "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
         },
     }),
+    "ministral, windows in some layers": ("ministral", {
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    }),
+    "ministral3, windows": ("ministral3", {"sliding_window": 20}),
     "mixtral, one of 16, windows": ("mixtral", {
         "num_local_experts": 16, "num_experts_per_tok": 1, "sliding_window": 20, "num_hidden_layers": 2,
     }),
@@ -138,6 +160,7 @@ def classes_of(family: str) -> tuple[type, type]:
         "gpt_oss": "GptOss",
         "smollm3": "SmolLM3",
         "seed_oss": "SeedOss",
+        "gemma4_unified": "Gemma4Unified",
         "granitemoe": "GraniteMoe",
         "granitemoeshared": "GraniteMoeShared",
         "granitemoehybrid": "GraniteMoeHybrid",
@@ -146,7 +169,7 @@ def classes_of(family: str) -> tuple[type, type]:
         "qwen3_5_moe": "Qwen3_5Moe",
         "lfm2_moe": "Lfm2Moe",
     }.get(family, family.capitalize())
-    text = "Text" if family in ("gemma3", "qwen3_5", "qwen3_5_moe") else ""
+    text = "Text" if family in ("gemma3", *GEMMA4, "qwen3_5", "qwen3_5_moe") else ""
     return getattr(transformers, f"{prefix}{text}Config"), getattr(transformers, f"{prefix}ForCausalLM")
 
 
@@ -154,6 +177,11 @@ _FACTORS = {
     "embedding_multiplier": 6.0, "residual_multiplier": 0.375, "logits_scaling": 0.75, "attention_multiplier": 0.125,
 }  # fmt: skip
 _GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 20, "tie_word_embeddings": True}
+# Heads of two sizes; the last layer reuses KV, and has a wider MLP.
+_GEMMA4 = {
+    "head_dim": 32, "global_head_dim": 64, "sliding_window": 20, "num_kv_shared_layers": 1, "use_double_wide_mlp": True,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+}  # fmt: skip
 _QWEN_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 _SHARED = {**_QWEN_EXPERTS, "shared_expert_intermediate_size": 72}
 _DELTA_NET = {
@@ -167,11 +195,18 @@ _FIELDS = {
     "seed_oss": {"head_dim": 32},
     "mistral": {"sliding_window": None},
     "olmo3": {"sliding_window": 20},
+    "ministral": {"sliding_window": 20, "head_dim": 16},
+    "ministral3": {"head_dim": 32, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e6, "factor": 8.0, "original_max_position_embeddings": 8, "beta_fast": 32.0,
+        "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4,
+    }},
     # Small caps, so that they change the tokens; only "eager" knows them.
     "gemma2": {
         **_GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0, "attn_implementation": "eager",
     },
     "gemma3": _GEMMA,
+    "gemma4": {**_GEMMA4, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB_SIZE},
+    "gemma4_unified": _GEMMA4,
     "granite": _FACTORS,
     "granitemoe": {**_GRANITE_EXPERTS},
     "granitemoeshared": {**_GRANITE_EXPERTS, "shared_intermediate_size": 72},
@@ -252,6 +287,9 @@ NORMS_LESS_ONE = ("gemma2", "gemma3", *DELTA_NETS)  # which add 1 to the weights
 def randomize(model, family: str, std: float = 0.2) -> None:
     """Makes every weight random, biases and norms too; matrices so wide that one token clearly wins."""
     with torch.no_grad():
+        for name, weight in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                weight.uniform_(0.6, 1.4)
         for name, weight in model.named_parameters():
             if name.endswith("A_log"):  # with `dt_bias` decays from 0.01 to 0.999
                 weight.copy_(torch.empty_like(weight).uniform_(math.log(0.01), math.log(3.0)))
@@ -259,6 +297,8 @@ def randomize(model, family: str, std: float = 0.2) -> None:
                 weight.normal_(std=1.0)
             elif name.endswith(("conv1d.weight", "conv.conv.weight")):
                 weight.normal_(std=0.5)
+            elif family in GEMMA4 and weight.ndim == 1 and any(part in name for part in ("norm", "scale")):
+                weight.normal_(mean=1.0, std=0.4)
             elif weight.ndim == 1:
                 of_norm = name.endswith("norm.weight") and (
                     name.endswith("linear_attn.norm.weight") or family not in NORMS_LESS_ONE
@@ -346,6 +386,7 @@ GGUF_FAMILIES = (
     "seed_oss",
     "olmo2",
     "olmo3",
+    "ministral3",
     "olmoe",
     "granitemoe",
     "granitemoeshared",
@@ -548,7 +589,7 @@ def write_tiny_gguf(  # a line for each key and each name of the format
     from gguf_blocks import random_rows
 
     config, family = model.config, model.config.model_type.removesuffix("_text")
-    arch = {**_GGUF_MIXTURES, "olmo3": "olmo2", "qwen3_5": "qwen35"}.get(family, family)
+    arch = {**_GGUF_MIXTURES, "olmo3": "olmo2", "ministral3": "mistral3", "qwen3_5": "qwen35"}.get(family, family)
     writer = gguf.GGUFWriter(str(path), arch, split_max_tensors=tensors_per_part)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -571,6 +612,10 @@ def write_tiny_gguf(  # a line for each key and each name of the format
         _write_phi3(writer, config, head_dim)
     elif family == "olmo3":
         _write_olmo3(writer, config)
+    elif family == "ministral3":
+        _write_yarn(writer, config.rope_parameters)
+        writer.add_rope_scaling_yarn_log_mul(config.rope_parameters["mscale_all_dim"])
+        writer.add_attn_temperature_scale(config.rope_parameters["llama_4_scaling_beta"])
     if family.startswith("granite"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
@@ -583,7 +628,10 @@ def write_tiny_gguf(  # a line for each key and each name of the format
     if rope_freqs is not None:
         writer.add_tensor("rope_freqs.weight", np.array(rope_freqs, dtype=np.float32))
     for name, values in _gguf_tensors(model, family):
-        if arch in ("llama", "granite", "granitemoe", "smollm3") and name.split(".")[-2] in ("attn_q", "attn_k"):
+        if arch in ("llama", "granite", "granitemoe", "smollm3", "mistral3") and name.split(".")[-2] in (
+            "attn_q",
+            "attn_k",
+        ):
             heads = values.shape[0] // head_dim
             halves = values.reshape(heads, 2, head_dim // 2, *values.shape[1:])
             values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))

@@ -12,6 +12,7 @@ from batchgen.models.shard import Cut
 from batchgen.models.tensor_files import reading
 from batchgen.models.tensor_files.headers import TensorInfo
 from batchgen.models.tensor_files.reading import NUMBERS, read_numbers
+from batchgen.models.tensor_files.table_rows import FileRows, unpack_numbers
 
 
 @dataclass(frozen=True)
@@ -22,26 +23,31 @@ class Numbers(StoredPart):
         name: Name of the tensor in the file.
         info: Place of the tensor in the file.
         added: Number to be added to each stored value. Gemma's norms store w of (1 + w) x / rms(x).
+        factor: Number that each stored value is multiplied with.
     """
 
     name: str
     info: TensorInfo
     added: float = 0
+    factor: float = 1
 
     def fill(self, out: Tensor) -> None:
-        if not self.added:
+        if not self.added and self.factor == 1:
             return read_numbers(self.name, self.info, out)
         read_numbers(self.name, self.info, values := torch.empty(out.shape))
-        out.copy_(values.add_(self.added))
+        out.copy_(values.mul_(self.factor).add_(self.added))
 
     def fill_cut(self, out: Tensor, cut: Cut) -> bool:
-        if self.added or not (cut.is_stretch or cut.by_columns):
+        if self.added or self.factor != 1 or not (cut.is_stretch or cut.by_columns):
             return False
         if cut.by_columns:
             self._fill_columns(out, cut.rank * out.shape[1])
         else:
             read_numbers(self.name, self.info, out, first=cut.rank * out.numel())
         return True
+
+    def table_rows(self) -> FileRows:
+        return FileRows(self.name, self.info, unpack_numbers(self.info.dtype))
 
     def _fill_columns(self, out: Tensor, first: int) -> None:
         """Fill `out` with columns of a matrix, from column `first` on. Whole rows are read, some at a time."""

@@ -48,6 +48,7 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "share": (lambda value: is_number(value) and value >= 0, "a number of at least 0"),
     "positive": (lambda value: is_number(value) and value > 0, "a number above 0"),
     "name": (lambda value: isinstance(value, str), "a name"),
+    "object": (lambda value: isinstance(value, Mapping), "an object"),
     "names": (_list_of(lambda value: isinstance(value, str)), "a list of names"),
     "layers": (_list_of(_is_token), "a list of layers"),
     "token": (_is_token, "a token id"),
@@ -93,6 +94,15 @@ _GEMMA = {
     "query_pre_attn_scalar": Key(256, "positive"),
     "sliding_window": _WINDOW,
 }
+_GEMMA4 = {
+    **{name: key for name, key in _GEMMA.items() if name not in ("query_pre_attn_scalar", "rope_theta")},
+    **_counts(vocab_size=262144, num_hidden_layers=30, global_head_dim=512),
+    **_flags(attention_k_eq_v=False, use_double_wide_mlp=False),
+    "final_logit_softcapping": Key(None, "positive", True),
+    "num_kv_shared_layers": Key(0, "index"),
+    "num_global_key_value_heads": _HEADS_NULL,
+    "per_layer_config": Key(None, "object", True),
+}
 _OLMO_2 = {
     **_rotary(eps=1e-5),
     **_counts(vocab_size=50304, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32),
@@ -126,6 +136,15 @@ _DELTA_NET_EXPERTS = {
     **_counts(hidden_size=2048, num_key_value_heads=2, moe_intermediate_size=512, shared_expert_intermediate_size=512),
 }
 _MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")  # Granite's
+_MINISTRAL = {
+    **_rotary(),
+    **_counts(vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32),
+    **_counts(num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=131072),
+    **_flags(tie_word_embeddings=False),
+    **_ends(1, 2),
+    "head_dim": _HEADS_NULL,
+    "sliding_window": Key(None, "index", True),
+}
 _GRANITE_MIXTURE = {
     **_rotary(),
     **_counts(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32),
@@ -203,6 +222,14 @@ KEYS: dict[str, dict[str, Key]] = {
         "sliding_window_pattern": Key(6, "count"),
         "final_logit_softcapping": Key(None, "positive", True),
     },
+    "gemma4": {
+        **_GEMMA4,
+        **_counts(max_position_embeddings=131072, sliding_window=512, vocab_size_per_layer_input=262144),
+        **_flags(enable_moe_block=False),
+        "hidden_size_per_layer_input": Key(256, "index"),
+        **dict.fromkeys(("num_experts", "top_k_experts", "moe_intermediate_size"), Key(None, "count", True)),
+    },
+    "gemma4_unified": {**_GEMMA4, **_counts(max_position_embeddings=262144, sliding_window=1024)},
     "phi3": {
         **_rotary(eps=1e-5),
         **_counts(vocab_size=32064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32),
@@ -246,6 +273,12 @@ KEYS: dict[str, dict[str, Key]] = {
     },
     "olmo2": _OLMO_2,
     "olmo3": {**_OLMO_2, **_TYPES, "rope_theta": Key(5e5, "positive"), "sliding_window": _WINDOW},
+    "ministral": _MINISTRAL | {**_rotary(), **_TYPES, "sliding_window": _WINDOW},
+    "ministral3": {
+        **_MINISTRAL,
+        **_counts(vocab_size=131072, num_hidden_layers=34, head_dim=128, max_position_embeddings=262144),
+        "rms_norm_eps": Key(1e-5, "share"),
+    },
     "olmoe": {
         **_rotary(eps=1e-5),
         **_counts(vocab_size=50304, hidden_size=2048, intermediate_size=2048, num_hidden_layers=16),
@@ -368,6 +401,7 @@ _OF_MAMBA = (  # of layers that Granite 4 may have, and that are refused by laye
 IGNORED = frozenset((*_OF_TRAINING, *_OF_OUTPUTS, *_OF_LOSSES, *_OF_FORM, *_OF_MAMBA))
 _EVERYWHERE: dict[str, tuple[Any, ...]] = {"is_encoder_decoder": (False,)}
 _CAUSAL: dict[str, tuple[Any, ...]] = {"use_bidirectional_attention": (None, False)}
+_CAUSAL_TEXT: dict[str, tuple[Any, ...]] = {"use_bidirectional_attention": (None, "vision")}
 _NORM_TOPK: dict[str, tuple[Any, ...]] = {"norm_topk_prob": (None, True)}  # a key of other mixtures of experts
 _OUTPUT_GATE: dict[str, tuple[Any, ...]] = {"attn_output_gate": (None, True)}  # which the class does not read
 _ALL_SPARSE: dict[str, tuple[Any, ...]] = {"mlp_only_layers": (None, []), "decoder_sparse_step": (None, 1)}
@@ -379,6 +413,8 @@ FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
     "gemma2": {**_EVERYWHERE, **_CAUSAL},
     # Transformers does not apply the cap, the name says that it is applied: nobody can say what is meant.
     "gemma3": {**_EVERYWHERE, **_CAUSAL, "attn_logit_softcapping": (None,)},
+    "gemma4": {**_EVERYWHERE, **_CAUSAL_TEXT},
+    "gemma4_unified": {**_EVERYWHERE, **_CAUSAL_TEXT},
     "mixtral": {**_EVERYWHERE, **_NORM_TOPK},
     **{family: {**_EVERYWHERE, **_NORM_TOPK} for family in GRANITE_MIXTURES},
     "olmoe": {**_EVERYWHERE, "clip_qkv": (None,)},
@@ -435,11 +471,16 @@ def refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
     exempt = _NOT_FOREIGN.get(family, ())
     foreign = {name: known for name, known in _FOREIGN.items() if name not in keys and name not in exempt}
     for name, known in {**foreign, **FIXED[family]}.items():
-        if name in config and not any(config[name] == value for value in known):
+        if name in config and not any(_equal(config[name], value) for value in known):
             raise InputError(
                 f"{name} {shown(config[name])} is not supported for this family ({family}); supported: "
                 f"{', '.join(map(shown, known))}"
             )
+
+
+def _equal(stated: Any, value: Any) -> bool:
+    """True for equal values; true and false equal no number."""
+    return stated is value if isinstance(value, bool) else bool(stated == value)
 
 
 def _with_own_name_of_experts(config: Mapping[str, Any], family: str) -> Mapping[str, Any]:

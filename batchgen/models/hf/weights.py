@@ -13,7 +13,7 @@ import torch
 
 from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig
-from batchgen.models.families import NORMS_LESS_ONE
+from batchgen.models.families import GEMMA4, NORMS_LESS_ONE
 from batchgen.models.formats import fused_experts
 from batchgen.models.formats.base import Scheme, StoredPart, Tensors
 from batchgen.models.formats.head_order import in_head_order, in_sections
@@ -26,10 +26,16 @@ from batchgen.models.tensor_files.headers import TensorInfo
 from batchgen.models.tensor_files.reading import NUMBERS, check_stored, read_bytes, read_numbers
 
 # Family -> prefixes of all names of tensors, and of an output matrix's; checkpoints differ.
+_TEXT_PREFIXES = (
+    ("model.", ""),
+    ("", ""),
+    ("model.language_model.", ""),
+    ("language_model.model.", "language_model."),
+)
 _PREFIXES = {
     "opt": (("model.decoder.", ""), ("decoder.", "")),
+    **dict.fromkeys(("gemma3", *GEMMA4), _TEXT_PREFIXES),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), (("model.language_model.", ""), ("model.", ""), ("", ""))),
-    "gemma3": (("model.", ""), ("", ""), ("model.language_model.", ""), ("language_model.model.", "language_model.")),
 }
 
 
@@ -87,6 +93,8 @@ def _find(
     if part.name == "conv.weight" and len(info.shape) == 3:  # [channels, 1, kernel], as torch's convolutions have it
         info = replace(info, shape=(info.shape[0], *info.shape[2:]))
     check_stored(name, info, part.shape)
+    if part.name == "router_input.scale":  # beside which transformers has a factor of its own
+        return Numbers(name, info, factor=config.hidden_size**-0.5)
     is_norm = part.name.endswith("norm.weight") and part.name != "state_norm.weight"
     less_one = is_norm and config.family in NORMS_LESS_ONE
     return Numbers(name, info, added=1 if less_one else 0)
@@ -103,6 +111,8 @@ def _refuse_unread(config: ModelConfig, names: dict[str, str], tensors: Tensors)
         if stem in names:
             read.add(f"{names[stem].format(part.layer)}.{suffix}")
     known = set(names.values())
+    reusing = [layer for layer in range(config.num_layers) if config.kv_source(layer) != layer]
+    read |= {f"{names[part].format(layer)}.weight" for part in ("k", "v", "k_norm") for layer in reusing}
     for name, info in tensors.items():
         stem, _, suffix = name.rpartition(".")
         layer = re.search(r"(?<=layers\.)\d+(?=\.)", stem)

@@ -20,13 +20,20 @@ def embed(context: StepContext, step: Step, batch: BatchState) -> None:
     if len(batch.packed.pending_rows):
         assert context.tokens is not None, "sampled tokens are on the host"
         context.tokens.fill(token_ids, batch.packed.pending_rows, batch.packed.pending_slots)
-    hidden = layers.embed(context.config, context.weights.embeddings, token_ids, positions, context.weights.dtype)
+    weights, per_layer = context.weights, None
+    hidden = layers.embed(context.config, weights.embeddings, token_ids, positions, weights.dtype)
+    if weights.per_layer is not None:
+        rows = weights.per_layer.rows(batch.packed.token_ids, weights.dtype)
+        rows = links[0].bring(rows) if links and on_device else rows
+        per_layer = layers.per_layer_inputs(context.config, weights.embeddings, hidden, rows)
     if links and batch.on_host:
         waiting = context.activations.waiting(step.batch, len(hidden))
         hidden = links[1].copy(waiting, hidden) if on_device else waiting.copy_(hidden)
     elif links and not on_device:
         hidden = links[0].bring(hidden)
-    batch.hidden = hidden
+    if links and not on_device and per_layer is not None:
+        per_layer = links[0].bring(per_layer)
+    batch.hidden, batch.per_layer = hidden, per_layer
 
 
 def receive(context: StepContext, step: Step, batch: BatchState) -> None:

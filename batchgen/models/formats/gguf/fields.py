@@ -45,6 +45,7 @@ GGUF_ARCHITECTURES = {
     "olmo2": "Olmo2ForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
+    "mistral3": "Ministral3ForCausalLM",
     "qwen3next": "Qwen3NextForCausalLM",
     "qwen35": "Qwen3_5ForCausalLM",
     "qwen35moe": "Qwen3_5MoeForCausalLM",
@@ -225,6 +226,7 @@ def config_of_gguf(
         norm_place="both" if gemma else "outputs" if family in OUTPUT_NORMS else "inputs",
         unrotated_layers=tuple(range(_SMOLLM3_PERIOD - 1, layers, _SMOLLM3_PERIOD)) if family == "smollm3" else (),
         query_scale=_query_scale(fields, family, layers, hidden, heads, head_dim),
+        **_query_growth(fields),
         attention_softcap=attention_softcap,
         logit_softcap=logit_softcap,
         router_bias=gpt_oss,
@@ -344,6 +346,16 @@ def _query_scale(
     return scale
 
 
+def _query_growth(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a ModelConfig that describe how queries grow with their positions (Ministral 3)."""
+    beta = float(_get_or(fields, "attention.temperature_scale", 0.0))
+    if not beta:
+        return {}
+    original = "rope.scaling.original_context_length"
+    named = "attention.temperature_length" if "attention.temperature_length" in fields else original
+    return {"query_growth": beta, "query_growth_period": _require_int(fields, named)}
+
+
 def _scales(fields: Mapping[str, Any], family: str, hidden: int) -> dict[str, Any]:
     """The fields of a ModelConfig that scale embeddings, hidden states and logits. llama.cpp divides logits."""
     return scales_of(
@@ -377,6 +389,7 @@ def _rope(
         raise InputError(f"rope factors for short and long contexts ({ROPE_FACTORS[1]}) are supported of Phi-3 alone")
     linear = fields.get("rope.scale_linear")  # older files spell linear scaling in this way
     kind = fields.get("rope.scaling.type", "linear" if linear else "none")
+    log_multiplier = fields.get("rope.scaling.yarn_log_multiplier")  # transformers' mscale_all_dim
     rope = RopeConfig(
         theta=float(fields.get("rope.freq_base", 10000.0)),
         kind="default" if kind == "none" else kind,
@@ -385,6 +398,8 @@ def _rope(
         beta_fast=fields.get("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=fields.get("rope.scaling.yarn_beta_slow", 1.0),
         truncate=family != "gpt_oss",
+        mscale=None if log_multiplier is None else 1.0,
+        mscale_all_dim=log_multiplier,
         factors=every,
         rotated=_rotated(fields, head_dim) if family in DELTA_NETS else None,
     )

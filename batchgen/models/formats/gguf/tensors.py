@@ -23,6 +23,7 @@ from batchgen.models.tensor_files import reading
 from batchgen.models.tensor_files.headers import TensorInfo
 from batchgen.models.tensor_files.reading import read_ahead, read_by_threads, read_into
 from batchgen.models.tensor_files.rows_in_file import FilePart
+from batchgen.models.tensor_files.table_rows import FileRows
 from batchgen.ops import cpp as kernels
 
 
@@ -78,7 +79,7 @@ def _check(name: str, info: TensorInfo, shape: Shape) -> None:
         raise InputError(f"{where} has the unsupported type {info.dtype}")
 
 
-_INTERLEAVED = ("llama", "mixtral", "granite", "smollm3", *GRANITE_MIXTURES)
+_INTERLEAVED = ("llama", "mixtral", "granite", "smollm3", "ministral3", *GRANITE_MIXTURES)
 
 
 def _interleaved_head_dim(config: ModelConfig, part: str) -> int | None:
@@ -125,11 +126,18 @@ class GgufPart(StoredPart):
         for piece in rows.split(count):
             packed = buffer[: len(piece)]
             read_into(name, info, start, memoryview(packed.view(-1).numpy()))
-            if info.dtype in kernels.GGUF_TYPES:
-                kernels.unpack_blocks(info.dtype, packed, piece, head_dim or 0)
-            else:
-                _unpack_by_gguf(info, packed, head_dim, piece)
+            self._unpack(packed, piece)
             start += packed.nbytes
+
+    def table_rows(self) -> FileRows:
+        return FileRows(self.name, self.info, self._unpack)
+
+    def _unpack(self, packed: Tensor, out: Tensor) -> None:
+        """Dequantize stored rows, uint8 [rows, bytes of a row], to numbers [rows, columns]."""
+        if self.info.dtype in kernels.GGUF_TYPES:
+            kernels.unpack_blocks(self.info.dtype, packed, out, self.interleaved or 0)
+        else:
+            _unpack_by_gguf(self.info, packed, self.interleaved, out)
 
     def in_file(self) -> FilePart:
         dim = self.interleaved
