@@ -634,6 +634,13 @@ class ModelConfig:
         """Number of values that layer number `layer` gives for a token by its attention or the update of its state."""
         return self._mixed_size(self.kind_of(layer))
 
+    @property
+    def column_sections(self) -> int:
+        """Number of equal sections of the columns of a state layer's output projection, each with all key heads."""
+        if isinstance(self.state, DeltaNet) and self.state.out_by_member:
+            return self.state.value_heads // self.state.key_heads
+        return 1
+
     @cached_property
     def widest_projected(self) -> int:
         """The largest `projected_size` of all layers."""

@@ -75,7 +75,7 @@ def _chunks(weight: ops.Weight, count: int) -> list[ops.Weight]:
 
 def is_of_experts(name: str) -> bool:
     """True for the name of a stored matrix that has rows of all experts, such as "gate_up.gate.weight"."""
-    stem, kind = name.split(".")[0], name.rsplit(".", 1)[1]
+    stem, kind = name.split(".")[0], name.rsplit(".", 1)[-1]
     return f"{stem}.{kind}" in MATRICES
 
 

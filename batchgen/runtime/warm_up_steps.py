@@ -56,10 +56,10 @@ def clear_kv(context: StepContext, batches: Iterable[PackedBatch], layers: Seque
             tier = context.compute_tier if segment.placement is KVPlacement.DEVICE else "cpu"
             for layer in layers:
                 if context.config.has_state(layer):
-                    _clear(context.states.pools[tier], layer, _state_slots(packed, segment))
+                    _clear(context.states.pools.get(tier, {}), layer, _state_slots(packed, segment))
                 elif layer in context.config.kv_layers:
                     slots = _kv_slots(packed, segment, context.config.windows[layer])
-                    _clear(context.kv_cache.pools[tier], layer, slots // context.kv_cache.kv_block_size)
+                    _clear(context.kv_cache.pools.get(tier, {}), layer, slots // context.kv_cache.kv_block_size)
 
 
 def _kv_slots(packed: PackedBatch, segment: Segment, window: int | None) -> np.ndarray:
@@ -77,6 +77,7 @@ def _state_slots(packed: PackedBatch, segment: Segment) -> np.ndarray:
 
 
 def _clear(pools: Mapping[int, Tensor], layer: int, rows: np.ndarray) -> None:
+    """Set rows of a layer's pool to zero; a tier that only passed sequences of the disk has no pool, and no rows."""
     unique = torch.from_numpy(np.unique(rows).astype(np.int64))
     if len(unique):
         pools[layer].index_fill_(0, unique.to(pools[layer].device), 0)

@@ -45,7 +45,7 @@ SHORT_CONVS = ("lfm2", "lfm2_moe")
 # What must hold for every model holds for each of these: families as they are, and with the switches that change what a
 # layer reads. name -> (family, fields of the transformers config). A test keeps it complete (test_token_identity.py).
 MODELS = {
-    **{family: (family, {}) for family in FAMILIES},
+    **{family: (family, {}) for family in (*FAMILIES, *DELTA_NETS)},
     "opt, norm after": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32, "num_hidden_layers": 2}),
     "llama, tied, one KV head": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     "llama, head size 24": ("llama", {"num_key_value_heads": 4, "head_dim": 24}),
@@ -240,9 +240,9 @@ def _layer_types(family: str, layers: int) -> dict[str, list[str]]:
     if family == "granitemoehybrid":
         return {"layer_types": ["full_attention"] * layers}
     if family in DELTA_NETS:
-        return {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        return {"layer_types": [("linear_attention", "full_attention")[i % 2] for i in range(layers)]}
     if family in SHORT_CONVS:
-        return {"layer_types": ["conv", "full_attention", "conv"]}
+        return {"layer_types": [("conv", "full_attention")[i % 2] for i in range(layers)]}
     return {}
 
 

@@ -38,7 +38,8 @@ class Numbers(StoredPart):
         out.copy_(values.mul_(self.factor).add_(self.added))
 
     def fill_cut(self, out: Tensor, cut: Cut) -> bool:
-        if self.added or self.factor != 1 or not (cut.is_stretch or cut.by_columns):
+        whole_rows = cut.is_stretch or (cut.by_columns and cut.column_sections == 1)
+        if self.added or self.factor != 1 or not whole_rows:
             return False
         if cut.by_columns:
             self._fill_columns(out, cut.rank * out.shape[1])
