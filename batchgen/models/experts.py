@@ -95,6 +95,8 @@ def route(config: ModelConfig, weights: Weights, x: Tensor) -> Routes:
         Weights of the chosen experts' results, fp32, and the experts' numbers, int64: each [tokens, experts_per_token].
     """
     scores = ops.linear(x, weights["router.weight"], weights.get("router.bias"), out_dtype=torch.float32)
+    if config.mlp_beside_experts:
+        scores.mul_(config.hidden_size**-0.5)
     is_sigmoid = config.router_activation == "sigmoid"
     scores = scores.sigmoid_() if is_sigmoid else scores.softmax(-1)
     biased = scores + weights["expert_bias"] if config.expert_bias else scores
