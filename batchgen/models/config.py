@@ -731,6 +731,11 @@ class ModelConfig:
         return self.embedding_params + self.per_layer_params + self.layer_params + self.head_params
 
     @property
+    def held_params(self) -> int:
+        """Number of weights that are held in a memory or brought from disk: all but those that are read by row."""
+        return self.num_params - self.per_layer_params
+
+    @property
     def layer_params(self) -> int:
         """Number of weights of all layers together."""
         return sum(layers * sum(self._tensors(kind).values()) for kind, layers in self._kinds.items())
