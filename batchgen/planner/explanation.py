@@ -232,7 +232,7 @@ def _kv_sentences(plan: Plan) -> list[str]:
 
 
 def _with_states(text: str) -> str:
-    """What is said of the KV of sequences, said of their KV and states."""
+    """A sentence on the KV of sequences, made one on their KV and states."""
     for kv, both in (
         ("keep their KV", "keep their KV and states"),
         ("it comes", "they come"),
