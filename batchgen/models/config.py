@@ -625,6 +625,13 @@ class ModelConfig:
         """Number of values that layer number `layer` gives for a token by its attention or the update of its state."""
         return self._mixed_size(self.kind_of(layer))
 
+    @property
+    def column_sections(self) -> int:
+        """Number of equal sections of the columns of a state layer's output projection, each with all key heads."""
+        if isinstance(self.state, DeltaNet) and self.state.out_by_member:
+            return self.state.value_heads // self.state.key_heads
+        return 1
+
     @cached_property
     def widest_projected(self) -> int:
         """The largest `projected_size` of all layers."""
@@ -722,6 +729,11 @@ class ModelConfig:
     def num_params(self) -> int:
         """Number of all weights. A tied embedding counts once."""
         return self.embedding_params + self.per_layer_params + self.layer_params + self.head_params
+
+    @property
+    def held_params(self) -> int:
+        """Number of weights that are held in a memory or brought from disk: all but those that are read by row."""
+        return self.num_params - self.per_layer_params
 
     @property
     def layer_params(self) -> int:

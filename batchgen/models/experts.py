@@ -89,7 +89,10 @@ def route(config: ModelConfig, weights: Weights, x: Tensor) -> Routes:
     Returns:
         Weights of the chosen experts' results, fp32, and the experts' numbers, int64: each [tokens, experts_per_token].
     """
-    probs = ops.linear(x, weights["router.weight"], weights.get("router.bias"), out_dtype=torch.float32).softmax(-1)
+    scores = ops.linear(x, weights["router.weight"], weights.get("router.bias"), out_dtype=torch.float32)
+    if config.mlp_beside_experts:
+        scores.mul_(config.hidden_size**-0.5)
+    probs = scores.softmax(-1)
     shares, chosen = probs.topk(config.experts_per_token)
     if config.norm_topk:
         shares = shares / shares.sum(-1, keepdim=True)

@@ -15,13 +15,16 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.experts import Weights, split_experts
 from batchgen.models.layers import (
     embed,
+    gate_attention,
     per_layer_inputs,
     post_attention,
     pre_attention,
     query_growth_table,
     rope_table,
     rotary_options,
+    ungated,
 )
+from batchgen.models.state import StateViews, mix_state
 from batchgen.models.tensor_files.table_rows import TableRows
 from batchgen.ops import dispatch as ops
 
@@ -91,17 +94,23 @@ class ChannelImportance:
             seen[name] = _bounded(x.float().square().mean(0))
 
         with torch.inference_mode():
-            qkv = pre_attention(config, weights, self._hidden, on_input=on_input)
-            q, k, v = self._attention_inputs(weights, qkv)
-            sinks = None if self._sinks is None else self._sinks[self._layer]
-            attended = _attend(q, k, v, config.windows[self._layer], config.attention_softcap, sinks)
-            attended = attended.transpose(1, 2).flatten(2).flatten(0, 1)
+            projected = pre_attention(config, weights, self._hidden, on_input=on_input)
+            if config.has_state(self._layer):
+                mixed = self._mix(weights, projected)
+            else:
+                mixed = gate_attention(config, projected, self._attention(weights, ungated(config, projected)))
             per_layer = None if self._per_layer is None else self._per_layer[:, self._layer]
-            self._hidden = post_attention(
-                config, weights, self._hidden, attended, on_input=on_input, per_layer=per_layer
-            )
+            self._hidden = post_attention(config, weights, self._hidden, mixed, on_input=on_input, per_layer=per_layer)
         self._layer += 1
         return seen
+
+    def _attention(self, weights: Weights, qkv: Tensor) -> Tensor:
+        """Attention of all sequences, [tokens, heads * head_dim]."""
+        config = self._config
+        q, k, v = self._attention_inputs(weights, qkv)
+        sinks = None if self._sinks is None else self._sinks[self._layer]
+        attended = _attend(q, k, v, config.windows[self._layer], config.attention_softcap, sinks)
+        return attended.transpose(1, 2).flatten(2).flatten(0, 1)
 
     def _attention_inputs(self, weights: Weights, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, and the keys and values that they meet, [seqs, heads, tokens, head_dim] each."""
@@ -120,6 +129,16 @@ class ChannelImportance:
         elif layer in self._reused:
             self._kv[layer] = k, v
         return q, k, v
+
+    def _mix(self, weights: Weights, projected: Tensor) -> Tensor:
+        """The result of a state layer for all sequences, [tokens, out_size]."""
+        state = self._config.state
+        assert state is not None, "the layer has states"
+        inputs = projected.new_zeros(self._seqs, state.channels, state.kernel - 1)
+        views = StateViews(inputs, torch.zeros(self._seqs, *state.matrix_shape))
+        target = torch.arange(self._seqs)
+        starts = torch.arange(0, self._seqs * self._tokens + 1, self._tokens)
+        return mix_state(self._config, weights, projected, views, torch.full_like(target, -1), target, starts)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float, sinks: Tensor | None) -> Tensor:

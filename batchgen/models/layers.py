@@ -152,7 +152,7 @@ def pre_attention(
     out = x.new_empty(len(x), config.state.projected_width) if out is None else out
     fused = config.state.projected_size
     linear(weights, "qkv", x, on_input, out=out[:, :fused])
-    linear(weights, "ba", x, on_input, out=out[:, fused:])
+    linear(weights, "ba", x, out=out[:, fused:])
     return out
 
 

@@ -355,7 +355,7 @@ def _of_no_matter(config_class: type, rng: random.Random) -> dict[str, Any]:
     if config_class.model_type.startswith("gemma4"):
         values["use_bidirectional_attention"] = (None, "vision")
     drawn = {name: rng.choice((_LEFT_OUT, *choices)) for name, choices in values.items() if name in own}
-    return drawn | {"some_note": rng.choice((_LEFT_OUT, "of nobody"))}
+    return drawn | {"unsloth_version": rng.choice((_LEFT_OUT, "2026.1"))}
 
 
 def _fields(config_class: type) -> dict[str, Any]:
@@ -367,7 +367,7 @@ def _windows(family: str, layers: int, rng: random.Random) -> dict[str, Any]:
     window = rng.choice((_LEFT_OUT, 6, 20))
     types = rng.choice((_LEFT_OUT, None, [rng.choice(("sliding_attention", "full_attention")) for _ in range(layers)]))
     if family == "ministral":
-        return {"sliding_window": rng.choice((window, None)), "layer_types": None if window is None else types}
+        return {"sliding_window": window, "layer_types": types}
     if family in ("mistral", "ministral3", "mixtral", "phi3"):
         drawn = {"sliding_window": rng.choice((window, None))}
         if family == "mistral" and drawn["sliding_window"] is not None:

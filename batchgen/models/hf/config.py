@@ -25,6 +25,7 @@ from batchgen.models.hf.fields import (
     token_ids,
 )
 from batchgen.models.hf.rope import read_query_growth, read_ropes
+from batchgen.models.hf.wrappers import unwrapped
 
 
 def config_of_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -37,6 +38,7 @@ def config_of_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
     Raises:
         InputError: An architecture, RoPE kind or quantization is not supported.
     """
+    config = unwrapped(config)
     architecture = read_architecture(config)
     family = ARCHITECTURES[architecture]
     dtype = stated_dtype(config) or "float32"

@@ -21,6 +21,7 @@ from batchgen.models.families import (
 )
 from batchgen.models.formats.schemes import read_scheme
 from batchgen.models.hf.keys import KEYS, read_keys, refuse_unsupported
+from batchgen.models.nearest import nearest_family
 from batchgen.models.scales import scales_of
 from batchgen.models.state_layers import DeltaNet
 from batchgen.models.stated_numbers import is_count, require_positive, shown
@@ -161,14 +162,21 @@ def read_architecture(config: Mapping[str, Any]) -> str:
     names = stated or [name for name, known in types.items() if known == model_type] or [f"model_type {model_type!r}"]
     architecture: str = names[0]
     if architecture not in ARCHITECTURES:
-        advice = ": its text model may be there as a GGUF" if architecture.endswith("ForConditionalGeneration") else ""
-        raise InputError(f"architecture {architecture} is not supported{advice}; supported: {', '.join(ARCHITECTURES)}")
+        raise InputError(f"architecture {architecture} is not supported; {_instead(architecture)}")
     if model_type not in (None, types[architecture]):
         raise InputError(
             f"model_type {shown(model_type)} contradicts architecture {architecture}, which is "
             f"{types[architecture]!r}: take the model's own config.json, or a GGUF of it"
         )
     return architecture
+
+
+def _instead(architecture: str) -> str:
+    """Words for what can be taken in place of a model that is not supported."""
+    family = nearest_family(architecture.removeprefix("model_type "), dict.fromkeys(ARCHITECTURES.values()))
+    nearest = next(name for name, known in ARCHITECTURES.items() if known == family)
+    text = "its text model may be there as a GGUF; " if architecture.endswith("ForConditionalGeneration") else ""
+    return f"{text}the nearest that is: {nearest} ({family}); all: docs/getting_started.md"
 
 
 def read_norm_place(keys: Mapping[str, Any], family: str) -> NormPlace:
