@@ -19,5 +19,5 @@ def chunk_flops_per_token(key_heads: int, value_heads: int, key_dim: int, value_
 
 
 def prepared_bytes(value_heads: int, dtype_bytes: int) -> int:
-    """Bytes that a GPU has for one token while its chunk is computed: rows of two matrices, and four factors in fp32."""
+    """Bytes that a GPU has for one token while its chunk is computed: rows of two matrices, four factors in fp32."""
     return value_heads * (2 * CHUNK * dtype_bytes + 4 * 4)

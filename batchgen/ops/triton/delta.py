@@ -20,22 +20,16 @@ from batchgen.ops.state_chunks import CHUNK
 from batchgen.ops.triton.launch import Card, Launch, card, power_of_two
 from batchgen.ops.triton.sequences import sequence_of_tile
 
-MAX_DIM = 256  # of keys and values
 # Products in fp32 have no units and take more registers than there are.
 _CHUNKED_DTYPES = (torch.bfloat16, torch.float16)
 _FEW_TOKENS = 8  # of a sequence, up to which they are computed one by one
 _ALL_TOKENS = (1 << 31) - 1
 _UPDATED_VALUES = 4096  # of a state, in the registers of a program that computes one token at a time
 # Rows and columns of a state that a program multiplies at a time: registers hold no larger operands.
-_KEY_BLOCK, _CHUNK_VALUES = 64, 32
+_KEY_BLOCK, _MOST_BLOCKS, _CHUNK_VALUES = 64, 4, 32
 _GATES = 1024  # of a program
 _NORM_EPS = tl.constexpr(1e-6)
 _BLOCK = tl.constexpr(16)  # rows of a triangular matrix that are solved one by one
-
-
-def supports_delta(key_dim: int, value_dim: int) -> bool:
-    """Tell whether the kernels support states [key_dim, value_dim]."""
-    return key_dim <= MAX_DIM and value_dim <= MAX_DIM
 
 
 def delta_rule(  # the operands of one kernel
@@ -85,7 +79,8 @@ def delta_launches(  # the operands of one kernel
     assert qkv.shape[1] == 2 * key_heads * key_dim + value_heads * value_dim and qkv.stride(1) == 1
     assert states[0].is_contiguous() and out.is_contiguous() and g.is_contiguous() and beta.is_contiguous()
     assert len(target) == sequences and len(starts) == sequences + 1
-    in_chunks = this.has_products and len(qkv) > sequences and qkv.dtype in _CHUNKED_DTYPES
+    has_products = this.has_products and qkv.dtype in _CHUNKED_DTYPES and key_dim <= _MOST_BLOCKS * _KEY_BLOCK
+    in_chunks = has_products and len(qkv) > sequences
     args = {
         "qkv": qkv,
         "g": g,
