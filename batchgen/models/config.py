@@ -31,7 +31,7 @@ _SELDOM_STATED = (
     "first_layer", "model_layers", "layer_formats", "end_formats", "logit_scale", "unrotated_layers",
     "state", "state_layers", "output_gate", "global_head_dim", "global_kv_heads", "shared_kv_layers", "value_norm",
     "keys_are_values", "layer_scale", "mlp_beside_experts", "per_layer_size", "norm_place", "projection_norms",
-    "shared_gate", "query_growth", "query_growth_period",
+    "shared_gate", "query_growth", "query_growth_period", "head_bias", "sparsemixer_jitter",
 )  # fmt: skip
 
 
@@ -136,6 +136,10 @@ class ModelConfig:
             experts, or other widths.
         dense_size: Width of the MLP of `dense_layers`.
         router_bias: Whether the router has a bias.
+        head_bias: Whether the output matrix has a bias.
+        sparsemixer_jitter: Half of the largest relative distance of a router's score from the largest one at which it
+            counts, where two experts are chosen one after the other (SparseMixer, Phi-3.5-MoE). None: experts are
+            chosen by a softmax over all scores.
         sinks: Whether each head has an attention sink: a further score that is part of the softmax's sum but has no
             value (gpt-oss).
         first_layer: Number in the whole model of the first layer of this pipeline stage (`stage`).
@@ -211,6 +215,8 @@ class ModelConfig:
     dense_layers: tuple[int, ...] = ()
     dense_size: int = 0
     router_bias: bool = False
+    head_bias: bool = False
+    sparsemixer_jitter: float | None = None
     sinks: bool = False
     state: StateShape | None = None
     state_layers: tuple[int, ...] = ()
@@ -720,6 +726,7 @@ class ModelConfig:
     def head_params(self) -> int:
         """Number of weights after the last layer: final norm, projection, sinks and an untied output matrix."""
         output = 0 if self.tied_embeddings else self.vocab_size * self.embed_size
+        output += self.head_bias * self.vocab_size
         sinks = self.sinks * self.num_layers * self.num_heads
         if not self.has_head:
             return sinks

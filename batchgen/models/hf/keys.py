@@ -276,6 +276,16 @@ KEYS: dict[str, dict[str, Key]] = {
         **_ends(None, 50279),
         "num_key_value_heads": _HEADS_NULL,
     },
+    "phimoe": {
+        **_rotary(theta=1e6, eps=1e-5),
+        **_counts(vocab_size=32064, hidden_size=4096, intermediate_size=6400, num_hidden_layers=32),
+        **_counts(num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=131072, num_local_experts=16),
+        **_flags(attention_bias=False, lm_head_bias=False, tie_word_embeddings=False),
+        **_ends(1, 2),
+        **_DERIVED_HEAD,
+        "sliding_window": Key(None, "index", True),
+        "router_jitter_noise": Key(0.01, "share"),
+    },
     "granitemoe": _GRANITE_MIXTURE,
     "granitemoeshared": {**_GRANITE_MIXTURE, "shared_intermediate_size": Key(0, "index")},
     "granitemoehybrid": {
@@ -365,7 +375,7 @@ _OF_TRAINING = (
     "init_std",
 )
 _OF_OUTPUTS = ("output_hidden_states", "output_router_logits", "return_dict", "use_cache", "id2label", "label2id")
-_OF_LOSSES = ("problem_type", "router_aux_loss_coef", "router_jitter_noise")
+_OF_LOSSES = ("input_jitter_noise", "problem_type", "router_aux_loss_coef", "router_jitter_noise")
 _OF_FORM = ("transformers_version", "chunk_size_feed_forward", "pad_token_id", "pretraining_tp")
 _OF_MAMBA = (  # of layers that Granite 4 may have, and that are refused by layer_types
     *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv", "mamba_expand"),
@@ -391,6 +401,7 @@ FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
     "mixtral": {**_EVERYWHERE, **_NORM_TOPK},
     **{family: {**_EVERYWHERE, **_NORM_TOPK} for family in GRANITE_MIXTURES},
     "olmoe": {**_EVERYWHERE, "clip_qkv": (None,)},
+    "phimoe": {**_EVERYWHERE, "num_experts_per_tok": (2,)},
     "gpt_oss": {**_EVERYWHERE, **_NORM_TOPK, "hidden_act": ("silu",), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
     "qwen3_next": {**_EVERYWHERE, **_OUTPUT_GATE},
     "qwen3_5": {**_EVERYWHERE, **_OUTPUT_GATE},
