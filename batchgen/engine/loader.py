@@ -217,7 +217,7 @@ def choose_weights(
     resolved = resolve_weights(files, weights, on_cpu=device.kind != "cuda")
     if weights != AUTO or resolved not in NATIVE_FORMATS:
         return resolved
-    expanded_bytes = config.num_params * FORMAT_BYTES[dtype]
+    expanded_bytes = config.held_params * FORMAT_BYTES[dtype]
     return DEQUANTIZED if expanded_bytes <= memory_bytes() * _DEQUANTIZED_FRAC else resolved
 
 

@@ -155,13 +155,13 @@ def _activation_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
     work = coded_bytes(s.weight_format, on_gpu=held.on_gpu) + activation_bytes(
         model, element, batches.batch_tokens, rows, on_gpu=held.on_gpu, captured_tokens=captured
     )
-    waiting = _waiting_bytes(s, batches)
+    hidden, waiting = batches.batch_tokens * int(s.hidden_bytes), _waiting_bytes(s, batches)
     if not held.on_gpu:
         yield Item("cpu", "activations", work + WORKSPACE_BYTES + (batches.num_gpu_batches - 1) * waiting)
         return
     yield Item("gpu", "activations", work + DEVICE_WORKSPACE_BYTES, "compute")
     yield Item("gpu", "activations", held.act_gpu * waiting, "compute")
-    yield Item("gpu", "activations", held.acts_wait * (HIDDEN_SLOTS * waiting))
+    yield Item("gpu", "activations", held.acts_wait * (HIDDEN_SLOTS * hidden))
     yield Item("gpu", "activations", held.delegates * sent_bytes(model, element, batches.batch_seqs), "d2h")
     exchanged = batches.batch_seqs * exchanged_values(model, kv=True) * element
     yield Item("cpu", "activations", WORKSPACE_BYTES + PINNED_BYTES)
@@ -173,8 +173,8 @@ def _activation_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
 
 
 def _waiting_bytes(s: Sizes, batches: Batches) -> int:
-    """Bytes of one micro-batch's activations between layers."""
-    return int(batches.batch_tokens * s.hidden_bytes)
+    """Bytes of one micro-batch's activations between layers, with the layers' inputs from per-layer embeddings."""
+    return int(batches.batch_tokens * (s.hidden_bytes + s.model.per_layer_width * s.element_bytes))
 
 
 def kv_bytes(s: CostInputs, at: Placement) -> dict[str, Linear]:

@@ -121,6 +121,17 @@ _DELTA_NET = {
     **_ends(None, None),
     **_TYPES,
 }
+_SHORT_CONV = {
+    **_counts(vocab_size=65536, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8),
+    **_counts(max_position_embeddings=128000, conv_L_cache=3),
+    **_flags(conv_bias=False, tie_word_embeddings=True),
+    **_ends(1, 2),
+    **_TYPES,
+    **_DERIVED_HEAD,
+    "tie_embedding": Key(None, "flag"),
+    "rope_theta": Key(1e6, "positive"),
+    "norm_eps": Key(1e-5, "share"),
+}
 _DELTA_NET_EXPERTS = {
     **_counts(hidden_size=2048, num_key_value_heads=2, moe_intermediate_size=512, shared_expert_intermediate_size=512),
 }
@@ -340,6 +351,22 @@ KEYS: dict[str, dict[str, Key]] = {
         **_TYPES,
         "sliding_window": Key(128, "index", True),
     },
+    "lfm2": {
+        **_SHORT_CONV,
+        **_counts(hidden_size=2560, intermediate_size=12288, block_multiple_of=256),
+        **_flags(block_auto_adjust_ff_dim=True),
+        "block_ff_dim": Key(None, "count"),
+        "block_ffn_dim_multiplier": Key(1.0, "positive"),
+        "full_attn_idxs": Key(None, "layers", True),
+    },
+    "lfm2_moe": {
+        **_SHORT_CONV,
+        **_counts(hidden_size=2048, intermediate_size=7168, moe_intermediate_size=1792),
+        **_counts(num_experts=32, num_experts_per_tok=4),
+        **_flags(use_expert_bias=True, norm_topk_prob=True),
+        "num_dense_layers": Key(2, "index"),
+        "routed_scaling_factor": Key(1.0, "positive"),
+    },
     "qwen3_next": {
         **_DELTA_NET,
         **_DELTA_NET_EXPERTS,
@@ -451,12 +478,20 @@ _NAMES_OF_NOTES = """
 _NOTES = frozenset(_NAMES_OF_NOTES.split())
 
 
+# Keys of published files of a family that say again what others say.
+_OF_LFM2 = (
+    *("block_dim", "block_norm_eps", "block_use_swiglu", "block_use_xavier_init", "conv_dim", "conv_dim_out"),
+    *("conv_use_xavier_init", "num_heads", "use_pos_enc", "theta"),
+)
+_NOTES_OF = dict.fromkeys(("lfm2", "lfm2_moe"), _OF_LFM2)
+
+
 def _refuse_unknown(config: Mapping[str, Any], family: str) -> None:
     """Raise InputError for a key that is in no table: it may state other mathematics, and nobody would notice.
 
     Keys that begin with an underscore are allowed, and those that state nothing: null, false, 0 or an empty value.
     """
-    known = {*KEYS[family], *FIXED[family], *_FOREIGN, *_EXPERTS}
+    known = {*KEYS[family], *FIXED[family], *_NOTES_OF.get(family, ()), *_FOREIGN, *_EXPERTS}
     for name, value in config.items():
         if value and not name.startswith("_") and name not in known | IGNORED | READ_APART | _NOTES | {"model_type"}:
             raise InputError(

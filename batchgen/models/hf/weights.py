@@ -87,8 +87,6 @@ def _find(
     if part.name == "conv.weight" and len(info.shape) == 3:  # [channels, 1, kernel], as torch's convolutions have it
         info = replace(info, shape=(info.shape[0], *info.shape[2:]))
     check_stored(name, info, part.shape)
-    if part.name == "router_input.scale":  # beside which transformers has a factor of its own
-        return Numbers(name, info, factor=config.hidden_size**-0.5)
     is_norm = part.name.endswith("norm.weight") and part.name != "state_norm.weight"
     less_one = is_norm and config.family in NORMS_LESS_ONE
     return Numbers(name, info, added=1 if less_one else 0)
