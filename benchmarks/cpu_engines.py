@@ -9,6 +9,7 @@ the rate of plain matrix products, and the KV that decoding reads at the rate of
 
     python benchmarks/cpu_engines.py
     python benchmarks/cpu_engines.py --engines batchgen,vllm --workloads fixed --rows 8 --output trial.json
+    python benchmarks/cpu_engines.py --shape qwen3.5-2b --workloads fixed    layers with states, random weights
     python benchmarks/cpu_engines.py --bits 8    batchgen's int8 weights and KV against OpenVINO's defaults
 """
 
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import random_states
 from peers.environments import python_of
 from peers.machine_rates import gemm_rates
 from peers.model_files import write_bfloat16_gguf, write_directory
@@ -87,6 +89,14 @@ def setups(args: argparse.Namespace) -> dict[str, Setup]:
     }
     if in_8_bits:
         return both
+    if args.shape:  # files that these engines read
+        vllm = {"max_num_seqs": seqs, "max_num_batched_tokens": args.vllm_batched_tokens, "cache_gb": args.cache_gb}
+        batch = {"batch_size": args.transformers_batch}
+        return {
+            BATCHGEN: both[BATCHGEN],
+            "vllm": Setup("run_vllm.py", lambda source, folder: source, vllm),
+            "transformers": Setup("run_transformers.py", lambda source, folder: source, batch),
+        }
     return both | {
         "vllm": Setup(
             "run_vllm.py",
@@ -157,7 +167,8 @@ def machine_rates(config: ModelConfig) -> dict[str, Any]:
 
 def bound(workload: Workload, config: ModelConfig, rates: list[dict[str, Any]], wall_s: float) -> dict[str, Any]:
     """The least time for the job and its share of batchgen's. Linear layers, logits and prompts' attention count at the
-    rate of matrix products at the best number of tokens, single tokens' attention as the KV it reads."""
+    rate of matrix products at the best number of tokens, single tokens' attention as the KV it reads, and what single
+    tokens read and write of states as it is."""
     todo = work(workload, config)
     flops_per_s = max(rate for measured in rates for rate in measured["gemm_flops_per_s"].values())
     bytes_per_s = max(measured["dram_read_bytes_per_s"] for measured in rates)
@@ -166,7 +177,8 @@ def bound(workload: Workload, config: ModelConfig, rates: list[dict[str, Any]], 
         for name, flops in todo.items()
         if name in ("linear_flops", "logits_flops", "prefill_attention_flops")
     }
-    seconds["decode_kv_s"] = todo["decode_kv_bytes"] / bytes_per_s
+    for name in ("decode_kv", "decode_state"):
+        seconds[f"{name}_s"] = todo[f"{name}_bytes"] / bytes_per_s
     least_s = sum(seconds.values())
     return todo | seconds | {"bound_s": least_s, "share_of_wall": least_s / wall_s}
 
@@ -215,6 +227,7 @@ def _parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engines", type=names, help="separated by commas [default: all]")
     parser.add_argument("--workloads", type=names, default=list(WORKLOADS), help="separated by commas [default: all]")
+    parser.add_argument("--shape", choices=random_states.SHAPES, help="of random weights [default: the demo model]")
     parser.add_argument("--bits", type=int, default=16, choices=(16, 8), help="of weights and KV [default: 16]")
     parser.add_argument("--rows", type=int, help="only the first rows [default: 64, and all of `match`]")
     parser.add_argument("--repeats", type=int, default=2, help="the engines take turns this many times")
@@ -242,7 +255,8 @@ def _parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     args = _parse()
     args.work_dir.mkdir(parents=True, exist_ok=True)
-    files = resolve_model("demo")
+    model = str(random_states.make_model(args.work_dir / args.shape, args.shape)) if args.shape else "demo"
+    files = resolve_model(model)
     config = read_config(files)
     engines: dict[str, Engine] = {}
     skipped: dict[str, str] = {}
@@ -257,7 +271,7 @@ def main() -> None:
             engines[name] = Engine(name, setups(args)[name], args, files.path)
         except EngineFailed as problem:
             skip(name, problem)
-    jobs = {name: WORKLOADS[name]("demo", config.vocab_size, args.rows) for name in args.workloads}
+    jobs = {name: WORKLOADS[name](model, config.vocab_size, args.rows) for name in args.workloads}
     warm_up = random_rows(_WARM_UP, config.vocab_size, seed=1)
 
     rates: list[dict[str, Any]] = []
@@ -294,6 +308,8 @@ def main() -> None:
         "versions": versions() | {"engines": {name: run["versions"] for name, run in last.items()}},
     }
     kind = "cpu_engines" if args.bits == 16 else "cpu_engines_int8"
+    if args.shape:
+        kind += f"-{args.shape}"
     write(args.output or result_path(kind, by_cpu=True), result)
     for name, summary in found.items():
         ratios = ", ".join(f"{peer} {ratio:.2f}" for peer, ratio in summary.get("batchgen_over", {}).items())

@@ -97,9 +97,12 @@ def weight_bytes(config: ModelConfig, job: Job) -> int:
 
 def kv_read_bytes(config: ModelConfig, job: Job) -> int:
     """Bytes of KV that decode attention reads, over all rows and passes: K."""
-    token = kv_block_bytes(config, DEFAULT_KV_BLOCK_SIZE, job.kv_format) / DEFAULT_KV_BLOCK_SIZE
+    sizes = kv_block_bytes(config, DEFAULT_KV_BLOCK_SIZE, job.kv_format)
     lengths = range(job.input_len, job.input_len + job.output_len - 1)
-    return int(token * job.num_prompts * sum(min(n, w or n) for w in config.windows for n in lengths))
+    seen = [
+        sizes[config.kv_source(j)] * min(n, config.windows[j] or n) for j in config.attention_layers for n in lengths
+    ]
+    return job.num_prompts * sum(seen) // DEFAULT_KV_BLOCK_SIZE
 
 
 def gpu_flops(config: ModelConfig, job: Job) -> int:

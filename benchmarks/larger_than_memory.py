@@ -1,7 +1,8 @@
 """A mixture of experts larger than memory: batchgen against llama.cpp on the same shape, inside one memory limit.
 
-Shapes are gpt-oss-20b's in MXFP4 (12.5 GB) and Qwen3-30B-A3B's in Q4_0 (17.5 GB), with random weights. The limit is a
-cgroup in which page cache counts. Rows have 64 random tokens in and 32 out.
+Shapes are gpt-oss-20b's in MXFP4 (12.5 GB), and those of Qwen3-30B-A3B (17.5 GB), Qwen3.6-35B-A3B (20 GB; three of
+four layers keep a state) and Gemma 4 26B-A4B (15 GB) in Q4_0, with random weights. The limit is a cgroup in which page
+cache counts. Rows have 64 random tokens in and 32 out.
 
 llama.cpp is first tried for a short time with several numbers of sequences, and then runs the job with the best one. A
 run that takes longer than --peer-limit is stopped, and its time projected from the passes it made. batchgen is also
@@ -39,7 +40,12 @@ from batchgen.core.units import format_bytes, parse_bytes
 BATCHGEN = Path(sys.executable).with_name("batchgen")
 LLAMA_CPP = Path(__file__).parent / "peers" / "llama_cpp_sequences.py"
 ENGINES = ["batchgen", "llama.cpp"]
-MEMORY = {"gpt-oss-20b": "8GiB", "qwen3-30b-a3b": "10GiB"}
+MEMORY = {
+    "gpt-oss-20b": "8GiB",
+    "qwen3-30b-a3b": "10GiB",
+    "qwen3.6-35b-a3b": "10GiB",
+    "gemma-4-26b-a4b": "10GiB",
+}
 _BESIDE_FRAC = 0.08  # of the limit, for what the kernel counts beside the process
 _SAME_JOB = ("shape", "layers", "memory", "rows", "prompt_tokens", "output_tokens")
 _REPORT_LEFT_OUT = {"output", "errors_output", "hardware", "predicted", "versions", "first_error"}

@@ -54,8 +54,54 @@ SHAPES: dict[str, tuple[dict[str, Any], str]] = {
         },
         "q4_0",
     ),
+    "qwen3.6-35b-a3b": (
+        {
+            "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "num_hidden_layers": 40,
+            "hidden_size": 2048, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+            "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "vocab_size": 248320,
+            "max_position_embeddings": 262144, "num_experts": 256, "num_experts_per_tok": 8, "rms_norm_eps": 1e-6,
+            "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+            "linear_num_key_heads": 16, "linear_num_value_heads": 32, "full_attention_interval": 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+            "tie_word_embeddings": False, "hidden_act": "silu", "dtype": "bfloat16",
+        },
+        "q4_0",
+    ),
+    "gemma-4-26b-a4b": (
+        {
+            "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "num_hidden_layers": 30,
+            "hidden_size": 2816, "intermediate_size": 2112, "moe_intermediate_size": 704, "num_attention_heads": 16,
+            "num_key_value_heads": 8, "num_global_key_value_heads": 2, "head_dim": 256, "global_head_dim": 512,
+            "vocab_size": 262144, "max_position_embeddings": 262144, "num_experts": 128, "top_k_experts": 8,
+            "enable_moe_block": True, "attention_k_eq_v": True, "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 0, "use_double_wide_mlp": False, "sliding_window": 1024,
+            "final_logit_softcapping": 30.0, "rms_norm_eps": 1e-6,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh", "dtype": "bfloat16",
+        },
+        "q4_0",
+    ),
 }  # fmt: skip
+_PERIODS = {
+    "gpt-oss-20b": ["sliding_attention", "full_attention"],
+    "qwen3.6-35b-a3b": ["linear_attention"] * 3 + ["full_attention"],
+    "gemma-4-26b-a4b": ["sliding_attention"] * 5 + ["full_attention"],
+}
 _TILE_BLOCKS = 1 << 20  # of 32 numbers; drawn once, and repeated
+_GGUF_NAMES = {
+    "gpt-oss-20b": "gpt-oss",
+    "qwen3-30b-a3b": "qwen3moe",
+    "qwen3.6-35b-a3b": "qwen35moe",
+    "gemma-4-26b-a4b": "gemma4",
+}
+_PACKED = {
+    "token_embd", "output", "attn_q", "attn_k", "attn_v", "attn_qkv", "attn_gate", "attn_output", "ssm_out",
+    "ffn_gate", "ffn_up", "ffn_down", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps",
+    "ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp",
+}  # fmt: skip
 # Bytes of a block that its scale takes, first in it; about 0.01 times the codes.
 _SCALES = {"mxfp4": bytes([121]), "q4_0": np.float16(0.01).tobytes()}
 
@@ -64,9 +110,8 @@ def config_of(shape: str, layers: int | None = None) -> tuple[ModelConfig, str]:
     """The model's configuration, of its first layers perhaps, and the format of its matrices."""
     fields, weight_format = SHAPES[shape]
     layers = layers or fields["num_hidden_layers"]
-    if shape == "gpt-oss-20b":
-        kinds = ["sliding_attention", "full_attention"] * layers
-        fields = fields | {"layer_types": kinds[:layers]}
+    if period := _PERIODS.get(shape):
+        fields = fields | {"layer_types": (period * layers)[:layers]}
     return config_of_hf(fields | {"num_hidden_layers": layers}), weight_format
 
 
@@ -124,28 +169,9 @@ def write_gguf(path: Path, shape: str, layers: int | None = None, seed: int = 0)
     if path.exists():
         return path
     config, weight_format = config_of(shape, layers)
-    fields = SHAPES[shape][0]
     partial = path.with_name(path.name + ".partial")
-    writer = gguf.GGUFWriter(partial, {"gpt-oss-20b": "gpt-oss", "qwen3-30b-a3b": "qwen3moe"}[shape])
-    writer.add_block_count(config.num_layers)
-    writer.add_context_length(config.max_position)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(fields["intermediate_size"])
-    writer.add_expert_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_expert_count(config.num_experts)
-    writer.add_expert_used_count(config.experts_per_token)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
-    writer.add_rope_freq_base(fields["rope_theta"])
-    if shape == "gpt-oss-20b":
-        scaling = fields["rope_scaling"]
-        writer.add_sliding_window(fields["sliding_window"])
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(scaling["factor"])
-        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+    writer = gguf.GGUFWriter(partial, _GGUF_NAMES[shape])
+    _add_fields(writer, config, SHAPES[shape][0])
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("no_vocab")
     tile, kind = _tile(weight_format, seed).numpy(), gguf.GGMLQuantizationType[weight_format.upper()]
@@ -174,36 +200,136 @@ def write_gguf(path: Path, shape: str, layers: int | None = None, seed: int = 0)
     return path
 
 
+def _add_fields(writer: Any, config: ModelConfig, fields: dict[str, Any]) -> None:
+    """The fields that llama.cpp reads for the shape, under the names of its converter."""
+    import gguf
+
+    is_gemma = config.family == "gemma4"
+    writer.add_block_count(config.num_layers)
+    writer.add_context_length(config.max_position)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(fields.get("intermediate_size", config.intermediate_size))
+    writer.add_expert_feed_forward_length(fields.get("moe_intermediate_size", config.intermediate_size))
+    writer.add_head_count(config.num_heads)
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.experts_per_token)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    if not is_gemma:
+        writer.add_head_count_kv(config.num_kv_heads)
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        writer.add_rope_freq_base(config.rope.theta)
+    if config.family == "gpt_oss":
+        scaling = fields["rope_scaling"]
+        writer.add_sliding_window(fields["sliding_window"])
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(scaling["factor"])
+        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+    if (state := config.state) is not None:
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_size)
+        writer.add_rope_dimension_count(config.head_dim // 4)
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+        writer.add_ssm_conv_kernel(state.kernel)
+        writer.add_ssm_state_size(state.key_dim)
+        writer.add_ssm_group_count(state.key_heads)
+        writer.add_ssm_time_step_rank(state.value_heads)
+        writer.add_ssm_inner_size(state.out_size)
+        writer.add_full_attention_interval(fields["full_attention_interval"])
+    if is_gemma:
+        windowed = [window is not None for window in config.windows]
+        attentions = map(config.attention_of, range(config.num_layers))
+        writer.add_head_count_kv([attention.num_kv_heads for attention in attentions])
+        writer.add_sliding_window(fields["sliding_window"])
+        writer.add_sliding_window_pattern(windowed)
+        writer.add_shared_kv_layers(0)
+        writer.add_embedding_length_per_layer_input(0)
+        writer.add_key_length(config.global_head_dim)
+        writer.add_value_length(config.global_head_dim)
+        writer.add_key_length_swa(config.head_dim)
+        writer.add_value_length_swa(config.head_dim)
+        writer.add_rope_dimension_count(config.global_head_dim)
+        writer.add_rope_dimension_count_swa(config.head_dim)
+        writer.add_rope_freq_base(fields["rope_parameters"]["full_attention"]["rope_theta"])
+        writer.add_rope_freq_base_swa(fields["rope_parameters"]["sliding_attention"]["rope_theta"])
+        writer.add_final_logit_softcapping(fields["final_logit_softcapping"])
+
+
 def _gguf_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes, in the order of use."""
-    hidden, inner, experts = config.hidden_size, config.intermediate_size, config.num_experts
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    is_oss = config.family == "gpt_oss"
-    yield "token_embd.weight", (config.vocab_size, hidden)
-    for i in range(config.num_layers):
-        matrices = {
-            "attn_q": (queries, hidden), "attn_k": (keys, hidden), "attn_v": (keys, hidden),
-            "attn_output": (hidden, queries),
-            "ffn_gate_inp": (experts, hidden), "ffn_gate_exps": (experts, inner, hidden),
-            "ffn_up_exps": (experts, inner, hidden), "ffn_down_exps": (experts, hidden, inner),
-        }  # fmt: skip
-        vectors = {"attn_norm": (hidden,), "post_attention_norm" if is_oss else "ffn_norm": (hidden,)}
-        if is_oss:
-            vectors["attn_sinks"] = (config.num_heads,)
+    yield "token_embd.weight", (config.vocab_size, config.hidden_size)
+    if config.family == "gemma4":
+        yield "rope_freqs.weight", (config.global_head_dim // 2,)
+    for layer in range(config.num_layers):
+        tensors = _experts_tensors(config)
+        if config.has_state(layer):
+            tensors |= _state_tensors(config)
         else:
-            vectors |= {"attn_q_norm": (config.head_dim,), "attn_k_norm": (config.head_dim,)}
-        for name, size in (vectors | matrices).items():
-            yield f"blk.{i}.{name}.weight", size
-            if is_oss and name in matrices:
-                yield f"blk.{i}.{name}.bias", size[:-1]
-    yield "output_norm.weight", (hidden,)
-    yield "output.weight", (config.vocab_size, hidden)
+            tensors |= _attention_tensors(config, layer)
+        for name, size in tensors.items():
+            yield f"blk.{layer}.{name}" if "." in name or name == "ssm_a" else f"blk.{layer}.{name}.weight", size
+            if config.family == "gpt_oss" and len(size) > 1:
+                yield f"blk.{layer}.{name}.bias", size[:-1]
+    yield "output_norm.weight", (config.hidden_size,)
+    if not config.tied_embeddings:
+        yield "output.weight", (config.vocab_size, config.hidden_size)
+
+
+def _attention_tensors(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    hidden, attention = config.hidden_size, config.attention_of(layer)
+    gates = 2 if config.family == "qwen3_5_moe" else 1
+    tensors: dict[str, tuple[int, ...]] = {
+        "attn_q": (gates * attention.q_size, hidden),
+        "attn_k": (attention.kv_size, hidden),
+        "attn_v": (attention.kv_size, hidden),
+        "attn_output": (hidden, attention.q_size),
+    }
+    if config.family == "gemma4" and config.windows[layer] is None:
+        del tensors["attn_v"]
+    if config.family == "gpt_oss":
+        return tensors | {"attn_sinks": (config.num_heads,)}
+    return tensors | {"attn_q_norm": (attention.head_dim,), "attn_k_norm": (attention.head_dim,)}
+
+
+def _state_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    hidden, state = config.hidden_size, config.state
+    return {
+        "attn_qkv": (state.channels, hidden), "attn_gate": (state.out_size, hidden),
+        "ssm_conv1d": (state.channels, state.kernel), "ssm_dt.bias": (state.value_heads,),
+        "ssm_a": (state.value_heads,), "ssm_beta": (state.value_heads, hidden),
+        "ssm_alpha": (state.value_heads, hidden), "ssm_norm": (state.value_dim,),
+        "ssm_out": (hidden, state.out_size),
+    }  # fmt: skip
+
+
+def _experts_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Norms of a layer, its router, its experts and what all tokens go through beside them."""
+    hidden, experts = config.hidden_size, config.num_experts
+    fields = next(fields for fields, _ in SHAPES.values() if fields["architectures"][0] == config.architecture)
+    inner = fields.get("moe_intermediate_size", config.intermediate_size)
+    after = "ffn_norm" if config.family == "qwen3_moe" else "post_attention_norm"
+    tensors: dict[str, tuple[int, ...]] = {
+        "attn_norm": (hidden,), after: (hidden,), "ffn_gate_inp": (experts, hidden),
+        "ffn_gate_exps": (experts, inner, hidden), "ffn_up_exps": (experts, inner, hidden),
+        "ffn_down_exps": (experts, hidden, inner),
+    }  # fmt: skip
+    if shared := config.shared_expert_size:
+        tensors |= {
+            "ffn_gate_inp_shexp": (hidden,), "ffn_gate_shexp": (shared, hidden), "ffn_up_shexp": (shared, hidden),
+            "ffn_down_shexp": (hidden, shared),
+        }  # fmt: skip
+    if config.family == "gemma4":
+        dense = fields["intermediate_size"]
+        norms = ("ffn_norm", "post_ffw_norm", "pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2")
+        tensors |= dict.fromkeys(norms, (hidden,)) | {
+            "ffn_gate_inp.scale": (hidden,), "layer_output_scale": (1,), "ffn_down_exps.scale": (experts,),
+            "ffn_gate": (dense, hidden), "ffn_up": (dense, hidden), "ffn_down": (hidden, dense),
+        }  # fmt: skip
+    return tensors
 
 
 def _is_packed(name: str) -> bool:
     """Matrices of layers but the router, as in the store; embeddings too, which are bfloat16 there."""
-    vectors = ("norm.weight", "sinks.weight", "gate_inp.weight", ".bias")
-    return not name.endswith(vectors)
+    return name.rsplit(".", 1)[0].split(".")[-1] in _PACKED and name.endswith(".weight")
 
 
 def _tile(weight_format: str, seed: int) -> Tensor:

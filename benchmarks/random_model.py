@@ -59,14 +59,7 @@ def make_model(path: Path | str, *, seed: int = 0, **changes: Any) -> Path:
         return path
     path.mkdir(parents=True, exist_ok=True)
     config_file.unlink(missing_ok=True)
-    shards = _shards(tensor_shapes(config))
-    names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-    for name, shard in zip(names, shards, strict=True):
-        _write_shard(path / name, shard, config["initializer_range"], seed)
-    weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-    total = sum(2 * math.prod(shape) for shard in shards for shape in shard.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    write_shards(path, tensor_shapes(config), config["initializer_range"], seed)
     write_word_tokenizer(path, config["vocab_size"])
     config_file.write_text(json.dumps(config, indent=2) + "\n")  # last: it says that the model is whole
     return path
@@ -102,6 +95,23 @@ def prompt_ids(rows: int, length: int, vocab_size: int, seed: int = 0) -> list[l
 def prompt_text(ids: list[int]) -> str:
     """The text that the model's tokenizer turns into these token ids."""
     return " ".join(f"w{i}" for i in ids)
+
+
+def write_shards(path: Path, tensors: dict[str, tuple[int, ...]], std: float, seed: int) -> None:
+    """Writes safetensors files of random bfloat16 weights to a directory, with their index.
+
+    Args:
+        tensors: shape of each tensor.
+        std: standard deviation of the numbers of matrices; vectors are one.
+    """
+    shards = _shards(tensors)
+    names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    for name, shard in zip(names, shards, strict=True):
+        _write_shard(path / name, shard, std, seed)
+    weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+    total = sum(2 * math.prod(shape) for shard in shards for shape in shard.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
 def _shards(shapes: dict[str, tuple[int, ...]]) -> list[dict[str, tuple[int, ...]]]:

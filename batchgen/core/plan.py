@@ -94,6 +94,7 @@ class Policy:
         balance_tokens: w of `first_batch_cpu_share`, the constant time of matrix products in tokens, where both
             micro-batches of order "neo" have sequences with CPU attention. None: the second micro-batch has all of
             these sequences, and neither has more than half of the block or of the tokens.
+        state_dtype: Format of the matrices of state layers (`models.state_layers.STATE_DTYPES`).
     """
 
     admission: str
@@ -116,6 +117,7 @@ class Policy:
     kv_layers: int = 0
     on_demand_tokens: int = 0
     balance_tokens: int | None = None
+    state_dtype: str = "float32"
 
     @property
     def equal_parts(self) -> int:
@@ -225,6 +227,9 @@ class MemoryPlan:
         stream_bytes: The most bytes that the work of each accelerator stream allocates at once, besides memory that is
             allocated for the whole job. Empty where no part of a sweep waits for the host: memory may then be allocated
             at any time.
+        state_slots: State rows of each tier's pool, in each state layer: one for each sequence of the tier, and some
+            for snapshots. Empty where the model has no state layers.
+        staging_states: State rows of each staging buffer through which states come to the compute device.
     """
 
     budgets: Mapping[str, int]
@@ -236,6 +241,8 @@ class MemoryPlan:
     window: int | None = None
     window_blocks: Mapping[str, int] = field(default_factory=dict)
     stream_bytes: Mapping[str, int] = field(default_factory=dict)
+    state_slots: Mapping[str, int] = field(default_factory=dict)
+    staging_states: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

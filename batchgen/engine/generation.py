@@ -345,7 +345,7 @@ class Generation:
         if thinking is None:
             return None
         continued: Any = request.prompt if request.chat.continue_final and is_chat(request.prompt) else ()
-        return thinking, thinking.begins(token_ids, sampling, continued)
+        return thinking, thinking.begins(token_ids, continued)
 
     def _gate_of(self, request: Request, sequence: Sequence, thinking: tuple[Thinking, bool] | None) -> Gate | None:
         """The gate that keeps a sample's grammar out of its thoughts; None: the grammar begins with the text.
@@ -540,7 +540,7 @@ class Generation:
             return self._apart(sequence, finish, *channels)
         if self._thinking and sequence in self._thinking:
             thinking, begun = self._thinking.pop(sequence)
-            split = thinking.split(said, begun)
+            split = thinking.split(said, begun, sequence.sampling)
             if split is not None:
                 return self._apart(sequence, finish, split.answer, split.thoughts)
         text = detector.text if detector is not None and isinstance(finish.stop, str) else tokenizer.decode(said)

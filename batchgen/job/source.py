@@ -127,7 +127,7 @@ class RequestSource:
         thinks = options.reasoning_column and Thinking.of(tokenizer, options.sampling.regex) is not None
         if not (config.has_channels or thinks):
             return replace(self, reasoning_apart=options.reasoning_column and self.is_openai)
-        source = replace(self, columns=replace(self.columns, reasoning=True), reasoning_apart=thinks)
+        source = replace(self, columns=replace(self.columns, reasoning=True), reasoning_apart=options.reasoning_column)
         source.output_names(options)
         return source
 

@@ -89,7 +89,7 @@ class Checkpoint:
 
             input_norm, post_norm     [hidden]
             qkv                       [(heads + 2 kv_heads) head_dim, hidden]: rows of queries, keys, values
-            q_norm, k_norm            [head_dim]
+            q_norm, k_norm            [head_dim], or [heads head_dim] and [kv_heads head_dim]
             out                       [hidden, heads head_dim]
             out_norm, down_norm       [hidden], with `output_norms`
             gate_up                   [2 intermediate, hidden]: rows of gate, up

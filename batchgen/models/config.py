@@ -22,13 +22,15 @@ from batchgen.models.stated_numbers import require_positive
 
 DTYPES = ("float32", "bfloat16", "float16")
 Norm = Literal["rms", "layer"]
+NormPlace = Literal["inputs", "outputs", "both", "sums"]
 Activation = Literal["silu", "relu", "gelu", "gelu_tanh", "swiglu_oai"]
 # Activations of a gate, which linear layers compute together with the product that follows.
 _GATES = ("silu", "gelu_tanh", "swiglu_oai")
 # Fields of stages, of block formats and of few families, which are left out of JSON where they have their defaults.
 _SELDOM_STATED = (
     "first_layer", "model_layers", "layer_formats", "end_formats", "logit_scale", "unrotated_layers",
-    "state", "state_layers", "global_head_dim", "global_kv_heads", "shared_kv_layers",
+    "state", "state_layers", "output_gate", "global_head_dim", "global_kv_heads", "shared_kv_layers",
+    "norm_place", "projection_norms",
 )  # fmt: skip
 
 
@@ -96,6 +98,7 @@ class ModelConfig:
         gated_mlp: Whether the MLP multiplies the activated gate with an up projection.
         qkv_bias, out_bias, mlp_bias: Whether these linear layers have biases.
         qk_norm: Whether each head's queries and keys are normed.
+        projection_norms: Whether the queries of all heads are normed together, and so are the keys (Olmo 2).
         tied_embeddings: Whether the token embedding is also the output matrix.
         rope: Rotary positions. None: position embeddings are learned, and the embedding of a position is in row
             position + `position_offset`.
@@ -104,14 +107,14 @@ class ModelConfig:
         embed_size: Width of the token embedding. If it differs from hidden_size, a projection follows the embedding,
             and another one precedes the output matrix.
         position_offset: Number of rows of the position embedding before the row of position 0.
-        norm_first: Whether norms precede attention and MLP. False: they follow the residual add (OPT-350m).
+        norm_place: Place of the norms of attention and MLP: "inputs", "outputs" before the residual add (Olmo 2),
+            "both" (Gemma 2), or "sums" after the residual add (OPT-350m).
         final_norm: Whether there is a norm after the last layer.
         bos_token_id: Token that begins a text; None: there is none.
         eos_token_ids: Tokens that end a text.
         dtype: Dtype of the weights that the checkpoint states.
         local_rope: Rotary positions of layers with a sliding window, if they differ from `rope`; None: all layers use
             `rope`.
-        output_norms: Whether the outputs of attention and of MLP are normed before the residual add (Gemma 2).
         embedding_scale: Factor of token embeddings.
         logit_scale: Factor of logits, before `logit_softcap`.
         unrotated_layers: Numbers of layers that do not rotate queries and keys (SmolLM3).
@@ -132,6 +135,8 @@ class ModelConfig:
         state: Shape of the model's state layers, which keep a state of fixed size for each sequence and have no KV.
             None: all layers attend.
         state_layers: Numbers of the state layers.
+        output_gate: Whether the result of attention is multiplied by the sigmoid of a gate, which is projected together
+            with queries, keys and values, and comes before them.
         global_head_dim: `head_dim` of layers without a sliding window, if it differs (Gemma 4). 0: it does not.
         global_kv_heads: `num_kv_heads` of layers without a sliding window, if it differs. 0: it does not.
         shared_kv_layers: Number of the last layers that have no keys and values of their own. Each attends to those of
@@ -167,13 +172,13 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     embed_size: int
     position_offset: int = 0
-    norm_first: bool = True
+    norm_place: NormPlace = "inputs"
+    projection_norms: bool = False
     final_norm: bool = True
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
     local_rope: RopeConfig | None = None
-    output_norms: bool = False
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     unrotated_layers: tuple[int, ...] = ()
@@ -190,6 +195,7 @@ class ModelConfig:
     sinks: bool = False
     state: StateShape | None = None
     state_layers: tuple[int, ...] = ()
+    output_gate: bool = False
     global_head_dim: int = 0
     global_kv_heads: int = 0
     shared_kv_layers: int = 0
@@ -365,6 +371,21 @@ class ModelConfig:
         return self.family == "gpt_oss"
 
     @property
+    def input_norms(self) -> bool:
+        """True where the inputs of attention and of MLP are normed."""
+        return self.norm_place in ("inputs", "both")
+
+    @property
+    def output_norms(self) -> bool:
+        """True where the outputs of attention and of MLP are normed before the residual add."""
+        return self.norm_place in ("outputs", "both")
+
+    @property
+    def _norms_of_layer(self) -> int:
+        """Number of norms of a layer, without those of queries and keys."""
+        return 4 if self.norm_place == "both" else 2
+
+    @property
     def attention_scale(self) -> float:
         """Factor of queries, by which attention scores are scaled."""
         return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
@@ -373,6 +394,16 @@ class ModelConfig:
     def mlp_activation(self) -> str:
         """Name of the MLP's activation as an argument of `ops.linear`, such as "silu_mul"."""
         return f"{self.activation}_mul" if self.gated_mlp else self.activation
+
+    def qk_norm_sizes(self, shape: AttentionShape) -> tuple[int, int]:
+        """Number of weights of the norm of queries, and of the norm of keys; 0 where there is none.
+
+        Args:
+            shape: Shape of the layer's attention.
+        """
+        if self.projection_norms:
+            return shape.q_size, shape.kv_size
+        return (shape.head_dim, shape.head_dim) if self.qk_norm else (0, 0)
 
     @property
     def q_size(self) -> int:
@@ -418,7 +449,8 @@ class ModelConfig:
         for kind, layers in self._kinds.items():
             matrices = sum(math.prod(shape) for shapes in self._matrices(kind).values() for shape in shapes)
             not_chosen = (self.num_experts - self.experts_per_token) * self.expert_params if kind.has_experts else 0
-            total += layers * (matrices + self._router_params(kind.has_experts) - not_chosen)
+            gates = self._state_gate_params if kind.attention is None else 0
+            total += layers * (matrices + gates + self._router_params(kind.has_experts) - not_chosen)
         return total
 
     @property
@@ -465,20 +497,25 @@ class ModelConfig:
             for group, shapes in matrices.items()
         }
         sizes["up"] += self._router_params(kind.has_experts) + kind.has_experts * self.router_bias * self.num_experts
-        sizes["qkv"] += (4 if self.output_norms else 2) * self._norm_params
+        sizes["qkv"] += self._norms_of_layer * self._norm_params
         if kind.attention is None:
             sizes["qkv"] += self._state_vector_params
-        elif self.qk_norm:
-            sizes["qkv"] += 2 * kind.attention.head_dim
+        else:
+            sizes["qkv"] += sum(self.qk_norm_sizes(kind.attention))
         return sizes
 
     @property
     def _state_vector_params(self) -> int:
         """Number of weights of a state layer outside of its fused projections: convolution, gates and norm."""
         if isinstance(self.state, DeltaNet):
-            gates = 2 * self.state.value_heads * (self.hidden_size + 1)
-            return gates + self.state.kernel * self.state.channels + self.state.value_dim
+            vectors = 2 * self.state.value_heads + self.state.value_dim
+            return self._state_gate_params + self.state.kernel * self.state.channels + vectors
         return 0 if self.state is None else self.state.kernel * self.state.channels
+
+    @property
+    def _state_gate_params(self) -> int:
+        """Number of weights by which a Gated DeltaNet projects the two gates of each value head."""
+        return 2 * self.state.value_heads * self.hidden_size if isinstance(self.state, DeltaNet) else 0
 
     def _matrices(self, kind: LayerKind) -> dict[str, tuple[tuple[int, int], ...]]:
         """Shapes of the matrices in each group of `layer_tensors`, for a layer of a kind."""
@@ -502,7 +539,8 @@ class ModelConfig:
         if kind.attention is None:
             assert self.state is not None, "a state layer has a shape"
             return self.state.projected_size
-        return kind.attention.qkv_size if kind.owns_kv else kind.attention.q_size
+        gate = kind.attention.q_size if self.output_gate else 0
+        return gate + (kind.attention.qkv_size if kind.owns_kv else kind.attention.q_size)
 
     def _mixed_size(self, kind: LayerKind) -> int:
         """Number of values that attention, or the update of the state, gives for one token."""
@@ -514,6 +552,13 @@ class ModelConfig:
     def projected_size(self, layer: int) -> int:
         """Number of rows of the fused projection in layer number `layer`: queries, keys and values, mostly."""
         return self._projected_size(self._kind(layer))
+
+    def projected_width(self, layer: int) -> int:
+        """Number of values that the projections of layer number `layer` give for a token before it is mixed.
+
+        It is `projected_size`, and for a Gated DeltaNet the two gates of each value head too.
+        """
+        return self.state.projected_width if self.state and self.has_state(layer) else self.projected_size(layer)
 
     def mixed_size(self, layer: int) -> int:
         """Number of values that layer number `layer` gives for a token by its attention or the update of its state."""
@@ -654,27 +699,38 @@ class ModelConfig:
     def elementwise_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of activations that one token reads and writes in one layer, outside of matrix products and attention.
 
-        Each operation reads each operand once and writes its result once, at `dtype_bytes` bytes for each number. The
+        If layers differ in how they mix tokens, this is the mean over them. Each operation reads each operand once and writes its result once, at `dtype_bytes` bytes for each number. The
         operations, with (operands, results):
 
             both norms, and the norms of queries and keys    (1, 1)
             rotary embedding of queries and keys             (1, 1)
             scaling of queries, without rotary embedding     (1, 1)
             storing keys and values in the KV                (1, 1)
+            output gate of attention                         (2, 1)
+            convolution of a state layer                     (1, 1)
+            gated norm of a state layer's result             (2, 1)
             activation of the MLP                            (gate and up, or up alone; 1)
             both residual adds                               (2, 1)
 
         The weights of norms and intermediate fp32 values do not count.
         """
-        q, kv = self.q_size, self.kv_size
-        norms = (4 if self.output_norms else 2) * 2 * self.hidden_size + self.qk_norm * 2 * (q + kv)
-        rotary = 2 * (q + kv) if self.rope else 2 * q
-        kv_write = 2 * 2 * kv
+        norms = self._norms_of_layer * 2 * self.hidden_size
+        mixing = sum(layers * self._mixing_values(kind) for kind, layers in self._kinds.items()) // self.num_layers
         activation = (3 if self.gated_mlp else 2) * self.intermediate_size * max(1, self.experts_per_token)
         activation += 3 * self.shared_expert_size
         activation += 4 * self.hidden_size * self.experts_per_token  # to the experts and back
         residual_adds = 2 * 3 * self.hidden_size
-        return (norms + rotary + kv_write + activation + residual_adds) * dtype_bytes
+        return (norms + mixing + activation + residual_adds) * dtype_bytes
+
+    def _mixing_values(self, kind: LayerKind) -> int:
+        """Numbers that one token reads and writes between a layer's projections, by `elementwise_bytes_per_token`."""
+        if kind.attention is None:
+            assert self.state is not None, "a state layer has a shape"
+            return 2 * self.state.channels + 3 * self.state.out_size
+        q, kv = kind.attention.q_size, kind.attention.kv_size if kind.owns_kv else 0
+        norms = (self.qk_norm or self.projection_norms) * 2 * (q + kv)
+        rotary = 2 * (q + kv) if self.rope else 2 * q
+        return norms + rotary + 2 * 2 * kv + self.output_gate * 3 * q
 
 
 def _check_rope(rope: RopeConfig, head_dim: int) -> None:

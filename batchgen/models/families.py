@@ -15,18 +15,36 @@ ARCHITECTURES = {
     "GraniteForCausalLM": "granite",
     "SmolLM3ForCausalLM": "smollm3",
     "SeedOssForCausalLM": "seed_oss",
+    "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo3",
     "MixtralForCausalLM": "mixtral",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "GptOssForCausalLM": "gpt_oss",
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "Qwen3_5ForCausalLM": "qwen3_5",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
 }
-# Families with norms around attention and MLP, whose checkpoints hold the weights of norms less one.
+# Families with norms around attention and MLP.
 GEMMA = ("gemma2", "gemma3")
+# Families without norms before attention and MLP: their outputs are normed.
+OUTPUT_NORMS = ("olmo2", "olmo3")
+# Families with Gated DeltaNet layers, whose attention has an output gate and rotates a part of each head.
+DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+# Families that norm the queries and keys of each head, and those that norm all heads' together.
+HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3", *DELTA_NETS)
+PROJECTION_NORMS = ("olmo2", "olmo3")
+# Families whose checkpoints hold the weights of norms less one.
+NORMS_LESS_ONE = (*GEMMA, *DELTA_NETS)
 # Families with a mixture of experts: what a config.json calls their number, and the width of each.
 MIXTURES = {
     "mixtral": ("num_local_experts", "intermediate_size"),
     "qwen2_moe": ("num_experts", "moe_intermediate_size"),
     "qwen3_moe": ("num_experts", "moe_intermediate_size"),
     "gpt_oss": ("num_local_experts", "intermediate_size"),
+    "qwen3_next": ("num_experts", "moe_intermediate_size"),
+    "qwen3_5_moe": ("num_experts", "moe_intermediate_size"),
 }
-QWEN_MIXTURES = ("qwen2_moe", "qwen3_moe")
+QWEN_MIXTURES = ("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe")

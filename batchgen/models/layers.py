@@ -97,8 +97,10 @@ def pre_attention(
     hidden: Tensor,
     out: Tensor | None = None,
     on_input: OnInput | None = None,
+    *,
+    reduce: Reduce | None = None,
 ) -> Tensor:
-    """Compute a layer's fused queries, keys and values from its input.
+    """Compute a layer's projections before attention, or before the update of its states, from its input.
 
     Args:
         config: Configuration of the model.
@@ -106,12 +108,71 @@ def pre_attention(
         hidden: Input of the layer, [tokens, hidden].
         out: Tensor for the result. None: a new tensor.
         on_input: Function that is called with the name of each weight and its input; or None.
+        reduce: All-reduce over tensor-parallel ranks, which norms of all heads together need; or None.
 
     Returns:
-        Queries, keys and values [tokens, (heads + 2 kv_heads) head_dim].
+        Queries, keys and values [tokens, (heads + 2 kv_heads) head_dim], after the output gate [tokens, heads head_dim]
+        if the model has one (`ungated`). For a state layer what `state.mix_state` takes, [tokens,
+        `state.projected_width`].
     """
-    x = norm(config, weights, "input_norm", hidden) if config.norm_first else hidden
-    return linear(weights, "qkv", x, on_input, out=out)
+    x = norm(config, weights, "input_norm", hidden) if config.input_norms else hidden
+    if "ba.weight" not in weights:
+        projected = linear(weights, "qkv", x, on_input, out=out)
+        if config.projection_norms:
+            _norm_projections(config, weights, projected, reduce)
+        return projected
+    assert config.state is not None, "only state layers have such gates"
+    out = x.new_empty(len(x), config.state.projected_width) if out is None else out
+    fused = config.state.projected_size
+    linear(weights, "qkv", x, on_input, out=out[:, :fused])
+    linear(weights, "ba", x, on_input, out=out[:, fused:])
+    return out
+
+
+def _norm_projections(config: ModelConfig, weights: Weights, qkv: Tensor, reduce: Reduce | None) -> None:
+    """Norm the queries of all heads together, and the keys, in place in their columns of qkv.
+
+    A tensor-parallel rank has some of the heads: sums of squares are added over all ranks.
+    """
+    sizes = config.q_size, config.kv_size
+    parts = qkv.split((*sizes, qkv.shape[1] - sum(sizes)), dim=1)[:2]
+    scales = [weights["q_norm.weight"], weights["k_norm.weight"]]
+    if reduce is None:
+        for x, scale in zip(parts, scales, strict=True):
+            ops.norm(x, scale, None, config.norm_eps, x)
+        return
+    of_ranks = torch.ones(len(qkv), 3, dtype=torch.float32, device=qkv.device)  # of queries, of keys, number of ranks
+    for column, x in enumerate(parts):
+        of_ranks[:, column] = x.float().square().mean(1)
+    reduce(of_ranks)
+    for column, (x, scale) in enumerate(zip(parts, scales, strict=True)):
+        mean = (of_ranks[:, column] / of_ranks[:, 2]).unsqueeze(1)
+        x.copy_(x.float() * torch.rsqrt(mean + config.norm_eps) * scale)
+
+
+def ungated(config: ModelConfig, projected: Tensor) -> Tensor:
+    """A view of queries, keys and values in the result of `pre_attention`, without the output gate before them.
+
+    Args:
+        config: Configuration of the model.
+        projected: Result of `pre_attention` for a layer with attention.
+    """
+    return projected[:, config.q_size :] if config.output_gate else projected
+
+
+def gate_attention(config: ModelConfig, projected: Tensor, attended: Tensor) -> Tensor:
+    """Multiply the result of attention by the output gate, in place, if the model has one (Qwen3-Next).
+
+    Args:
+        config: Configuration of the model.
+        projected: Result of `pre_attention` for the same tokens.
+        attended: Result of attention, [tokens, heads, head_dim] or [tokens, heads * head_dim], contiguous.
+
+    Returns:
+        `attended`, as [tokens, heads * head_dim].
+    """
+    attended = attended.flatten(1)
+    return ops.gated(attended, projected[:, : attended.shape[1]], attended) if config.output_gate else attended
 
 
 def rotary_options(config: ModelConfig, weights: Weights, rope: Rope | None, positions: Tensor) -> dict[str, Any]:
@@ -168,7 +229,7 @@ def post_attention(
         return torch.add(hidden, y, out=out)
     x = linear(weights, "gate_up" if config.gated_mlp else "up", x, on_input, activation=config.mlp_activation)
     hidden = _added(config, weights, "down", x, hidden, out, on_input, reduce)
-    return hidden if config.norm_first else norm(config, weights, "post_norm", hidden, out)
+    return norm(config, weights, "post_norm", hidden, out) if config.norm_place == "sums" else hidden
 
 
 def route_tokens(
@@ -224,11 +285,11 @@ def _with_attention(
     reduce: Reduce | None = None,
 ) -> Tensor:
     hidden = _added(config, weights, "out", attention, hidden, out, on_input, reduce)
-    return hidden if config.norm_first else norm(config, weights, "input_norm", hidden, out)
+    return norm(config, weights, "input_norm", hidden, out) if config.norm_place == "sums" else hidden
 
 
 def _mlp_input(config: ModelConfig, weights: Weights, hidden: Tensor) -> Tensor:
-    return norm(config, weights, "post_norm", hidden) if config.norm_first else hidden
+    return norm(config, weights, "post_norm", hidden) if config.input_norms else hidden
 
 
 def _added(

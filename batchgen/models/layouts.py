@@ -26,6 +26,7 @@ from batchgen.core.dtypes import (
     weight_row_bytes,
 )
 from batchgen.models.config import ModelConfig
+from batchgen.models.state_layers import DeltaNet
 
 Shape = tuple[int, ...]
 # Tensors that are loaded together: before the layers, of a layer, after the layers, or the attention's sinks alone.
@@ -55,19 +56,16 @@ def layer_layout(config: ModelConfig, layer: int, *, unfused: bool = False) -> L
         layer: Number of the layer.
         unfused: Whether each part is a single matrix of one expert, even if the family's own files fuse experts.
     """
-    hidden, dim = config.hidden_size, config.head_dim
+    hidden = config.hidden_size
     inner = config.dense_size if layer in config.dense_layers else config.intermediate_size
-    heads = {"q": config.num_heads * dim, "k": config.num_kv_heads * dim, "v": config.num_kv_heads * dim}
-    gate_up = {"gate": inner, "up": inner}
-    if config.family == "phi3" and not unfused:
-        heads, gate_up = {"qkv": config.qkv_size}, {"gate_up": 2 * inner}
-    layout = _norm(config, "input_norm") | _linear("qkv", heads, hidden, config.qkv_bias)
-    if config.qk_norm:
-        layout |= {f"{part}.weight": ((f"{part}.weight", (dim,)),) for part in ("q_norm", "k_norm")}
-    layout |= _linear("out", {"out": hidden}, config.num_heads * dim, config.out_bias)
+    fused = config.family == "phi3" and not unfused
+    gate_up = {"gate_up": 2 * inner} if fused else {"gate": inner, "up": inner}
+    before = config.norm_place != "outputs"
+    layout = _norm(config, "input_norm") if before else {}
+    layout |= _state_layout(config, unfused) if config.has_state(layer) else _attention_layout(config, layer, fused)
     if config.output_norms:
         layout |= _norm(config, "out_norm") | _norm(config, "down_norm")
-    layout |= _norm(config, "post_norm")
+    layout |= _norm(config, "post_norm") if before else {}
     if config.has_experts(layer):
         return layout | _experts_layout(config, unfused)
     if config.gated_mlp:
@@ -75,6 +73,35 @@ def layer_layout(config: ModelConfig, layer: int, *, unfused: bool = False) -> L
     else:
         layout |= _linear("up", {"up": inner}, hidden, config.mlp_bias)
     return layout | _linear("down", {"down": hidden}, inner, config.mlp_bias)
+
+
+def _attention_layout(config: ModelConfig, layer: int, fused: bool) -> Layout:
+    """Parts of the tensors of attention: all projections, and the norms of queries and keys.
+
+    The part "q" has the rows of the output gate too, before those of the queries, if the model has one.
+    """
+    hidden, q, kv = config.hidden_size, config.q_size, config.kv_size
+    heads = {"qkv": config.qkv_size} if fused else {"q": q * (1 + config.output_gate), "k": kv, "v": kv}
+    layout = _linear("qkv", heads, hidden, config.qkv_bias)
+    for part, size in zip(("q_norm", "k_norm"), config.qk_norm_sizes(config.attention_of(layer)), strict=True):
+        if size:
+            layout[f"{part}.weight"] = ((f"{part}.weight", (size,)),)
+    return layout | _linear("out", {"out": hidden}, q, config.out_bias)
+
+
+def _state_layout(config: ModelConfig, unfused: bool) -> Layout:
+    """Parts of the tensors of a Gated DeltaNet: projections, convolution, gates and norm."""
+    state, hidden = config.state, config.hidden_size
+    assert isinstance(state, DeltaNet), "a state layer is a Gated DeltaNet"
+    heads, next_family = state.value_heads, config.family == "qwen3_next"
+    fused = {"in_qkvz": state.projected_size}
+    rows = fused if next_family and not unfused else {"in_qkv": state.channels, "in_z": state.out_size}
+    layout = _linear("qkv", rows, hidden, bias=False)
+    layout |= _linear("ba", {"ba": 2 * heads} if next_family else {"b": heads, "a": heads}, hidden, bias=False)
+    layout["conv.weight"] = (("conv.weight", (state.channels, state.kernel)),)
+    layout |= {"a_log": (("linear_attn.A_log", (heads,)),), "dt_bias": (("linear_attn.dt_bias", (heads,)),)}
+    layout["state_norm.weight"] = (("state_norm.weight", (state.value_dim,)),)
+    return layout | _linear("out", {"state_out": hidden}, state.out_size, bias=False)
 
 
 def _experts_layout(config: ModelConfig, unfused: bool) -> Layout:
@@ -218,8 +245,8 @@ class Stored:
 
 
 def is_quantized(name: str, shape: Shape) -> bool:
-    """True for matrices of a layer that are quantized: all but the router and the gate of the shared expert."""
-    return len(shape) == 2 and name not in ("router.weight", "shared_gate.weight")
+    """True for matrices of a layer that are quantized: all but routers, gates of few rows, and convolutions."""
+    return len(shape) == 2 and name not in ("router.weight", "shared_gate.weight", "ba.weight", "conv.weight")
 
 
 def role(part: str) -> str:
@@ -291,7 +318,7 @@ def layer_sizes(config: ModelConfig, dtype: str, weight_format: str) -> tuple[Ma
     sizes: dict[tuple[object, ...], Mapping[str, int]] = {}  # layers that are alike, once
     layers = []
     for j in range(config.num_layers):
-        kind = config.has_experts(j), config.layer_formats[j] if weight_format == MIXED else ()
+        kind = config.has_experts(j), config.has_state(j), config.layer_formats[j] if weight_format == MIXED else ()
         if kind not in sizes:
             tensors = stored_tensors(config, "layer", j, dtype, weight_format)
             sizes[kind] = {name: stored.num_bytes for name, stored in tensors.items()}

@@ -165,5 +165,9 @@ NO_ROPE = RopeConfig(theta=1e4, rotated=0)
 
 
 def rotates_part(rope: RopeConfig | None, part: str) -> bool:
-    """True for a part whose rows belong to heads of which only some values are rotated (`RopeConfig.row_order`)."""
-    return rope is not None and rope.rotated is not None and part.split(".")[0] in ("q", "k", "qkv")
+    """True for a part whose rows belong to heads of which only some values are rotated (`RopeConfig.row_order`).
+
+    Norms of queries and keys are among them.
+    """
+    rotates = ("q", "k", "qkv", "q_norm", "k_norm")
+    return rope is not None and rope.rotated is not None and part.split(".")[0] in rotates

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _BY_ROWS = ("qkv", "gate_up", "up", "shared_gate_up", "sinks")
+_QK_NORMS = ("q_norm", "k_norm")  # which are of all heads together, or of each head
 _BY_COLUMNS = ("out", "down", "shared_down")
 
 
@@ -83,7 +84,7 @@ class Shard:
             part: Name of the part.
         """
         stem, kind = name.rsplit(".", 1)
-        if stem in _BY_ROWS:
+        if stem in _BY_ROWS or (stem in _QK_NORMS and self.whole.projection_norms):
             return Cut(self.rank, self.size, sections=self._sections(part))
         if stem not in _BY_COLUMNS:
             return Cut(self.rank, self.size)

@@ -6,8 +6,10 @@ of a short convolution and, in a Gated DeltaNet layer, a matrix for each value h
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from batchgen.core.dtypes import FORMAT_BYTES
 from batchgen.core.errors import InputError
 from batchgen.models.stated_numbers import require_positive
 
@@ -25,6 +27,8 @@ class DeltaNet:
         key_dim: Number of values in a head of queries or keys.
         value_dim: Number of values in a value head.
         kernel: Number of tokens that the convolution before the recurrence sees, the current one included.
+        out_by_member: Whether columns of the output projection are ordered by the number of a value head within its
+            group, then by the key head of the group, as in GGUFs. False: by value head.
 
     Raises:
         InputError: The numbers cannot describe a layer.
@@ -35,6 +39,7 @@ class DeltaNet:
     key_dim: int
     value_dim: int
     kernel: int
+    out_by_member: bool = False
 
     def __post_init__(self) -> None:
         for name in ("key_heads", "value_heads", "key_dim", "value_dim", "kernel"):
@@ -63,6 +68,11 @@ class DeltaNet:
     def projected_size(self) -> int:
         """Number of rows of the fused projection: queries, keys, values and the output gate z."""
         return self.channels + self.out_size
+
+    @property
+    def projected_width(self) -> int:
+        """Number of values that all projections give for one token: those of the fused one, then the gates b and a."""
+        return self.projected_size + 2 * self.value_heads
 
     @property
     def matrix_shape(self) -> tuple[int, int, int]:
@@ -102,9 +112,49 @@ class ShortConv:
         return 3 * self.channels
 
     @property
+    def projected_width(self) -> int:
+        """Number of values that all projections give for one token."""
+        return self.projected_size
+
+    @property
     def matrix_shape(self) -> tuple[int, int, int]:
         """Shape of the recurrent state beside the convolution's inputs: there is none."""
         return 0, 0, 0
 
 
 StateShape = DeltaNet | ShortConv
+# Formats that the matrix of a state may be stored in (`--state-dtype`).
+STATE_DTYPES = ("float32", "bfloat16")
+# Rows of a pool begin at multiples of so many bytes, a cache line.
+_ROW_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class StateRow:
+    """The layout of a state row: the bytes that a sequence keeps of one state layer, the matrix first.
+
+    Attributes:
+        shape: Shape of the state layer.
+        state_dtype: Format of the matrix, one of `STATE_DTYPES`.
+        compute_dtype: Format of the convolution's inputs.
+    """
+
+    shape: StateShape
+    state_dtype: str
+    compute_dtype: str
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Bytes of the matrix, which begins the row; 0 where there is none."""
+        return math.prod(self.shape.matrix_shape) * int(FORMAT_BYTES[self.state_dtype])
+
+    @property
+    def inputs_shape(self) -> tuple[int, int]:
+        """Shape of the convolution's inputs, which follow the matrix: (channels, kernel - 1)."""
+        return self.shape.channels, self.shape.kernel - 1
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the row, a multiple of a cache line."""
+        size = self.matrix_bytes + math.prod(self.inputs_shape) * int(FORMAT_BYTES[self.compute_dtype])
+        return -(-size // _ROW_ALIGNMENT) * _ROW_ALIGNMENT

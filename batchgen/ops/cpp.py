@@ -621,13 +621,14 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor
         weight: Factor of each column, [columns].
         bias: Summand of each column, [columns], or None.
         eps: Number added to the mean square (or variance) before the square root.
-        out: Tensor for the result, which may be x. None: a new tensor.
+        out: Tensor for the result, which may be x. Rows of a tensor of two dimensions may have any stride. None: a new
+            tensor.
     """
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
     rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     count, columns = rows.shape
-    assert out.is_contiguous()
+    assert out.stride(-1) == 1 and (out.ndim == 2 or out.is_contiguous())
     _kernels.norm(
         rows.data_ptr(),
         rows.stride()[0],
@@ -638,7 +639,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor
         eps,
         TYPES[x.dtype],
         out.data_ptr(),
-        columns,
+        out.stride(0) if out.ndim == 2 else columns,
     )
     return out
 

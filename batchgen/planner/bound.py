@@ -73,7 +73,8 @@ def _gpu_layer_s(s: CostInputs, phase: Phase, compute_s: float, attention_s: flo
     # Weights count in full in every sweep, KV as far as it is filled.
     weights_off_gpu = max(0.0, off_gpu - kv) / layers
     streamed = streamed_kv_bytes(s, phase)
-    moved = weights_off_gpu + min(1.0, streamed * layers / kv) * min(kv, off_gpu) / layers
+    filled = min(1.0, streamed * layers / kv) if kv else 0.0
+    moved = weights_off_gpu + filled * min(kv, off_gpu) / layers
     weights_s = weights_off_gpu / h2d
     layer_s, moved_s = compute_s + attention_s, moved / h2d
     if attention_s and can_delegate(s):

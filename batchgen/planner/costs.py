@@ -7,7 +7,7 @@ prefilled next to decoding sequences (continuous admission), so FlexGen's T_pre 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import singledispatch
 
@@ -19,6 +19,7 @@ from batchgen.planner.linear import Linear, number
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Placement
 from batchgen.planner.problem import CostInputs
+from batchgen.planner.sizes import AttentionKind
 from batchgen.planner.step_seconds import (
     COPIES_SENT,
     MatmulSeconds,
@@ -40,7 +41,6 @@ from batchgen.planner.step_seconds import (
     query_bytes,
     sampling_s,
     schedule_s,
-    seen_tokens,
     transfer_s,
 )
 
@@ -105,19 +105,24 @@ def _streamed_matmul_s(s: CostInputs, phase: Phase, at: Placement) -> Linear:
     return seconds + at.experts_disk * longer.experts if longer.experts else seconds
 
 
+def _mean(s: CostInputs, of_kind: Callable[[AttentionKind], float]) -> float:
+    """The mean over all layers of what attention takes; layers that do not attend take nothing."""
+    return sum(kind.layers / s.model.num_layers * of_kind(kind) for kind in s.attention_kinds)
+
+
 def phase_prefill_attention_s(s: CostInputs, phase: Phase) -> float:
     """Seconds of one layer's attention of new prompts to themselves, without a prefix that they share."""
     if phase.prefill_seqs == 0:
         return 0.0
     prompt = s.workload.prompt_len
     mean_square = max(1.0, prompt.mean_square - (prompt.mean**2 - s.workload.computed_prompt_len**2))
-    return prefill_attention_s(s, phase.prefill_seqs, mean_square)
+    return _mean(s, lambda kind: prefill_attention_s(s, kind, phase.prefill_seqs, mean_square))
 
 
 def phase_prefix_attention_s(s: CostInputs, phase: Phase) -> float:
     """Seconds of one layer's attention to a shared prefix, by new prompts and by decoding sequences."""
     queries = phase.prefill_tokens + (phase.decode_seqs if _shared_tokens(s, phase) else 0.0)
-    return prefix_attention_s(s, queries, s.workload.shared_prefix_len)
+    return _mean(s, lambda kind: prefix_attention_s(s, kind, queries, s.workload.shared_prefix_len))
 
 
 def _shared_tokens(s: CostInputs, phase: Phase) -> float:
@@ -127,9 +132,9 @@ def _shared_tokens(s: CostInputs, phase: Phase) -> float:
     return shared if pays else 0.0
 
 
-def _keys(s: CostInputs, phase: Phase) -> float:
-    """Keys that each decoding sequence attends to by itself, averaged over the layers."""
-    return seen_tokens(s, phase.context) - _shared_tokens(s, phase)
+def _keys(s: CostInputs, phase: Phase, kind: AttentionKind) -> float:
+    """Keys that each decoding sequence attends to by itself, averaged over the layers of a kind."""
+    return kind.seen(phase.context) - _shared_tokens(s, phase)
 
 
 def decode_kv_bytes(s: CostInputs, phase: Phase) -> float:
@@ -137,12 +142,13 @@ def decode_kv_bytes(s: CostInputs, phase: Phase) -> float:
 
     4 bls (s + n/2) h1 in FlexGen, which has one KV head per head and 2 bytes per number.
     """
-    return phase.decode_seqs * _keys(s, phase) * s.kv_token_bytes
+    return _mean(s, lambda kind: phase.decode_seqs * _keys(s, phase, kind) * kind.kv_token_bytes)
 
 
 def phase_decode_attention_s(s: CostInputs, phase: Phase, device: ComputeRates) -> float:
     """Seconds of one layer's decode attention in one sweep if all of the block were on the device."""
-    return decode_attention_s(s, phase.decode_seqs, _keys(s, phase), device, s.num_gpu_batches)
+    seqs, batches = phase.decode_seqs, s.num_gpu_batches
+    return _mean(s, lambda kind: decode_attention_s(s, kind, seqs, _keys(s, phase, kind), device, batches))
 
 
 def _attended_in_layer(s: CostInputs, phase: Phase) -> Phase:
@@ -191,12 +197,11 @@ def streamed_kv_bytes(s: CostInputs, phase: Phase) -> float:
     def brought(unshared: float, shared: float) -> float:
         return phase.decode_seqs * unshared + shared * min(phase.decode_seqs, s.num_gpu_batches)
 
-    tokens = brought(unshared, shared)
-    if s.window:  # the mean over layers
+    tokens = windowed = brought(unshared, shared)
+    if s.window:
         most = s.window - 1 + s.kv_block_size - 1
         windowed = brought(min(unshared, most), min(shared, max(0.0, most - unshared)))
-        tokens += (windowed - tokens) * s.window_layers / s.model.num_layers
-    return tokens * s.kv_token_bytes
+    return s.kv_bytes_of_tokens(tokens, windowed) / s.model.num_layers
 
 
 def _disk_bytes(s: CostInputs, phase: Phase) -> tuple[float, float]:
@@ -233,9 +238,8 @@ def moved_bytes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
     d2h = at.kv_cpu * delegated_out + at.kv_streamed * kv_new + activations * (1 - 1 / s.model.num_layers)
     d2h += phase.deferred_tokens * attention_input_bytes(s) + kv_deferred
     h2d += phase.deferred_tokens * query_bytes(s)
-    page = s.kv_block_bytes / s.disk_block_bytes  # the padding of blocks on disk stays in host memory
-    h2d += at.kv_disk * (from_disk * page)
-    d2h += at.kv_disk * (to_disk * page)
+    h2d += at.kv_disk * (from_disk * s.disk_page_frac)  # the padding of blocks on disk stays in host memory
+    d2h += at.kv_disk * (to_disk * s.disk_page_frac)
     return {"h2d": h2d + at.kv_cpu * (phase.decode_seqs * query_bytes(s)), "d2h": d2h} | disk
 
 
@@ -439,8 +443,8 @@ def _chains(
         chains["chain_first"] = first + dequantize_s(s) + share * delegated + copied
         chains["chain_second"] = second + (1 - share) * delegated + copied
     elif phase.decode_seqs:
-        page = s.kv_block_bytes / s.disk_block_bytes
-        staged = at.kv_streamed * streamed_kv_bytes(s, phase) + at.kv_disk * (_disk_bytes(s, phase)[0] * page)
+        from_disk = _disk_bytes(s, phase)[0] * s.disk_page_frac
+        staged = at.kv_streamed * streamed_kv_bytes(s, phase) + at.kv_disk * from_disk
         staged = staged * (1 / batches / h2d)
         chains["chain_kv"] = weights + staged + before * (1 - 1 / batches) + only_if(at.stages)
     return chains

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from batchgen.core.direct_io import aligned
 from batchgen.core.dtypes import KVFormat
 from batchgen.core.errors import InputError
 from batchgen.core.kv_placement import KVPlacement
-from batchgen.core.plan import Policy, window_blocks
+from batchgen.core.plan import Policy, kv_on_device, window_blocks
 from batchgen.core.units import format_at_least, format_bytes
 from batchgen.models.config import ModelConfig
 
@@ -44,9 +45,19 @@ class KVPools:
     tier_bytes: dict[str, int]
 
 
-def kv_block_bytes(config: ModelConfig, kv_block_size: int, kv_format: str) -> int:
-    """Stored bytes of one block of one layer."""
-    return 2 * config.num_kv_heads * kv_block_size * KVFormat.of(kv_format).row_bytes(config.head_dim)
+@lru_cache(maxsize=64)
+def kv_block_bytes(config: ModelConfig, kv_block_size: int, kv_format: str) -> tuple[int, ...]:
+    """Stored bytes of one KV block in each layer: 0 in layers without keys and values of their own."""
+    sizes = [0] * config.num_layers
+    for layer in config.kv_layers:
+        shape = config.attention_of(layer)
+        sizes[layer] = 2 * shape.num_kv_heads * kv_block_size * KVFormat.of(kv_format).row_bytes(shape.head_dim)
+    return tuple(sizes)
+
+
+def window_bytes(config: ModelConfig, sizes: Sequence[int]) -> int:
+    """Bytes, of those that each layer has, which are in layers with a sliding window."""
+    return sum(size for size, window in zip(sizes, config.windows, strict=True) if window is not None)
 
 
 def giving_window(config: ModelConfig, kv_block_size: int, longest_tokens: int) -> int | None:
@@ -98,7 +109,7 @@ def kv_pools(
         for tier, size in sizes.items():
             if capacity[tier] < least * size:
                 short[tier] = least * size - capacity[tier]
-        blocks[pool] = max(0, min(*(capacity[tier] // size for tier, size in sizes.items()), useful))
+        blocks[pool] = max(0, min([useful, *(capacity[tier] // size for tier, size in sizes.items() if size)]))
         for tier, size in sizes.items():
             taken[tier] += blocks[pool] * size
     for tier, size in capacity.items():
@@ -132,11 +143,11 @@ class _Split:
 
     @classmethod
     def of(cls, config: ModelConfig, policy: Policy, window: int, count: int) -> _Split:
-        block = kv_block_bytes(config, policy.kv_block_size, policy.kv_format)
-        keeping, of_window = config.window_layers.get(None, 0), window_blocks(window, policy.kv_block_size)
+        sizes = kv_block_bytes(config, policy.kv_block_size, policy.kv_format)
+        windowed, of_window = window_bytes(config, sizes), window_blocks(window, policy.kv_block_size)
         chunks = -(-policy.max_num_batched_tokens * count // policy.max_num_seqs)
         most = count * of_window + chunk_blocks(chunks, policy.kv_block_size)
-        return cls(keeping * block, (config.num_layers - keeping) * block, of_window, most)
+        return cls(sum(sizes) - windowed, windowed, of_window, most)
 
     def least(self, blocks: int) -> int:
         """Window blocks of a row with so many blocks, chunk by chunk."""
@@ -161,10 +172,12 @@ class _Split:
 
 def _pool_block_bytes(config: ModelConfig, policy: Policy, pool: str) -> dict[str, int]:
     """Bytes of a block of all layers, by tier."""
-    block = kv_block_bytes(config, policy.kv_block_size, policy.kv_format)
+    sizes = kv_block_bytes(config, policy.kv_block_size, policy.kv_format)
     if pool == "cpu" and policy.kv_layers:
-        return {"gpu": policy.kv_layers * block, "cpu": (config.num_layers - policy.kv_layers) * block}
-    return {pool: config.num_layers * (aligned(block) if pool == "disk" else block)}
+        on_device = kv_on_device(config.num_layers, policy.kv_layers)
+        gpu = sum(size for size, stays in zip(sizes, on_device, strict=True) if stays)
+        return {"gpu": gpu, "cpu": sum(sizes) - gpu}
+    return {pool: sum(map(aligned, sizes) if pool == "disk" else sizes)}
 
 
 def _too_small(

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from batchgen.core.direct_io import ALIGNMENT, aligned
+from batchgen.core.direct_io import aligned
 from batchgen.core.dtypes import INT4
 from batchgen.core.kv_placement import TIERS, KVPlacement
 from batchgen.core.plan import PINNED_BYTES, VOCABULARY_CHUNKS, MemoryPlan, Policy, passing_bytes, spread_layers
@@ -101,11 +101,11 @@ def fixed_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
     yield from _weight_items(s, batches, held)
     yield from _activation_items(s, batches, held)
     device = "gpu" if held.on_gpu else "cpu"
-    yield Item(device, "KV in transit", held.staged_blocks * (KV_SLOTS * s.kv_block_bytes))
+    yield Item(device, "KV in transit", held.staged_blocks * (KV_SLOTS * s.slot_block_bytes))
     if held.on_gpu:
         yield Item("gpu", "KV in transit", held.passing_bytes)
-    if held.on_gpu or s.kv_block_bytes % ALIGNMENT:
-        yield Item("cpu", "KV in transit", held.disk_blocks * (2 * KV_SLOTS * s.disk_block_bytes))
+    if held.on_gpu or s.pads_blocks:
+        yield Item("cpu", "KV in transit", held.disk_blocks * (2 * KV_SLOTS * aligned(s.slot_block_bytes)))
 
 
 def _weight_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
@@ -146,11 +146,11 @@ def _activation_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
     yield Item("gpu", "activations", held.act_gpu * waiting, "compute")
     yield Item("gpu", "activations", held.acts_wait * (HIDDEN_SLOTS * waiting))
     yield Item("gpu", "activations", held.delegates * sent_bytes(model, element, batches.batch_seqs), "d2h")
-    exchanged = batches.batch_seqs * (model.qkv_size + model.q_size) * element
+    exchanged = batches.batch_seqs * (model.widest_projected + model.widest_mixed) * element
     yield Item("cpu", "activations", WORKSPACE_BYTES + PINNED_BYTES)
     yield Item("cpu", "activations", held.act_cpu * waiting + held.delegates * (EXCHANGE_SLOTS * exchanged))
     if held.deferred_seqs:
-        yield Item("cpu", "activations", 2 * held.deferred_seqs * model.q_size * element)  # queries and results
+        yield Item("cpu", "activations", 2 * held.deferred_seqs * model.widest_mixed * element)  # queries and results
         yield Item("gpu", "activations", deferred_bytes(model, element, held.deferred_seqs), "compute")
 
 
@@ -202,7 +202,7 @@ def _held_by_placement(s: CostInputs, at: Placement) -> Held:
         delegates=at.delegates,
         deferred_seqs=s.deferred_seqs,
         staged_blocks=at.staged_blocks,
-        passing_bytes=2 * passing_bytes(s.disk_block_bytes),
+        passing_bytes=2 * passing_bytes(aligned(s.slot_block_bytes)),
         disk_blocks=at.disk_blocks,
     )
 
@@ -303,7 +303,7 @@ def _held_by_policy(s: Sizes, policy: Policy, demand: Demand, *, on_gpu: bool, p
     passing = [count for placement, count in in_sweep if placement is KVPlacement.STREAMED]
     attended = any(count for placement, count in in_sweep if placement in (KVPlacement.CPU, KVPlacement.DEFERRED))
     staged_blocks = int(number(staging_blocks(s, policy, longest_blocks, passing, int(attended), WHOLE_NUMBERS)))
-    links = 2 if seqs.get("disk") and s.kv_block_bytes % ALIGNMENT else 1
+    links = 2 if seqs.get("disk") and s.pads_blocks else 1
     return Held(
         on_gpu=on_gpu,
         task=demand.task,
@@ -320,6 +320,6 @@ def _held_by_policy(s: Sizes, policy: Policy, demand: Demand, *, on_gpu: bool, p
         delegates=int(on_gpu and seqs.get("cpu", 0) > 0),
         deferred_seqs=seqs.get("deferred", 0),
         staged_blocks=staged_blocks,
-        passing_bytes=links * passing_bytes(s.disk_block_bytes, staged_blocks) if staged_blocks else 0,
+        passing_bytes=links * passing_bytes(aligned(s.slot_block_bytes), staged_blocks) if staged_blocks else 0,
         disk_blocks=staged_blocks if seqs.get("disk") else 0,
     )

@@ -17,7 +17,7 @@ from batchgen.core.kv_placement import TIERS, KVPlacement
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, most_batch_seqs, most_batch_tokens, window_blocks
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
-from batchgen.planner.kv_memory import chunk_blocks, giving_window
+from batchgen.planner.kv_memory import chunk_blocks, giving_window, window_bytes
 from batchgen.planner.phases import Deferral
 from batchgen.planner.sizes import Sizes
 
@@ -133,9 +133,14 @@ class CostInputs(Sizes):
     # Layers with a sliding window give back what no later token sees (schedule/window_pool.py), but on disk.
 
     @cached_property
-    def window_layers(self) -> int:
-        """Number of layers with a sliding window, whose KV is in pools of their own."""
-        return self.model.num_layers - self.model.window_layers.get(None, 0) if self.window else 0
+    def _windowed_block_bytes(self) -> int:
+        """Bytes of a KV block of all layers with a sliding window, whose KV is in pools of their own."""
+        return window_bytes(self.model, self.layer_block_bytes) if self.window else 0
+
+    @cached_property
+    def _kept_block_bytes(self) -> int:
+        """Bytes of a KV block of all other layers."""
+        return sum(self.layer_block_bytes) - self._windowed_block_bytes
 
     @cached_property
     def window(self) -> int | None:
@@ -148,8 +153,16 @@ class CostInputs(Sizes):
 
     def kv_bytes_of(self, blocks: int) -> int:
         """Bytes of KV of a sequence with so many blocks, in all layers."""
-        keeping = self.model.num_layers - self.window_layers
-        return (keeping * blocks + self.window_layers * self.held_blocks(blocks)) * self.kv_block_bytes
+        return self._kept_block_bytes * blocks + self._windowed_block_bytes * self.held_blocks(blocks)
+
+    def kv_bytes_of_tokens(self, tokens: float, windowed: float) -> float:
+        """Bytes of KV of so many tokens, in all layers.
+
+        Args:
+            tokens: Tokens in layers that keep all KV.
+            windowed: Tokens in layers that free what no later token sees.
+        """
+        return (self._kept_block_bytes * tokens + self._windowed_block_bytes * windowed) / self.kv_block_size
 
     @property
     def seq_kv_bytes(self) -> float:
@@ -161,14 +174,13 @@ class CostInputs(Sizes):
         """Bytes of KV of the prefix that sequences share."""
         shared = self.workload.shared_prefix_len
         in_window = min(shared, self.held_blocks(self.kv_blocks(shared)) * self.kv_block_size)
-        tokens = (self.model.num_layers - self.window_layers) * shared + self.window_layers * in_window
-        return tokens * self.kv_token_bytes
+        return self.kv_bytes_of_tokens(shared, in_window)
 
     @property
     def chunk_kv_bytes(self) -> int:
         """Bytes of KV of prompts beyond their windows, in the sweep that computes them."""
         blocks = chunk_blocks(self.max_num_batched_tokens, self.kv_block_size) + 1
-        return self.window_layers * blocks * self.kv_block_bytes
+        return self._windowed_block_bytes * blocks
 
     @property
     def disk_seq_kv_bytes(self) -> float:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from batchgen.core.direct_io import aligned
-from batchgen.core.dtypes import FORMAT_BYTES, INT8, MIXED, weight_format_of
-from batchgen.models.config import ModelConfig
+from batchgen.core.direct_io import ALIGNMENT, aligned
+from batchgen.core.dtypes import FORMAT_BYTES, INT8, MIXED, KVFormat, weight_format_of
+from batchgen.models.config import AttentionShape, ModelConfig
 from batchgen.models.layouts import end_bytes, layer_sizes, main_format, output_format, output_row_bytes
 from batchgen.models.store.layout import layer_groups
 from batchgen.planner.kv_memory import kv_block_bytes
@@ -25,6 +26,30 @@ _CODED_ROWS_BYTES, _DEVICE_CODED_BYTES = 16 << 20, 128 << 20
 _CHUNK_BYTES, _FEWEST_CHUNK_TOKENS = 16 << 20, 256
 _GPU_CHUNK_TOKENS = 4096
 _LOGITS_BYTES, _FEWEST_LOGIT_ROWS = 160 << 20, 32
+
+
+class AttentionKind(NamedTuple):
+    """The layers of a model whose attention has one shape.
+
+    Attributes:
+        shape: Heads of their attention.
+        windows: Sliding windows, each with the number of these layers that have it; None: layers without one.
+        kv_token_bytes: Stored bytes of the keys and values of one token in one of them.
+    """
+
+    shape: AttentionShape
+    windows: tuple[tuple[int | None, int], ...]
+    kv_token_bytes: float
+
+    @property
+    def layers(self) -> int:
+        """Number of these layers."""
+        return sum(count for _, count in self.windows)
+
+    def seen(self, context: float) -> float:
+        """Tokens attended to in a context, averaged over the layers."""
+        seen: float = sum(count * (context if w is None else min(w, context)) for w, count in self.windows)
+        return seen / self.layers
 
 
 @dataclass(frozen=True)
@@ -130,19 +155,71 @@ class Sizes:
         return output_row_bytes(self.model, self.compute_format, self.weight_format)
 
     @cached_property
-    def kv_block_bytes(self) -> int:
-        """Bytes of a KV block of one layer in memory."""
+    def layer_block_bytes(self) -> tuple[int, ...]:
+        """Bytes of a KV block in memory, in each layer: 0 where a layer has no keys and values of its own."""
         return kv_block_bytes(self.model, self.kv_block_size, self.kv_format)
 
+    @cached_property
+    def kv_block_bytes(self) -> float:
+        """Bytes of a KV block of one layer in memory, the mean over all layers."""
+        return sum(self.layer_block_bytes) / self.model.num_layers
+
+    @cached_property
+    def disk_block_bytes(self) -> float:
+        """Bytes of a KV block of one layer on disk, the mean over all layers: whole pages."""
+        return sum(map(aligned, self.layer_block_bytes)) / self.model.num_layers
+
     @property
-    def disk_block_bytes(self) -> int:
-        """Bytes of a KV block of one layer on disk: whole pages."""
-        return aligned(self.kv_block_bytes)
+    def slot_block_bytes(self) -> int:
+        """Bytes of a buffer that a KV block of any layer fits into."""
+        return max(self.layer_block_bytes)
+
+    @property
+    def disk_page_frac(self) -> float:
+        """The part of a KV block's bytes on disk that is KV, and no padding."""
+        return self.kv_block_bytes / self.disk_block_bytes if self.disk_block_bytes else 0.0
+
+    @property
+    def pads_blocks(self) -> bool:
+        """True if KV blocks on disk are larger than in memory."""
+        return any(size % ALIGNMENT for size in self.layer_block_bytes)
 
     @cached_property
     def kv_token_bytes(self) -> float:
-        """κ: stored bytes of the keys and values of one token in one layer."""
+        """κ: stored bytes of the keys and values of one token in one layer, the mean over all layers."""
         return self.kv_block_bytes / self.kv_block_size
+
+    @cached_property
+    def attention_kinds(self) -> tuple[AttentionKind, ...]:
+        """The layers that attend, by the shape of their attention."""
+        windows: dict[AttentionShape, Counter[int | None]] = {}
+        for layer in self.model.attention_layers:
+            windows.setdefault(self.model.attention_of(layer), Counter())[self.model.windows[layer]] += 1
+        return tuple(AttentionKind(shape, tuple(n.items()), self._token_bytes(shape)) for shape, n in windows.items())
+
+    def attention_kind(self, layer: int) -> AttentionKind:
+        """Layer number `layer`, which attends, as a kind of its own."""
+        shape = self.model.attention_of(layer)
+        return AttentionKind(shape, ((self.model.windows[layer], 1),), self._token_bytes(shape))
+
+    def _token_bytes(self, shape: AttentionShape) -> int:
+        return 2 * shape.num_kv_heads * KVFormat.of(self.kv_format).row_bytes(shape.head_dim)
+
+    @cached_property
+    def layer_result_bytes(self) -> tuple[float, ...]:
+        """Bytes of what attention, or the update of a state, gives for one token, in each layer."""
+        return tuple(self.model.mixed_size(j) * self.element_bytes for j in range(self.model.num_layers))
+
+    @cached_property
+    def layer_sent_bytes(self) -> tuple[float, ...]:
+        """Bytes of one token that are sent to the CPU, which attends or updates the state, in each layer.
+
+        They are queries, with keys and values as they are stored, or the inputs of the update.
+        """
+        return tuple(
+            sent_values(self.model, j) * self.element_bytes + size / self.kv_block_size
+            for j, size in enumerate(self.layer_block_bytes)
+        )
 
     def kv_blocks(self, tokens: float) -> int:
         """KV blocks that hold so many tokens."""
@@ -195,8 +272,8 @@ def activation_bytes(
     Args:
         captured_tokens: tokens of the largest decode sweep that may be captured on a GPU, which has memory of its own.
     """
-    heads = config.qkv_size
-    per_token = dtype_bytes * (2 * config.hidden_size + heads + 2 * config.q_size)
+    heads = config.widest_projected
+    per_token = dtype_bytes * (2 * config.hidden_size + heads + 2 * config.widest_mixed)
     kept = 0  # from layer to layer
     mlp = (config.dense_size or config.intermediate_size) * (3 if config.gated_mlp else 2)
     k = config.experts_per_token
@@ -207,7 +284,7 @@ def activation_bytes(
         mlp = max(mlp, k * rows + shared) + (8 * config.num_experts + 16 * k + 8 * config.hidden_size) // dtype_bytes
     per_chunk_token = dtype_bytes * (2 * config.hidden_size + max(2 * heads + kept, mlp))
     if config.rope is not None:
-        per_token += 4 * config.head_dim
+        per_token += 4 * max(config.head_dim, config.global_head_dim)
         per_chunk_token += 4 * 3 * heads
     chunk = min(max_num_batched_tokens, chunk_tokens(config, dtype_bytes, on_gpu=on_gpu))
     logits = logit_rows * config.vocab_size * (dtype_bytes + 8)
@@ -223,7 +300,7 @@ def chunk_tokens(config: ModelConfig, dtype_bytes: int, *, on_gpu: bool) -> int:
     """
     if on_gpu:
         return _GPU_CHUNK_TOKENS
-    widest = max(config.widest_mlp * (2 if config.gated_mlp else 1), config.qkv_size)
+    widest = max(config.widest_mlp * (2 if config.gated_mlp else 1), config.widest_projected)
     return max(_FEWEST_CHUNK_TOKENS, _CHUNK_BYTES // (widest * dtype_bytes))
 
 
@@ -266,10 +343,11 @@ def group_tensors_of_layers(config: ModelConfig, dtype: str, weight_format: str)
 def group_bytes(config: ModelConfig, dtype: str, weight_format: str) -> Mapping[str, int]:
     """Stored bytes of each of a layer's groups of tensors.
 
-    They are those of the largest layer, where MLPs of layers differ; the mean, rounded up, where formats do.
+    They are those of the largest layer, where MLPs of layers differ; the mean, rounded up, where formats or projections
+    do.
     """
     layers = group_bytes_of_layers(config, dtype, weight_format)
-    if weight_format == MIXED:
+    if weight_format == MIXED or len(set(map(config.projected_size, range(config.num_layers)))) > 1:
         return {group: -(-sum(layer[group] for layer in layers) // len(layers)) for group in layers[0]}
     return {group: max(layer[group] for layer in layers) for group in layers[0]}
 
@@ -326,7 +404,14 @@ def sent_bytes(config: ModelConfig, dtype_bytes: int, batch_seqs: int) -> int:
 
     There are they themselves, perhaps packed too, and in fp32 for the rotary embedding.
     """
-    return batch_seqs * config.qkv_size * (2 * dtype_bytes + 16)
+    return batch_seqs * config.widest_projected * (2 * dtype_bytes + 16)
+
+
+def sent_values(config: ModelConfig, layer: int) -> int:
+    """Numbers of one token, beside keys and values, that the CPU needs to attend or to update the state in a layer."""
+    if not config.has_state(layer):
+        return config.mixed_size(layer)
+    return config.state.channels + 2 * config.state.matrix_shape[0] if config.state else 0
 
 
 def deferred_bytes(config: ModelConfig, dtype_bytes: int, seqs: int) -> int:

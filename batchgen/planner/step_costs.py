@@ -12,13 +12,12 @@ from batchgen.core.plan import VOCABULARY_CHUNKS, Plan, kv_on_device, spread_lay
 from batchgen.models.config import ModelConfig
 from batchgen.planner.batch_load import Attended, BatchLoad
 from batchgen.planner.problem import CostInputs
-from batchgen.planner.sizes import group_bytes_of_layers, group_tensors_of_layers
+from batchgen.planner.sizes import AttentionKind, group_bytes_of_layers, group_tensors_of_layers
 from batchgen.planner.step_seconds import (
     COPIES_SENT,
     MatmulSeconds,
     after_router_frac,
     all_reduce_s,
-    attention_input_bytes,
     before_attention_frac,
     decode_attention_s,
     dequantize_experts_s,
@@ -31,7 +30,6 @@ from batchgen.planner.step_seconds import (
     pre_overhead_s,
     prefill_attention_s,
     prefix_attention_s,
-    query_bytes,
     sampling_s,
     schedule_s,
     transfer_s,
@@ -46,6 +44,10 @@ def streams_of(plan: Plan, config: ModelConfig) -> Streams:
     on_device = kv_on_device(len(residency.layers), plan.policy.kv_layers)
     compute_tier = "gpu" if "gpu" in plan.budgets else "cpu"
     return residency.streams(compute_tier, on_device, embeds=config.embeds, has_head=config.has_head)
+
+
+# Placements that the CPU attends to beside an accelerator.
+_ON_CPU = (KVPlacement.CPU, KVPlacement.DEFERRED)
 
 
 @dataclass(frozen=True)
@@ -162,9 +164,8 @@ class StepCosts:
             budgets=plan.budgets,
             process_bytes=0,
         )
-        self.by_window = {
-            w: replace(s, model=replace(config, windows=(w,) * config.num_layers)) for w in set(config.windows)
-        }
+        self.kinds = tuple(dict.fromkeys(map(s.attention_kind, config.attention_layers)))
+        self._kind_of = {layer: self.kinds.index(s.attention_kind(layer)) for layer in config.attention_layers}
         tiers = {group: list(spread_layers(counts)) for group, counts in policy.weight_layers.items()}
         sizes = group_bytes_of_layers(config, plan.dtype, policy.weight_format)
         tensors = group_tensors_of_layers(config, plan.dtype, policy.weight_format)
@@ -179,7 +180,7 @@ class StepCosts:
         self.route_frac = 1 - after_router_frac(config) / (1 - self._before_frac)
         self.dequantize_s, self.dequantize_experts_s = dequantize_s(s), dequantize_experts_s(s)
         self.without_experts: set[tuple[int, int | None]] = set()  # (layer, slot) of weights that were read so
-        self._chunks_s: dict[tuple[int, int, int | None], float] = {}
+        self._chunks_s: dict[tuple[int, int, int], float] = {}
         self._begun: dict[int, BatchLoad] = {}  # deferred batch -> the micro-batch in which it began
 
     @property
@@ -207,18 +208,25 @@ class StepCosts:
         """Seconds of scheduling, packing and bookkeeping of a sweep."""
         return schedule_s(self.inputs, sum(load.sampled for load in loads))
 
-    def attention_s(self, attended: Attended, window: int | None, device: ComputeRates) -> float:
-        """Seconds of attention in one layer, for sequences of one placement."""
-        s, total_s = self.by_window[window], 0.0
+    def layers_s(self, seconds_of: Callable[[AttentionKind], float]) -> tuple[float, ...]:
+        """Seconds of attention in each layer, from those of a layer of each kind; 0 in layers that do not attend."""
+        of_kinds = [seconds_of(kind) for kind in self.kinds]
+        kind_of = self._kind_of
+        return tuple(of_kinds[kind_of[j]] if j in kind_of else 0.0 for j in range(self.config.num_layers))
+
+    def attention_s(self, attended: Attended, kind: AttentionKind, device: ComputeRates) -> float:
+        """Seconds of attention in one layer of a kind, for sequences of one placement."""
+        s, total_s, window, number = self.inputs, 0.0, kind.windows[0][0], self.kinds.index(kind)
         if attended.contexts:
             keys = attended.contexts if window is None else [min(window, n) for n in attended.contexts]
-            total_s += decode_attention_s(s, len(keys), sum(keys) / len(keys), device)
+            total_s += decode_attention_s(s, kind, len(keys), sum(keys) / len(keys), device)
         for new, before in attended.chunks:
-            key = (new, before, window)
+            key = (new, before, number)
             if key not in self._chunks_s:
-                self._chunks_s[key] = prefill_attention_s(s, 1, new * new) + prefix_attention_s(s, new, before)
+                self._chunks_s[key] = prefill_attention_s(s, kind, 1, new * new)
+                self._chunks_s[key] += prefix_attention_s(s, kind, new, before)
             total_s += self._chunks_s[key]
-        return total_s + sum(prefix_attention_s(s, new, prefix) for new, prefix in attended.shared)
+        return total_s + sum(prefix_attention_s(s, kind, new, prefix) for new, prefix in attended.shared)
 
     def layer_s(self, tokens: int) -> _LayerSeconds:
         """Seconds of a layer's computation but for attention."""
@@ -261,18 +269,21 @@ class _Computing:
     def of(cls, costs: StepCosts, load: BatchLoad) -> _Computing:
         """Work out a micro-batch's computations from its load."""
         s, hardware, config = costs.inputs, costs.hardware, costs.config
-        on_device, on_cpu = {}, {}
         requests_s = 0.0
         if s.shares_cores:
             requests_s = (load.disk_reads[1] + load.disk_writes[1]) * hardware.disk_cpu_overhead_s
-        for window in costs.by_window:
-            attended = dict(load.attended_in(window))
-            delegated = attended.pop(KVPlacement.CPU, Attended())
-            attended.pop(KVPlacement.DEFERRED, None)  # in Steps of its own
-            on_cpu[window] = costs.attention_s(delegated, window, hardware.cpu) + hardware.cpu.waking_overhead_s
-            on_device[window] = requests_s + sum(costs.attention_s(a, window, s.rates) for a in attended.values())
-            on_device[window] += s.rates.waking_overhead_s
         waking_s = s.rates.waking_overhead_s
+
+        def on_cpu_s(kind: AttentionKind) -> float:
+            delegated = load.attended_in(kind.windows[0][0]).get(KVPlacement.CPU, Attended())
+            return costs.attention_s(delegated, kind, hardware.cpu) + hardware.cpu.waking_overhead_s
+
+        def on_device_s(kind: AttentionKind) -> float:
+            attended = load.attended_in(kind.windows[0][0])
+            # Deferred sequences have Steps of their own.
+            others = [a for placement, a in attended.items() if placement not in _ON_CPU]
+            return requests_s + sum(costs.attention_s(a, kind, s.rates) for a in others) + waking_s
+
         layer = costs.layer_s(load.tokens)
         last = costs.layer_s(load.logits_rows) if config.has_head else layer  # with the tokens that go on from it
         return cls(
@@ -281,8 +292,8 @@ class _Computing:
                 *(layer.after_attention(placed) + waking_s for placed in costs.layers[:-1]),
                 last.after_attention(costs.layers[-1]) + waking_s,
             ),
-            attention_s=tuple(on_device[w] for w in config.windows),
-            cpu_attention_s=tuple(on_cpu[w] for w in config.windows),
+            attention_s=costs.layers_s(on_device_s),
+            cpu_attention_s=costs.layers_s(on_cpu_s),
             head_s=costs.head_s(load.logits_rows) + waking_s,
         )
 
@@ -384,10 +395,10 @@ class _SweepCosts:
 
     def attended_deferred(self, step: Step, load: BatchLoad) -> float:
         """Seconds of CPU attention to a deferred batch."""
-        window, cpu = self._costs.config.windows[step.layer], self._costs.hardware.cpu
-        return (
-            self._costs.attention_s(load.attended_in(window)[KVPlacement.DEFERRED], window, cpu) + cpu.waking_overhead_s
-        )
+        costs, cpu = self._costs, self._costs.hardware.cpu
+        kind = costs.inputs.attention_kind(step.layer)
+        attended = load.attended_in(kind.windows[0][0])[KVPlacement.DEFERRED]
+        return costs.attention_s(attended, kind, cpu) + cpu.waking_overhead_s
 
     # Links and disk
 
@@ -423,13 +434,13 @@ class _SweepCosts:
     def read_kv(self, step: Step, load: BatchLoad) -> float:
         """Seconds of reading a micro-batch's KV from disk."""
         (blocks, runs), hardware = load.disk_reads, self._costs.hardware
-        size = blocks * self._costs.inputs.disk_block_bytes
+        size = blocks * aligned(self._costs.inputs.layer_block_bytes[step.layer])
         return transfer_s(size, hardware.disk_read_bytes_per_s, runs, hardware.disk_read_overhead_s)
 
     def written_kv(self, step: Step, load: BatchLoad) -> float:
         """Seconds of writing a micro-batch's KV to disk."""
         (blocks, runs), hardware = load.disk_writes, self._costs.hardware
-        size = blocks * self._costs.inputs.disk_block_bytes
+        size = blocks * aligned(self._costs.inputs.layer_block_bytes[step.layer])
         return transfer_s(size, hardware.disk_write_bytes_per_s, runs, hardware.disk_write_overhead_s)
 
 
@@ -472,12 +483,12 @@ def _hidden_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
 def _staged_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
     windowed = costs.config.windows[step.layer] is not None
     host_blocks = load.windowed_host_blocks if windowed else load.host_blocks
-    return (host_blocks + (load.disk_blocks if load.disk_reads[0] else 0)) * costs.inputs.kv_block_bytes
+    return (host_blocks + (load.disk_blocks if load.disk_reads[0] else 0)) * costs.inputs.layer_block_bytes[step.layer]
 
 
 def _stored_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
-    s = costs.inputs
-    return load.new_tokens * s.kv_token_bytes + load.disk_writes[0] * s.kv_block_bytes
+    block_bytes = costs.inputs.layer_block_bytes[step.layer]
+    return load.new_tokens * block_bytes / costs.inputs.kv_block_size + load.disk_writes[0] * block_bytes
 
 
 def _attended_seqs(step: Step, load: BatchLoad) -> int:
@@ -486,11 +497,11 @@ def _attended_seqs(step: Step, load: BatchLoad) -> int:
 
 
 def _sent_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
-    return _attended_seqs(step, load) * attention_input_bytes(costs.inputs)
+    return _attended_seqs(step, load) * costs.inputs.layer_sent_bytes[step.layer]
 
 
 def _result_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
-    return _attended_seqs(step, load) * query_bytes(costs.inputs)
+    return _attended_seqs(step, load) * costs.inputs.layer_result_bytes[step.layer]
 
 
 # The bytes of each kind of Step that copies between the host's memory and an accelerator's.

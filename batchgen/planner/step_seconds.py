@@ -11,7 +11,7 @@ attention on CPU and GPU is bound by bytes, not FLOPs.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from typing import NamedTuple, overload
 
 from batchgen.core.dtypes import INT4, KV_CODE_BITS, matmul_key
@@ -20,6 +20,7 @@ from batchgen.core.routing import Routing
 from batchgen.models.config import ModelConfig
 from batchgen.planner.linear import Linear
 from batchgen.planner.problem import CostInputs
+from batchgen.planner.sizes import AttentionKind
 
 # Copies that send one micro-batch's queries, keys and values to the CPU, which attends to them.
 COPIES_SENT = 3
@@ -114,12 +115,17 @@ def experts_frac(model: ModelConfig) -> float:
 
 def before_attention_frac(model: ModelConfig) -> float:
     """The part of a layer's matmuls that comes before attention, by multiplications."""
-    return math.prod(model.matmul_shapes["qkv"]) / model.matmul_params_per_layer
+    return _mean_projection(model, model.projected_size) / model.matmul_params_per_layer
+
+
+def _mean_projection(model: ModelConfig, size_of: Callable[[int], int]) -> float:
+    """Weights of a projection between the hidden states and so many values of each layer, the mean over layers."""
+    return sum(map(size_of, range(model.num_layers))) * model.hidden_size / model.num_layers
 
 
 def after_router_frac(model: ModelConfig) -> float:
     """The part of a token's matmuls in a layer that waits for the router, by multiplications."""
-    attention_params = sum(math.prod(model.matmul_shapes[name]) for name in ("qkv", "out"))
+    attention_params = _mean_projection(model, model.projected_size) + _mean_projection(model, model.mixed_size)
     before = attention_params + model.num_experts * model.hidden_size
     return 1 - before / model.matmul_params_per_layer
 
@@ -160,46 +166,43 @@ def dequantize_experts_s(s: CostInputs) -> float:
     return dequantize_s(s) * experts_frac(s.model)
 
 
-def seen_tokens(s: CostInputs, context: float) -> float:
-    """Tokens attended to in a context, averaged over layers with and without a sliding window."""
-    layers = s.model.window_layers
-    seen: float = sum(count * (context if w is None else min(w, context)) for w, count in layers.items())
-    return seen / s.model.num_layers
-
-
-def prefill_attention_s(s: CostInputs, prompts: float, mean_square: float) -> float:
+def prefill_attention_s(s: CostInputs, kind: AttentionKind, prompts: float, mean_square: float) -> float:
     """Seconds of one layer's attention of prompts to themselves: FlexGen's att^p over bmm_flops.
 
     Changed: it is causal, half of s^2.
 
     Args:
         s: The inputs of the cost model.
+        kind: The layer's kind.
         prompts: Number of prompts.
         mean_square: Mean of the squares of their numbers of tokens.
     """
     longest: float = mean_square**0.5
-    flops = 4 * s.model.q_size * (mean_square / 2) * (seen_tokens(s, longest) / longest) * prompts
+    flops = 4 * kind.shape.q_size * (mean_square / 2) * (kind.seen(longest) / longest) * prompts
     return flops / _kv_rates(s, "prefill_attention_flops_per_s").at(context=longest)
 
 
-def prefix_attention_s(s: CostInputs, queries: float, prefix: float) -> float:
+def prefix_attention_s(s: CostInputs, kind: AttentionKind, queries: float, prefix: float) -> float:
     """Seconds of one layer's attention to a prefix that all queries see: one matmul, bound by FLOPs."""
     if not prefix or not queries:
         return 0.0
-    kind = "shared_attention_flops_per_s"
-    if not s.rates.has_rates(kind, s.compute_format):
-        kind = "prefill_attention_flops_per_s"
-    flops = 4 * s.model.q_size * seen_tokens(s, prefix) * queries
-    return flops / s.rates.rates(kind, s.compute_format).at(context=prefix)
+    curve = "shared_attention_flops_per_s"
+    if not s.rates.has_rates(curve, s.compute_format):
+        curve = "prefill_attention_flops_per_s"
+    flops = 4 * kind.shape.q_size * kind.seen(prefix) * queries
+    return flops / s.rates.rates(curve, s.compute_format).at(context=prefix)
 
 
-def decode_attention_s(s: CostInputs, seqs: float, keys: float, device: ComputeRates, batches: int = 1) -> float:
+def decode_attention_s(
+    s: CostInputs, kind: AttentionKind, seqs: float, keys: float, device: ComputeRates, batches: int = 1
+) -> float:
     """Seconds of one layer's decode attention on a device: att^g of FlexGen's gpu_comp^g and cpu_comp^g.
 
     Changed: bytes of KV over a measured rate, per head group, batch and context.
 
     Args:
         s: The inputs of the cost model.
+        kind: The layer's kind.
         seqs: Sequences of all micro-batches, with one query each.
         keys: Keys that each of them sees, averaged over the layers.
         device: The rates of the device.
@@ -208,9 +211,9 @@ def decode_attention_s(s: CostInputs, seqs: float, keys: float, device: ComputeR
     if seqs == 0:
         return 0.0
     rate = device.rates("decode_attention_bytes_per_s", s.kv_format).at(
-        group=s.model.num_heads // s.model.num_kv_heads, batch=max(1.0, seqs / batches), context=max(1.0, keys)
+        group=kind.shape.num_heads // kind.shape.num_kv_heads, batch=max(1.0, seqs / batches), context=max(1.0, keys)
     )
-    return seqs * keys * s.kv_token_bytes / rate
+    return seqs * keys * kind.kv_token_bytes / rate
 
 
 def _kv_rates(s: CostInputs, kind: str) -> Rates:
@@ -237,13 +240,13 @@ def schedule_s(s: CostInputs, sampled: float) -> float:
 
 
 def query_bytes(s: CostInputs) -> float:
-    """Bytes of one token's queries in one layer, and of its attention's result, which are as large."""
-    return s.model.q_size * s.element_bytes
+    """Bytes of one token's queries in one layer, and of its attention's result, which are as large: the mean."""
+    return sum(s.layer_result_bytes) / s.model.num_layers
 
 
 def attention_input_bytes(s: CostInputs) -> float:
-    """Bytes of one token's queries, keys and values, which are sent to the CPU for its attention."""
-    return query_bytes(s) + s.kv_token_bytes
+    """Bytes of one token's queries, keys and values in one layer, which are sent to the CPU: the mean."""
+    return sum(s.layer_sent_bytes) / s.model.num_layers
 
 
 @overload

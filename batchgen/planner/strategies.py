@@ -16,7 +16,7 @@ from batchgen.core.kv_placement import TIERS, KVPlacement
 from batchgen.core.plan import Policy
 from batchgen.core.units import format_bytes
 from batchgen.planner.deferred_attention import may_defer, with_deferred_attention
-from batchgen.planner.kv_memory import giving_window
+from batchgen.planner.kv_memory import giving_window, kv_block_bytes
 from batchgen.planner.problem import Problem
 from batchgen.planner.search import (
     Candidate,
@@ -173,7 +173,9 @@ def _defers_nothing(problem: Problem) -> str:
 
 
 def _keeps_kv_whole(problem: Problem) -> str:
-    """Refuse KV by layer where classes forbid it, or where layers with a sliding window free blocks."""
+    """Refuse KV by layer where classes forbid it, layers differ in KV, or a sliding window frees blocks."""
+    if len(set(kv_block_bytes(problem.model, problem.kv_block_size, problem.kv_formats[0]))) > 1:
+        return "needs KV of the same size in all layers"
     longest = problem.longest_tokens or problem.workload.max_seq_len
     may_part = giving_window(problem.model, problem.kv_block_size, longest) is None and (
         problem.hardware.gpu is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,7 @@ def python_of(peer: str, work_dir: Path) -> Path:
             _install(python, packages)
         if peer in _REQUIREMENTS_OF:
             _install(python, _requirements(python, *_REQUIREMENTS_OF[peer]))
+            _stand_in_for_torchvision(python)
         ready.write_text(wanted)
     return python
 
@@ -50,3 +52,12 @@ def _requirements(python: Path, package: str, left_out: set[str]) -> list[str]:
     lines = subprocess.run([python, "-c", _PRINT_REQUIREMENTS, package], check=True, capture_output=True, text=True)
     found = [Requirement(line) for line in lines.stdout.splitlines()]
     return [str(r) for r in found if r.name not in left_out and not (r.marker and "extra" in str(r.marker))]
+
+
+def _stand_in_for_torchvision(python: Path) -> None:
+    """Copies the stand-in to where the environment's packages are."""
+    print_folder = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    folder = subprocess.run([python, "-c", print_folder], check=True, capture_output=True, text=True).stdout.strip()
+    package = Path(folder) / "torchvision"
+    package.mkdir(exist_ok=True)
+    shutil.copy(Path(__file__).with_name("torchvision_stand_in.py"), package / "__init__.py")

@@ -49,13 +49,14 @@ def gemm_rates(config: ModelConfig, token_counts: list[int], weight_format: str 
         return cpp.pack_blocks(cpp.BlockWeight(rows, weight_format), torch.bfloat16)
 
     product = cpp.linear if weight_format else F.linear
-    hidden, inner, attention = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
-    shapes = [(config.qkv_size, hidden), (hidden, attention), (2 * inner, hidden), (hidden, inner)]
+    hidden, inner = config.hidden_size, config.intermediate_size
+    qkv, out = config.matmul_shapes["qkv"], config.matmul_shapes["out"]
+    shapes = [qkv, out, (2 * inner, hidden), (hidden, inner)]
     layers = [[weight(*shape) for shape in shapes] for _ in range(2)]
     rates = {}
     with torch.inference_mode():
         for tokens in token_counts:
-            inputs = {n: torch.randn(tokens, n).bfloat16() for n in {hidden, inner, attention}}
+            inputs = {n: torch.randn(tokens, n).bfloat16() for _, n in shapes}
             seconds: list[float] = []
             deadline = time.perf_counter() + _GEMM_SECONDS
             while len(seconds) < 4 or time.perf_counter() < deadline:

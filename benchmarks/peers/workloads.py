@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import random
 from dataclasses import dataclass
 from itertools import islice
@@ -81,7 +82,8 @@ def random_rows(lengths: list[tuple[int, int]], vocab_size: int, seed: int = 0) 
 
 def work(workload: Workload, config: ModelConfig) -> dict[str, int]:
     """The least that an engine must do: FLOPs of linear layers, of logits where a token is drawn, and of attention, for
-    prompts and single tokens apart; and bytes of bfloat16 KV that single tokens read.
+    prompts and single tokens apart; and bytes of bfloat16 KV that single tokens read, and of fp32 states that they read
+    and write.
 
     Where prefixes are shared, every prefix that two prompts have in common counts once. A prompt's last token always
     counts, and the last token drawn goes through no layer.
@@ -96,6 +98,7 @@ def work(workload: Workload, config: ModelConfig) -> dict[str, int]:
         prefill_pairs += _sum_to(len(ids)) - _sum_to(first)
         decode_pairs += _sum_to(len(ids) + count - 1) - _sum_to(len(ids))
         previous = ids
+    state_bytes = len(config.state_layers) * 4 * math.prod(config.state.matrix_shape) if config.state else 0
     attention = config.flops_per_token(1) - config.flops_per_token(0)  # no window is as short as these rows
     return {
         "linear_flops": 2 * computed * config.num_layers * config.matmul_params_per_layer,
@@ -103,6 +106,7 @@ def work(workload: Workload, config: ModelConfig) -> dict[str, int]:
         "prefill_attention_flops": attention * prefill_pairs,
         "decode_attention_flops": attention * decode_pairs,
         "decode_kv_bytes": config.kv_bytes_per_token(2) * decode_pairs,
+        "decode_state_bytes": 2 * state_bytes * (workload.output_tokens - len(workload.rows)),
     }
 
 

@@ -26,7 +26,7 @@ BLOCK, SEQUENCES = 16, 4
 WINDOWED = [
     name
     for name, (family, fields) in MODELS.items()
-    if family in ("gemma2", "gemma3", "gpt_oss") or fields.get("sliding_window")
+    if family in ("gemma2", "gemma3", "gpt_oss", "olmo3") or fields.get("sliding_window")
 ]
 TIERS = {
     "memory": (CPU, {"kv_seqs": {"cpu": SEQUENCES}}),

@@ -14,6 +14,7 @@ from tiny_models import make_tiny_model, make_tiny_tokenizer
 
 import batchgen
 from batchgen.core.errors import RowError
+from batchgen.core.request import ChatOptions
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.tokenizers.loading import load_tokenizer
 
@@ -38,6 +39,9 @@ class Family:
         template: the chat template.
         tokens: special tokens beside bos and eos.
         ends: the end tokens of the model's generation_config.json, not of its tokenizer.
+        says: what a model says, with THOUGHT before ANSWER.
+        on, off: arguments of the template with which the model thinks, and with which it does not; None: nothing
+            switches its thinking off.
     """
 
     model: str
@@ -48,6 +52,13 @@ class Family:
     eos: str = "</s>"
     has_system: bool = True
     words: tuple[str, ...] = ()  # tokens that are no special ones
+    says: str = ANSWER
+    on: tuple = ()
+    off: tuple | None = None
+
+    @property
+    def thinks(self):
+        return THOUGHT in self.says
 
 
 _GEMMA = (
@@ -81,6 +92,66 @@ _HARMONY = (
     "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
+_CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+)
+# The prompt begins the thoughts, or ends them at once.
+_QWEN_3_5 = _CHATML + (
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n"
+    "{% else %}<think>\n{% endif %}{% endif %}"
+)
+# Its thoughts' tags are no tokens.
+_OLMO_3 = _CHATML + "<think>{% endif %}"
+_LFM_2 = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% generation %}{{ m.content.split('</think>')[-1] | trim }}{% endgeneration %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_SMOL_3 = (
+    "{% set first = messages[0].content if messages[0].role == 'system' else 'Help.' %}"
+    "{% set thinks = enable_thinking is not defined or enable_thinking %}"
+    "{% if '/no_think' in first %}{% set thinks = false %}{% endif %}"
+    "<|im_start|>system\nToday: {{ strftime_now('%d %B %Y') }}\nMode: {{ '/think' if thinks else '/no_think' }}\n"
+    "{{ first.replace('/no_think', '').replace('/think', '').rstrip() }}<|im_end|>\n"
+    "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if not thinks %}<think>\n\n</think>\n{% endif %}"
+    "{% endif %}"
+)
+# Thinking is asked for within the system's turn, and without it the prompt has an empty channel of thoughts.
+_GEMMA_4 = (
+    "{{ bos_token }}{% set thinks = enable_thinking | default(false) %}"
+    "{% set speaks = messages[0].role in ('system', 'developer') %}"
+    "{% if thinks or speaks %}<|turn>system\n{{ '<|think|>' if thinks }}"
+    "{{ messages[0].content | trim if speaks }}<turn|>\n{% endif %}"
+    "{% for m in messages[1 if speaks else 0:] %}<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{{ m.content.split('<channel|>')[-1] | trim }}<turn|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|turn>model\n{{ '' if thinks else '<|channel>thought\n<channel|>' }}{% endif %}"
+)
+_MINISTRAL_3 = (
+    "{{ bos_token }}{% set speaks = messages[0].role == 'system' %}"
+    "[SYSTEM_PROMPT]{{ messages[0].content if speaks else 'Draft [THINK]thoughts[/THINK] first.' }}[/SYSTEM_PROMPT]"
+    "{% for m in messages[1 if speaks else 0:] %}"
+    "{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% else %}{{ m.content }}{{ eos_token }}{% endif %}"
+    "{% endfor %}"
+)
+_GRANITE = (
+    "{% set speaks = messages[0].role == 'system' %}"
+    "<|start_of_role|>system<|end_of_role|>{{ messages[0].content if speaks else 'Help.' }}"
+    "{{ ' Write thoughts between <think></think> and the response between <response></response>.' if thinking }}"
+    "<|end_of_text|>\n{% for m in messages[1 if speaks else 0:] %}"
+    "<|start_of_role|>{{ m.role }}<|end_of_role|>{{ m.content }}<|end_of_text|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start_of_role|>assistant<|end_of_role|>{% endif %}"
+)
+_SEED = (
+    "{% if not thinking_budget is defined %}{% set thinking_budget = -1 %}{% endif %}"
+    "{% for m in messages %}{{ bos_token }}{{ m.role }}\n{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ bos_token }}assistant\n"
+    "{{ '<seed:think><seed:cot_budget_reflect>' if thinking_budget == 0 }}{% endif %}"
+)
+_THINK_TOKENS = ("<think>", "</think>")
+_CHATML_TOKENS = ("<|im_start|>",)
+_SEED_TOKENS = ("<seed:think>", "</seed:think>", "<seed:cot_budget_reflect>", "</seed:cot_budget_reflect>")
 _GEMMA_TOKENS = ("<start_of_turn>", "<end_of_turn>")
 _LLAMA_TOKENS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>")
 _LLAMA_BOS, _LLAMA_EOS = "<|begin_of_text|>", "<|end_of_text|>"
@@ -106,23 +177,68 @@ FAMILIES = {
     "gpt-oss": Family(
         "gpt_oss", _HARMONY, ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"),
         ("<|return|>", "<|endoftext|>", "<|call|>"),
-        "<|startoftext|>", "<|return|>", words=("system", "developer", "user", "assistant", "analysis", "final", "Hmm"),
+        "<|startoftext|>", "<|return|>", words=("system", "developer", "user", "assistant", "analysis", "final"),
+        says=f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant<|channel|>final<|message|>{ANSWER}",
+    ),
+    "Qwen3.5": Family(
+        "qwen3", _QWEN_3_5, _CHATML_TOKENS, ("<|im_end|>", "<|endoftext|>"), "<|endoftext|>", "<|im_end|>",
+        words=_THINK_TOKENS, says=f"{THOUGHT}</think>{ANSWER}", off=(("enable_thinking", False),),
+    ),
+    "SmolLM3": Family(
+        "llama", _SMOL_3, _CHATML_TOKENS, ("<|im_end|>",), "<|begin_of_text|>", "<|im_end|>",
+        words=_THINK_TOKENS, says=f"<think>{THOUGHT}</think>{ANSWER}", off=(("enable_thinking", False),),
+    ),
+    "Gemma 4": Family(
+        "gemma3", _GEMMA_4, ("<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|think|>"),
+        ("<eos>", "<turn|>", "<|tool_response>"), "<bos>", "<eos>", words=("thought\n",),
+        says=f"<|channel>thought\n{THOUGHT}<channel|>{ANSWER}", on=(("enable_thinking", True),), off=(),
+    ),
+    "Olmo 3": Family(
+        "llama", _OLMO_3, _CHATML_TOKENS, ("<|im_end|>", "<|endoftext|>"), "<|endoftext|>", "<|endoftext|>",
+        words=(">\n\n",), says=f"{THOUGHT}</think>\n\n{ANSWER}",
+    ),
+    "Ministral 3": Family(
+        "mistral", _MINISTRAL_3, ("[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[THINK]", "[/THINK]"),
+        ("</s>",), says=f"[THINK]{THOUGHT}[/THINK]{ANSWER}",
+    ),
+    "Granite 3.3": Family(
+        "llama", _GRANITE, ("<|start_of_role|>", "<|end_of_role|>"), ("<|end_of_text|>",),
+        "<|end_of_text|>", "<|end_of_text|>", words=(*_THINK_TOKENS, "<response>", "</response>"),
+        says=f"<think>{THOUGHT}</think><response>{ANSWER}</response>", on=(("thinking", True),), off=(),
+    ),
+    "Granite 4": Family(
+        "llama", _GRANITE[: _GRANITE.index("{{ ' Write")] + _GRANITE[_GRANITE.index("<|end_of_text|>") :],
+        ("<|start_of_role|>", "<|end_of_role|>"), ("<|end_of_text|>",), "<|end_of_text|>", "<|end_of_text|>",
+    ),
+    "Seed-OSS": Family(
+        "llama", _SEED, _SEED_TOKENS, ("<seed:eos>",), "<seed:bos>", "<seed:eos>",
+        says=f"<seed:think>{THOUGHT}</seed:think>{ANSWER}",
+    ),
+    "Seed-OSS without a budget": Family(
+        "llama", _SEED, _SEED_TOKENS, ("<seed:eos>",), "<seed:bos>", "<seed:eos>",
+        says=f"{THOUGHT}</seed:cot_budget_reflect></seed:think>{ANSWER}", on=(("thinking_budget", 0),),
+    ),
+    "LFM2.5": Family(
+        "llama", _LFM_2, _CHATML_TOKENS, ("<|im_end|>",), "<|startoftext|>", "<|im_end|>",
+        words=_THINK_TOKENS, says=f"<think>{THOUGHT}</think>{ANSWER}",
     ),
 }  # fmt: skip
+THINKERS = [name for name, family in FAMILIES.items() if family.thinks]
 CASES = [(name, end) for name, family in FAMILIES.items() for end in {**dict.fromkeys(family.ends), family.eos: None}]
 
 
 def make_tokenizer(folder, family):
-    """With the family's tokens; like most it begins every text that is no chat with bos."""
+    """With the family's tokens; like most it begins every text that is no chat with bos, if that can be said."""
     from tokenizers import processors
 
     hf = make_tiny_tokenizer(folder, chat_template=family.template)
     others = [token for token in (*family.tokens, *family.ends) if token not in family.words]
     hf.add_special_tokens({"bos_token": family.bos, "eos_token": family.eos, "additional_special_tokens": others})
-    hf.add_tokens([*family.words])
-    hf.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{family.bos} $A", special_tokens=[(family.bos, hf.bos_token_id)]
-    )
+    hf.add_tokens([*family.words, *(["Hmm"] if family.thinks else [])])
+    if ":" not in family.bos:
+        hf.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{family.bos} $A", special_tokens=[(family.bos, hf.bos_token_id)]
+        )
     hf.save_pretrained(folder)
     return hf
 
@@ -162,36 +278,37 @@ def make_scripted(folder, family, hf, script, marker=None):
     return model
 
 
-def generated_by_transformers(model, hf, messages):
-    ids = hf.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+def generated_by_transformers(model, hf, messages, on=()):
+    ids = hf.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, **dict(on)
+    )
     with torch.inference_mode():
         out = model.generate(**ids, max_new_tokens=40, pad_token_id=3)
     return out[0, ids["input_ids"].shape[1] :].tolist()
 
 
-def run(folder, chats):
+def run(folder, chats, on=(), **more):
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chats))
     options = {"dtype": "float32", "cpu_memory": "4GiB", "max_tokens": 40, "messages_column": "messages"}
+    options |= {"chat_template_kwargs": dict(on) or None, **more}
     batchgen.run(str(folder / "model"), str(rows), str(folder / "out.jsonl"), offload_dir=folder, **options)
     return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture
 def model_of(tmp_path):
-    """(name of a family, its end token) -> (the model, its tokenizer, chats, ids of the answer)."""
+    """(name of a family, its end token, what it says) -> (the model, its tokenizer, chats, ids of what it says)."""
 
-    def make(name, end):
+    def make(name, end, text=None, on=None):
         family, folder = FAMILIES[name], tmp_path / "model"
         folder.mkdir()
         hf = make_tokenizer(folder, family)
         chats = [*TURNS, *([[SYSTEM, *messages] for messages in TURNS] if family.has_system else [])]
-        last = {hf.apply_chat_template(chat, add_generation_prompt=True)["input_ids"][-1] for chat in chats}
-        text, marker = ANSWER, None
+        on = dict(family.on if on is None else on)
+        last = {hf.apply_chat_template(chat, add_generation_prompt=True, **on)["input_ids"][-1] for chat in chats}
+        text, marker = text or family.says, None
         if name == "gpt-oss":
-            text = (
-                f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant<|channel|>final<|message|>{ANSWER}"
-            )
             (marker,) = hf.encode(THOUGHT, add_special_tokens=False)[:1]
         ids = hf.encode(f"{text}{end}", add_special_tokens=False)
         model = make_scripted(folder, family, hf, [*last, *ids], marker)
@@ -208,7 +325,12 @@ def test_the_prompt_has_the_tokens_of_transformers(name, tmp_path):
     ours = load_tokenizer(resolve_model(str(tmp_path)))
     for messages in TURNS:
         expected = hf.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-        assert ours.encode_chat(messages) == expected and expected.count(hf.bos_token_id) == ("bos" in family.template)
+        assert ours.encode_chat(messages) == expected
+        if family.template.startswith("{{ bos_token }}"):
+            assert expected.count(hf.bos_token_id) == 1
+        for given in filter(None, (family.on, family.off)):
+            expected = hf.apply_chat_template(messages, add_generation_prompt=True, **dict(given))["input_ids"]
+            assert ours.encode_chat(messages, ChatOptions(dict(given))) == expected
         with_system = [SYSTEM, *messages]
         if family.has_system:
             expected = hf.apply_chat_template(with_system, add_generation_prompt=True)["input_ids"]
@@ -221,15 +343,49 @@ def test_the_prompt_has_the_tokens_of_transformers(name, tmp_path):
 @pytest.mark.parametrize(("name", "end"), CASES)
 def test_an_answer_ends_at_the_end_token_of_its_family(name, end, model_of, tmp_path):
     model, hf, chats, ids = model_of(name, end)
-    rows = run(tmp_path, chats)
+    family = FAMILIES[name]
+    rows = run(tmp_path, chats, family.on)
     if hf.convert_tokens_to_ids(end) in model.generation_config.eos_token_id:  # transformers asks no tokenizer
-        assert [generated_by_transformers(model, hf, messages) for messages in (chats[0], chats[-1])] == [ids, ids]
+        found = [generated_by_transformers(model, hf, messages, family.on) for messages in (chats[0], chats[-1])]
+        assert found == [ids, ids]
     for messages, row in zip(chats, rows, strict=True):
         assert row["error"] is None and row["text"] == ANSWER
         assert (row["finish_reason"], row["generated_tokens"]) == ("stop", len(ids))
-        prompt = hf.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        prompt = hf.apply_chat_template(messages, add_generation_prompt=True, **dict(family.on))["input_ids"]
         assert row["prompt_tokens"] == len(prompt)
-        assert row.get("reasoning") == (THOUGHT if name == "gpt-oss" else None)
+        assert without_tags(row.get("reasoning")) == (THOUGHT if family.thinks else None)
+
+
+def without_tags(reasoning):
+    return reasoning and reasoning.replace("</seed:cot_budget_reflect>", "")
+
+
+@pytest.mark.parametrize("name", THINKERS)
+def test_a_schema_rules_the_answer_and_not_the_thoughts(name, model_of, tmp_path):
+    family = FAMILIES[name]
+    _, _, chats, _ = model_of(name, family.eos)
+    for row in run(tmp_path, chats, family.on, json_schema={"const": "Two"}):
+        assert row["text"] == '"Two"' and row["finish_reason"] == "stop"
+        assert without_tags(row["reasoning"]) == THOUGHT
+
+
+@pytest.mark.parametrize("name", [name for name in THINKERS if FAMILIES[name].off is not None])
+def test_arguments_of_the_template_switch_thinking_off(name, model_of, tmp_path):
+    """The answer begins at once, also under a schema, and there are no thoughts."""
+    family = FAMILIES[name]
+    _, _, chats, _ = model_of(name, family.eos, ANSWER, family.off)
+    for row in run(tmp_path, chats, family.off):
+        assert (row["text"], row["reasoning"], row["finish_reason"]) == (ANSWER, None, "stop")
+    for row in run(tmp_path, chats, family.off, json_schema={"const": "Two"}, overwrite=True):
+        assert (row["text"], row["reasoning"]) == ('"Two"', None)
+
+
+def test_a_word_in_the_system_message_switches_thinking_off(model_of, tmp_path):
+    """SmolLM3's template takes the word out of the message, which is no text that is left out."""
+    system = {"role": "system", "content": "Be short. /no_think"}
+    model_of("SmolLM3", "<|im_end|>", ANSWER, FAMILIES["SmolLM3"].off)
+    (row,) = run(tmp_path, [[system, *TURNS[0]]])
+    assert (row["error"], row["text"], row["reasoning"]) == (None, ANSWER, None)
 
 
 def test_thoughts_that_are_cut_short_are_no_answer(model_of, tmp_path):

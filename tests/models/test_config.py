@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 import tracemalloc
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tiny_models import FAMILIES, classes_of, make_tiny_model
+from tiny_models import DELTA_NETS, FAMILIES, classes_of, make_tiny_model
 
 from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig, RopeConfig
@@ -22,6 +23,7 @@ from batchgen.models.hf.config import config_of_hf
 from batchgen.models.hf.keys import FIXED, IGNORED, KEYS, READ_APART
 from batchgen.models.layers import rope_table
 
+FAMILIES = (*FAMILIES, *DELTA_NETS)
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 4096,
@@ -67,6 +69,10 @@ VARIANTS = [
     ("qwen3", {"attention_bias": True, "head_dim": 16}),
     ("qwen2_moe", {"mlp_only_layers": [1], "qkv_bias": False}),
     ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}),
+    ("qwen3_next", {"mlp_only_layers": [0], "attention_bias": True}),
+    ("qwen3_next", {"decoder_sparse_step": 2, "full_attention_interval": 3}),
+    ("qwen3_5", {"tie_word_embeddings": True, "linear_num_value_heads": 16, "linear_conv_kernel_dim": 2}),
+    ("qwen3_5", {"layer_types": ["full_attention"] * 4}),
 ]
 
 
@@ -75,6 +81,7 @@ def hf_model(family: str, **overrides):
     config_class, model_class = classes_of(family)
     fields = {"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
     fields |= {"ffn_dim": 96} if family == "opt" else {"intermediate_size": 96, "num_key_value_heads": 2}
+    fields |= {"num_hidden_layers": 4} if family in DELTA_NETS else {}  # the last one attends
     fields |= {"pad_token_id": 0} if family in ("phi3", "smollm3") else {}  # whose own is beyond this vocabulary
     with torch.device("meta"):
         return model_class(config_class(**{**fields, **overrides}))
@@ -93,7 +100,12 @@ def test_parameter_count_is_that_of_transformers(family, overrides):
     assert config.num_params == sum(p.numel() for p in model.parameters())
     layers = model.model.decoder.layers if family == "opt" else model.model.layers
     sinks = config.sinks * config.num_heads  # which are loaded with the head
-    assert config.params_per_layer + sinks == sum(p.numel() for p in layers[0].parameters())
+    sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+    if config.state is None:
+        assert config.params_per_layer + sinks == sizes[0]
+    else:  # the largest size of each group
+        assert config.params_per_layer >= max(sizes)
+    assert config.layer_params + len(sizes) * sinks == sum(sizes)
     assert config.weight_bytes(2) == 2 * config.num_params
     json.dumps(dataclasses.asdict(config))
 
@@ -125,7 +137,11 @@ def test_flops_are_those_torch_counts(family, tmp_path):
             model(torch.tensor([[8]]), past_key_values=cache)
     ropes = {config.rope_of(layer) for layer in range(config.num_layers)} - {None}
     rope_flops = config.head_dim * len(ropes)  # the reference makes angles by a product
-    assert counter.get_total_flops() - config.flops_per_token(4) in (0, rope_flops)
+    expected = config.flops_per_token(4)
+    if config.state is not None:  # the update is no matrix product; the reference convolves the token before, too
+        convolution = 2 * config.state.kernel * config.state.channels
+        expected += len(config.state_layers) * (convolution - 7 * math.prod(config.state.matrix_shape))
+    assert counter.get_total_flops() - expected in (0, rope_flops)
 
 
 def test_flops_stop_growing_at_the_window():
@@ -146,6 +162,7 @@ def test_a_config_that_states_only_shapes_takes_the_defaults_of_transformers(fam
     fields = {"architectures": [classes_of(family)[1].__name__], "hidden_size": 64, "num_hidden_layers": 2}
     fields |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}
     fields |= {"ffn_dim": 96} if family == "opt" else {"intermediate_size": 96}
+    fields |= {"num_hidden_layers": 4} if family in DELTA_NETS else {}
     assert config_of_hf(fields) == config_of(hf_model(family, **fields))
 
 
@@ -226,6 +243,21 @@ PUBLISHED = {
         "rope_scaling": {"rope_type": "default"},
         "rope_theta": 10000000.0,
     },
+    "olmo2": {"rope_scaling": None, "rope_theta": 500000, "attention_dropout": 0.0},
+    "olmo3": {
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 8,
+        "max_position_embeddings": 65536,
+        "sliding_window": 4096,
+        "rope_scaling": {
+            "attention_factor": 1.2079441541679836,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "yarn",
+        },
+        "rope_theta": 500000,
+    },
     "mixtral": {"output_router_logits": False, "router_aux_loss_coef": 0.02, "sliding_window": None, "rope_theta": 1e6},
     "qwen2_moe": {"use_sliding_window": False, "max_window_layers": 21, "sliding_window": 32768, "mlp_only_layers": []},
     "qwen3_moe": {
@@ -251,6 +283,41 @@ PUBLISHED = {
             "rope_type": "yarn",
             "truncate": False,
         },
+    },
+    "qwen3_next": {
+        "attn_output_gate": True,
+        "decoder_sparse_step": 1,
+        "full_attention_interval": 4,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "partial_rotary_factor": 0.25,
+        "rope_scaling": None,
+        "rope_theta": 10000000,
+        "use_sliding_window": False,
+    },
+    "qwen3_5": {
+        "attn_output_gate": True,
+        "full_attention_interval": 4,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8,
+        "mamba_ssm_dtype": "float32",
+        "mlp_only_layers": [],
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+    },
+    "qwen3_5_moe": {
+        "attn_output_gate": True,
+        "full_attention_interval": 4,
+        "mlp_only_layers": [],
+        "mtp_num_hidden_layers": 1,
+        "partial_rotary_factor": 0.25,
+        "rope_parameters": {"mrope_section": [11, 11, 10], "rope_theta": 10000000, "rope_type": "default"},
     },
 }
 
@@ -528,6 +595,7 @@ class TestKeysAreThoseOfTransformers:
         config_class = classes_of(family)[0]
         fields = {field.name: field for field in dataclasses.fields(config_class)}
         apart = {"rope_theta", "rope_local_base_freq", "sliding_window_pattern", "head_dim", "layer_types"}
+        apart |= {"full_attention_interval"}
         for name, key in KEYS[family].items():
             if name not in fields:
                 assert name in apart, name
@@ -560,7 +628,7 @@ def test_what_is_no_number_is_refused_by_its_key(name, text, tmp_path):
 QWEN_CARD = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("opt", "gemma3", "phi3")])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("opt", "gemma3", "olmo3", "phi3")])
 class TestScalingBesideRopeParameters:
     """Qwen's model cards advise it, in files of transformers 5, which then forgets the base that was in the others."""
 
@@ -593,6 +661,7 @@ def test_values_of_the_wrong_kind_are_input_errors(family, tmp_path):
     """Whatever stands in a config.json, it is a model or one line that names the place and the key."""
     path = tmp_path / "config.json"
     base = {"architectures": [classes_of(family)[1].__name__], "num_hidden_layers": 2, "dtype": "float32"}
+    base |= {"full_attention_interval": 2} if family in DELTA_NETS else {}
     for key in sorted({*KEYS[family], *FIXED[family], *READ_APART, "quantization_config", "model_type", "layer_types"}):
         for value in ("x", -1, 2.5, ["x"], {"a": {}}, True, None, 10**12):
             path.write_text(json.dumps(base | {key: value}))
@@ -604,7 +673,14 @@ def test_values_of_the_wrong_kind_are_input_errors(family, tmp_path):
 
 
 # A model without num_key_value_heads has as many as heads; a format has a name; there is one architecture.
-NAMED_OTHERWISE = ("num_attention_heads", "quantization_config", "architectures", "num_experts_per_tok", "dtype")
+NAMED_OTHERWISE = (
+    "full_attention_interval",
+    "num_attention_heads",
+    "quantization_config",
+    "architectures",
+    "num_experts_per_tok",
+    "dtype",
+)
 
 
 def test_neither_torch_nor_transformers_is_imported():
@@ -638,6 +714,15 @@ class TestElementwiseBytes:
         plain = config_of_hf(self.LLAMA)
         normed = dataclasses.replace(plain, qk_norm=True)
         assert normed.elementwise_bytes_per_token(2) - plain.elementwise_bytes_per_token(2) == 2 * 2 * (8 + 4)
+
+    def test_state_layers_count_by_their_share(self):
+        shape = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 3, "head_dim": 2}
+        shape |= {"linear_value_head_dim": 5, "architectures": ["Qwen3_5ForCausalLM"], "num_hidden_layers": 4}
+        norms, activation, adds = 2 * 16, 24 + 12, 2 * 24
+        attention = 2 * (8 + 4) + 2 * (8 + 4) + 2 * 8 + 3 * 8  # norms, rotary, KV and output gate
+        state = 2 * (6 + 6 + 20) + 3 * 20
+        expected = norms + activation + adds + (attention + 3 * state) // 4
+        assert config_of_hf(self.LLAMA | shape).elementwise_bytes_per_token(2) == 2 * expected
 
     def test_opt(self):
         config = config_of_hf(

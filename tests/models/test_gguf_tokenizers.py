@@ -10,7 +10,19 @@ import os
 import random
 
 import pytest
-from gguf_vocabularies import BYTE, CONTROL, RECORDED, UNKNOWN, USER_DEFINED, byte_level, pairs_of, sentencepiece, write
+from gguf_vocabularies import (
+    BYTE,
+    CONTROL,
+    RECORDED,
+    UNKNOWN,
+    USER_DEFINED,
+    byte_level,
+    of_characters,
+    pairs_of,
+    sentencepiece,
+    write,
+)
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from batchgen.core.errors import InputError
 from batchgen.models.tokenizers.gguf_pre_tokenizers import PRE_TOKENIZERS
@@ -27,9 +39,84 @@ def test_ids_of_every_pre_tokenizer_are_those_that_llama_cpp_gave(kind):
 
 
 def test_every_pre_tokenizer_is_recorded_and_a_file_without_a_name_has_the_usual_one():
-    assert {name for kind in RECORDED["kinds"] for name in kind["names"]} == PRE_TOKENIZERS.keys()
+    kinds = [*RECORDED["kinds"], *RECORDED["characters"]["kinds"]]
+    assert {name for kind in kinds for name in kind["names"]} == PRE_TOKENIZERS.keys()
     for text in RECORDED["texts"]:
         assert backend_of(byte_level(None)).encode(text).ids == backend_of(byte_level("default")).encode(text).ids
+
+
+@pytest.mark.parametrize("kind", RECORDED["characters"]["kinds"], ids=lambda kind: kind["names"][0])
+def test_ids_of_vocabularies_of_characters_are_those_that_llama_cpp_gave(kind):
+    texts = [*RECORDED["texts"], *RECORDED["characters"]["texts"]]
+    for name in kind["names"]:
+        backend = backend_of(of_characters(name))
+        for text, ids in zip(texts, kind["ids"], strict=True):
+            assert backend.encode(text).ids == ids, (name, text)
+            assert backend.decode(ids, skip_special_tokens=False) == f"<bos>{text}"
+
+
+# What the tokenizer.json of a family cuts texts with; GGUFs of the family have the name.
+_SHORT = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_LINES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+HF_SPLITS = {
+    "qwen2": [rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_LINES}"],
+    "qwen35": [
+        rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_LINES}"
+    ],
+    "lfm2": [rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_LINES}"],
+    "dbrx": [rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_LINES}"],
+    "seed-coder": [rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_LINES}"],
+    "smollm": [r"\p{N}", r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"],
+    "olmo": [r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"],
+}
+
+
+def drawn_texts(rng, count):
+    """Texts of pieces of the recorded ones; only Unicode's folding of case takes "ſ" for an "s"."""
+    texts = [text.replace("ſ", "s") for text in RECORDED["texts"]]
+    for _ in range(count):
+        pieces = (rng.choice(texts)[rng.randrange(20) :][: rng.randrange(12)] for _ in range(6))
+        yield "".join(piece + rng.choice(["", " " * rng.randrange(4), "\n" * rng.randrange(4)]) for piece in pieces)
+
+
+@pytest.mark.parametrize("name", HF_SPLITS)
+def test_ids_of_a_familys_gguf_are_those_of_its_tokenizer_json(name):
+    pairs = byte_level(name, add_bos_token=False)
+    hf = Tokenizer.from_str(backend_of(pairs).to_str())
+    splits = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in HF_SPLITS[name]]
+    hf.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    for text in drawn_texts(random.Random(name), 200):
+        assert hf.encode(text).ids == backend_of(pairs).encode(text).ids, text
+
+
+def test_ids_of_gemma_4s_gguf_are_those_of_its_tokenizer_json():
+    """Its tokenizer.json cuts a text nowhere, since no space is left when it would, and merges all runs of lines."""
+    runs = ["\n" * a + " " + "\n" * (total - a) for total in range(2, 6) for a in range(1, total)]
+    pairs = of_characters(add_bos_token=False, merges=[*RECORDED["characters"]["merges"], *runs])
+    tokens, lines = pairs["tokenizer.ggml.tokens"], pairs["tokenizer.ggml.merges"]
+    merges = [tuple(line.split(" ")) for line in lines]
+    ids = {token: i for i, token in enumerate(tokens)}
+    hf = Tokenizer(models.BPE(vocab=ids, merges=merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    hf.normalizer = normalizers.Replace(" ", "▁")
+    hf.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    hf.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    ours = backend_of(pairs)
+    hf.add_special_tokens(["<|turn>", "<turn|>"])
+    for text in ("<|turn>user\nHi there<turn|>\n", *drawn_texts(random.Random(4), 200)):
+        assert ours.encode(text).ids == hf.encode(text).ids, text
+        assert ours.decode(ours.encode(text).ids, skip_special_tokens=False) == text
+
+
+def test_runs_of_line_feeds_that_are_tokens_stay_whole_without_merges():
+    lines = [line for line in RECORDED["characters"]["merges"] if "\n" not in line]
+    tokens = RECORDED["characters"]["tokens"]
+    whole, parted = (backend_of(of_characters(name, merges=lines)) for name in ("gemma4", "sarvam-moe"))
+    for length in range(1, 6):
+        assert whole.encode("\n" * length, add_special_tokens=False).ids == [tokens.index("\n" * length)]
+        assert parted.encode("\n" * length, add_special_tokens=False).ids == [tokens.index("\n")] * length
+    with pytest.raises(InputError, match="line feeds"):
+        kept = [token for token in tokens if token != "\n" * 3]
+        backend_of(of_characters(merges=[], tokens=kept, token_type=[1] * len(kept)))
 
 
 @pytest.mark.parametrize(
@@ -39,7 +126,7 @@ def test_every_pre_tokenizer_is_recorded_and_a_file_without_a_name_has_the_usual
         ({"model": "bert"}, "'bert'"),
         ({"model": 3}, "tokenizer.ggml.model"),
         ({"model": None}, "none"),
-        ({"pre": "gemma4"}, "'gemma4'"),
+        ({"pre": "whitespace"}, "'whitespace'"),
         ({"pre": "of-next-year"}, "'of-next-year'"),
         ({"merges": None}, "tokenizer.ggml.merges"),
         ({"merges": [*RECORDED["merges"], "hell o!"]}, "'o!'"),

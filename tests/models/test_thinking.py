@@ -25,10 +25,12 @@ def make(folder, *tokens, special=False, template=None):
 def thinking(request, tmp_path_factory):
     """The tags of each family: as tokens, as special tokens, and in the chat template where no token is one."""
     family, kind = request.param
-    folder, (begin, end) = tmp_path_factory.mktemp("thinking"), TAGS[family]
-    if kind == "spelled":
-        return Thinking.of(make(folder, template=f"{{{{ messages }}}}{begin}{{{{ '{end}' }}}}"))
-    return Thinking.of(make(folder, begin, end, special=kind == "special tokens"))
+    folder, tags = tmp_path_factory.mktemp("thinking"), TAGS[family]
+    template = f"{{{{ messages }}}}{tags.begin}{{{{ '{tags.end}' }}}}{''.join(tags.answer or ())}"
+    words = () if kind == "spelled" else (tags.begin, tags.end)
+    if kind != "spelled" and tags.answer is None:
+        template = None
+    return Thinking.of(make(folder, *words, special=kind == "special tokens", template=template))
 
 
 def tokens_of(thinking, text):
@@ -60,7 +62,7 @@ def tokens_of(thinking, text):
     ],
 )
 def test_thoughts_are_told_from_the_answer(thinking, generated, begun, expected):
-    found = thinking.split(tokens_of(thinking, generated), begun)
+    found = thinking.split(tokens_of(thinking, generated), begun, PLAIN)
     if expected is not None:  # tags that are special tokens are no part of a text
         special = thinking.tokenizer.token_id(thinking.begin) in thinking.tokenizer.special_ids
         answer = expected[0].replace("<think>x</think>", "x" if special else f"{thinking.begin}x{thinking.end}")
@@ -79,7 +81,7 @@ def test_thoughts_are_told_from_the_answer(thinking, generated, begun, expected)
     ],
 )
 def test_a_prompt_may_begin_the_thoughts(thinking, prompt, begun):
-    assert thinking.begins(tokens_of(thinking, prompt), PLAIN) is begun
+    assert thinking.begins(tokens_of(thinking, prompt)) is begun
 
 
 def test_a_message_that_is_continued_may_be_in_thoughts(thinking):
@@ -89,23 +91,76 @@ def test_a_message_that_is_continued_may_be_in_thoughts(thinking):
         (f"{thinking.begin}Two{thinking.end}Fo", False),
         ("Fo", False),
     ):
-        assert thinking.begins(prompt, PLAIN, [{"role": "assistant", "content": content}]) is begun
+        assert thinking.begins(prompt, [{"role": "assistant", "content": content}]) is begun
 
 
-def test_a_grammar_begins_after_the_thoughts_where_their_end_is_a_token(thinking):
-    """Otherwise the answer might begin within a token, so that all of the text is the answer."""
+def test_a_grammar_begins_after_the_thoughts(thinking):
+    """A model whose tags are no tokens may not begin thoughts by itself, since the grammar would forbid the tag."""
     prompt, turn = tokens_of(thinking, "Why?<think>\n"), tokens_of(thinking, "Why?")
     closed = tokens_of(thinking, "Why?<think>\n\n</think>\n\n")
     has_tokens = thinking.end_id is not None
+    assert thinking.begins(prompt)
     for sampling in (SamplingParams(json_schema="{}"), SamplingParams(regex="Four")):
-        assert thinking.begins(prompt, sampling) is has_tokens
-        assert (thinking.gate(prompt, sampling, has_tokens, True) is not None) is has_tokens
+        assert thinking.gate(prompt, sampling, True, True) is not None
         assert (thinking.gate(turn, sampling, False, True) is not None) is has_tokens
         assert thinking.gate(turn, sampling, False, False) is None, "no chat, in which the model would think"
         assert thinking.gate(closed, sampling, False, True) is None, "thinking is switched off"
     if "|" not in thinking.end and "[" not in thinking.end:
         allowed = SamplingParams(regex=r"\w+" + thinking.end + "Four")
-        assert thinking.begins(prompt, allowed) and thinking.gate(prompt, allowed, True, True) is None
+        assert thinking.gate(prompt, allowed, True, True) is None
+
+
+@pytest.mark.parametrize("behind", ["", "\n\n", " ", "Fo"])
+def test_a_spelled_tag_ends_with_its_last_token_and_the_answer_begins_with_the_next(tmp_path, behind):
+    """Where the vocabulary has a token for the tag's end and what follows it, the grammar does not read that token."""
+    hf = make_tiny_tokenizer(tmp_path, chat_template="{{ messages }}<think>{{ '</think>' }}")
+    hf.add_tokens([f">{behind}"])
+    thinking = Thinking.of(Tokenizer(TokenizerParts.of_transformers(hf)))
+    sampling = SamplingParams(regex="Four")
+    before, answer = tokens_of(thinking, f"Two and </think>{behind}"), tokens_of(thinking, "Four")
+    assert thinking.tokenizer.decode(before[-1:]) == f">{behind}"
+    gate = thinking.gate(tokens_of(thinking, "Why?<think>"), sampling, True, True)
+    assert read_by(gate, [*before, *answer]) == len(before)
+    assert thinking.split([*before, *answer], True, sampling) == Split("Four", "Two and")
+    free = thinking.split([*before, *answer], True, PLAIN)
+    assert free == Split(f"{behind}Four".lstrip(), "Two and")
+
+
+def named(thinking, text, begun=False):
+    return thinking.split(tokens_of(thinking, text), begun, PLAIN)
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_the_name_of_a_channel_is_no_thought(tmp_path, special):
+    """Gemma 4 names the channel of its thoughts, also an empty one."""
+    thinking = Thinking.of(make(tmp_path, "<|channel>", "<channel|>", special=special))
+    assert thinking.tags is TAGS["Gemma 4"]
+    assert named(thinking, "<think>thought\nTwo and two.\n</think>Four.") == Split("Four.", "Two and two.")
+    assert named(thinking, "<think>thought\n</think>Four.") == Split("Four.", "")
+    assert named(thinking, "<think>thoughtful of two</think>Four.") == Split("Four.", "thoughtful of two")
+    assert named(thinking, "<think>thou") == Split("", ""), "cut within the name"
+    assert named(thinking, "Four.") is None
+    assert thinking.begins(tokens_of(thinking, "Why?<think>thought\n"))
+    assert not thinking.begins(tokens_of(thinking, "Why?<think>thought\n</think>"))
+
+
+def test_tags_around_an_answer_are_no_part_of_it(tmp_path):
+    """Granite 3.3 writes them; a template that names none of them is another family's."""
+    template = "{{ messages }} between <think></think> and between <response></response>"
+    thinking = Thinking.of(make(tmp_path, template=template))
+    assert thinking.tags is TAGS["Granite 3.3"]
+    assert named(thinking, "<think>Two</think>\n\n<response>\nFour.\n</response>\n") == Split("Four.", "Two")
+    assert named(thinking, "<think>Two</think><response>Fo") == Split("Fo", "Two")
+    assert named(thinking, "<think>Two</think>Four </response>") == Split("Four </response>", "Two")
+    assert Thinking.of(make(tmp_path, template="{{ messages }}</think>")).tags.answer is None
+
+
+def test_a_budget_of_no_thoughts_begins_them_and_ends_them_at_once(tmp_path):
+    """Seed-OSS's prompt ends with two tags then."""
+    tags = ("<seed:think>", "</seed:think>", "<seed:cot_budget_reflect>", "</seed:cot_budget_reflect>")
+    thinking = Thinking.of(make(tmp_path, *tags))
+    assert thinking.begins(tokens_of(thinking, "Why?<seed:think><seed:cot_budget_reflect>"))
+    assert named(thinking, "None.</seed:cot_budget_reflect>\n</seed:think>Four", begun=True).answer == "Four"
 
 
 def read_by(gate, token_ids):

@@ -418,7 +418,7 @@ def test_prompts_cost_what_their_tokens_attend_to():
             sequence.block_table.extend([*range(matched), *own])
             batch.append(ScheduledSequence(sequence, new))
         load = load_of(batch, kv_block_size=16, compute_tier="cpu")
-        return costs.attention_s(load.attended[KVPlacement.DEVICE], None, hardware.cpu), load.attended[
+        return costs.attention_s(load.attended[KVPlacement.DEVICE], costs.kinds[0], hardware.cpu), load.attended[
             KVPlacement.DEVICE
         ]
 
@@ -442,8 +442,8 @@ def test_a_shared_prefix_is_left_out_of_decoding_once():
         for prefix in (0, 320)
     )
     attended = Attended(contexts=(90,) * 64)
-    seconds = own.attention_s(attended, None, hardware.cpu)
-    assert shared.attention_s(attended, None, hardware.cpu) == seconds > 0
+    seconds = own.attention_s(attended, own.kinds[0], hardware.cpu)
+    assert shared.attention_s(attended, own.kinds[0], hardware.cpu) == seconds > 0
 
 
 def test_simulated_rows_have_the_workloads_lengths():

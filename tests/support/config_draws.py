@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_models import FAMILIES, classes_of, randomize
+from tiny_models import DELTA_NETS, FAMILIES, classes_of, randomize
 
 from batchgen.core.errors import InputError
 from batchgen.core.request import Request, SamplingParams
@@ -105,7 +105,7 @@ def draw(model: str, seed: int) -> Draw:
     rng = random.Random(f"{model} {seed}")
     family = model.split()[0]
     stated = {name: value for name, value in _ordinary(family, rng).items() if value is not _LEFT_OUT}
-    if "with images" in model:  # which transformers does not apply there
+    if model == "gemma3 with images":  # which transformers does not apply there
         stated.pop("final_logit_softcapping", None)
     odd = []
     for _ in range(rng.choice((0, 0, 0, 1, 1, 2))):
@@ -118,7 +118,7 @@ def draw(model: str, seed: int) -> Draw:
     if _needs_head_dim(family, stated) and stated.get("head_dim") is None:
         stated["head_dim"] = 16
     if "with images" in model:
-        stated = _with_images(stated, rng)
+        stated = _with_images(family, stated, rng)
     return Draw(model, seed, stated, tuple(odd))
 
 
@@ -293,7 +293,7 @@ def _ordinary(family: str, rng: random.Random) -> dict[str, Any]:
         drawn |= {"no_rope_layer_interval": maybe(1, 2, 4), "no_rope_layers": maybe(None, [1, 0, 1], [0, 0, 1, 1])}
     if family == "seed_oss":
         drawn |= {"attention_out_bias": maybe(True, False)}
-    drawn |= _windows(family, layers, rng)
+    drawn |= _states(layers, rng) if family in DELTA_NETS else _windows(family, layers, rng)
     drawn |= _experts(family, layers, rng)
     if family.startswith("gemma"):
         drawn.pop("hidden_act")
@@ -345,30 +345,46 @@ def _windows(family: str, layers: int, rng: random.Random) -> dict[str, Any]:
             drawn["max_window_layers"] = rng.choice((_LEFT_OUT, 0, 1, 2))
             drawn["layer_types"] = types if used is True else rng.choice((_LEFT_OUT, None, ["full_attention"] * layers))
         return drawn
-    if family in ("gemma2", "gemma3", "gpt_oss"):
+    if family in ("gemma2", "gemma3", "gpt_oss", "olmo3"):
         pattern = {"sliding_window_pattern": rng.choice((_LEFT_OUT, 1, 2))} if family == "gemma3" else {}
         return {"sliding_window": window, "layer_types": types, **pattern}
     return {}
+
+
+def _states(layers: int, rng: random.Random) -> dict[str, Any]:
+    """Shapes of Gated DeltaNet layers, and which layers they are; the last one attends."""
+    heads = rng.choice((1, 2, 3))
+    types = [rng.choice(("linear_attention", "full_attention")) for _ in range(layers - 1)] + ["full_attention"]
+    which = rng.choice(({"layer_types": types}, {"layer_types": None, "full_attention_interval": layers}))
+    return which | {
+        "linear_num_key_heads": heads, "linear_num_value_heads": heads * rng.choice((1, 2, 3)),
+        "linear_key_head_dim": rng.choice((8, 16, 20)), "linear_value_head_dim": rng.choice((8, 12, 16)),
+        "linear_conv_kernel_dim": rng.choice((_LEFT_OUT, 2, 3, 4)), "attn_output_gate": rng.choice((_LEFT_OUT, True)),
+        "head_dim": rng.choice((8, 16, 32)),
+    }  # fmt: skip
 
 
 def _experts(family: str, layers: int, rng: random.Random) -> dict[str, Any]:
     if family in ("mixtral", "gpt_oss"):
         name = rng.choice(("num_local_experts", "num_experts"))
         return {name: rng.choice((4, 8)), "num_experts_per_tok": rng.choice((_LEFT_OUT, 1, 2))}
-    if family not in ("qwen2_moe", "qwen3_moe"):
+    if family == "qwen3_5_moe":
+        sizes = {"moe_intermediate_size": rng.choice((24, 40)), "shared_expert_intermediate_size": rng.choice((24, 72))}
+        return {"num_experts": rng.choice((8, 16)), "num_experts_per_tok": rng.choice((1, 3)), **sizes}
+    if family not in ("qwen2_moe", "qwen3_moe", "qwen3_next"):
         return {}
     name = rng.choice(("num_local_experts", "num_experts")) if family == "qwen3_moe" else "num_experts"
-    drawn = {name: rng.choice((8, 16)), "num_experts_per_tok": rng.choice((_LEFT_OUT, 1, 3))}
+    some = (1, 3) if family == "qwen3_next" else (_LEFT_OUT, 1, 3)  # whose default is for many more experts
+    drawn = {name: rng.choice((8, 16)), "num_experts_per_tok": rng.choice(some)}
     drawn |= {"moe_intermediate_size": rng.choice((24, 40)), "norm_topk_prob": rng.choice((_LEFT_OUT, True, False))}
     drawn |= {
         "decoder_sparse_step": rng.choice((_LEFT_OUT, 1, 2)),
         "mlp_only_layers": rng.choice((_LEFT_OUT, None, [], [0])),
     }
+    if family in ("qwen2_moe", "qwen3_next"):
+        drawn |= {"shared_expert_intermediate_size": rng.choice((24, 72))}
     if family == "qwen2_moe":
-        drawn |= {
-            "shared_expert_intermediate_size": rng.choice((24, 72)),
-            "qkv_bias": rng.choice((_LEFT_OUT, True, False)),
-        }
+        drawn |= {"qkv_bias": rng.choice((_LEFT_OUT, True, False))}
     return drawn
 
 
@@ -380,15 +396,19 @@ def _rope(family: str, drawn: dict[str, Any], rng: random.Random) -> dict[str, A
     around = {}
     if family == "phi3":
         around = {"original_max_position_embeddings": 16 if "long_factor" in scaled else rng.choice((_LEFT_OUT, 64))}
-    if family == "gemma3":  # which transformers does not read there
+    if family in DELTA_NETS:
+        scaled |= {"partial_rotary_factor": part} if (part := rng.choice((None, 0.25, 0.5, 1.0))) else {}
+        scaled |= {"mrope_section": [1, 1, 0], "mrope_interleaved": True} if rng.random() < 0.3 else {}
+    by_type = family in ("gemma3", "olmo3")
+    if by_type:  # which transformers does not read there
         scaled.pop("truncate", None)
-    name_of_type = rng.choice(("rope_type", "type")) if family != "gemma3" else "rope_type"
+    name_of_type = rng.choice(("rope_type", "type")) if not by_type else "rope_type"
     scaled = {name_of_type if name == "rope_type" else name: value for name, value in scaled.items()}
     if rng.random() < 0.5:  # the old spelling
         local = {"rope_local_base_freq": rng.choice((_LEFT_OUT, 5000.0))} if family == "gemma3" else {}
         plain = rng.choice((_LEFT_OUT, None)) if len(scaled) == 1 else scaled
         return {"rope_theta": theta, "rope_scaling": plain, **local, **around}
-    if family == "gemma3":
+    if by_type:
         local = {"rope_type": "default", "rope_theta": rng.choice((5000.0, 1e4))}
         both = {"full_attention": {**scaled, **of_theta}, "sliding_attention": local}
         return {"rope_parameters": rng.choice((both, both, None, {"full_attention": both["full_attention"]}))}
@@ -480,20 +500,32 @@ def _odd_rope(stated: dict[str, Any], rng: random.Random) -> tuple[str, Any]:
     return name, table
 
 
-def _with_images(stated: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+_GEMMA_TOWER = {
+    "vision_config": {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
+        "patch_size": 8, "model_type": "siglip_vision_model",
+    },
+    "mm_tokens_per_image": 4, "image_token_index": 500, "boi_token_index": 501, "eoi_token_index": 502,
+}  # fmt: skip
+_QWEN_TOWER = {
+    "vision_config": {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 64},
+    "image_token_id": 500, "video_token_id": 501, "vision_start_token_id": 502, "vision_end_token_id": 503,
+}  # fmt: skip
+# Family -> its class with a vision tower, and that tower's keys.
+_WITH_IMAGES = {
+    "gemma3": ("Gemma3ForConditionalGeneration", _GEMMA_TOWER),
+    "qwen3_5": ("Qwen3_5ForConditionalGeneration", _QWEN_TOWER),
+    "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration", _QWEN_TOWER),
+}
+
+
+def _with_images(family: str, stated: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     """As published: the text model's keys in `text_config`, beside those of the vision tower."""
     text = {name: value for name, value in stated.items() if name != "architectures"}
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision |= {"image_size": 16, "patch_size": 8, "model_type": "siglip_vision_model"}
-    outer: dict[str, Any] = {
-        "model_type": "gemma3",
-        "text_config": text,
-        "vision_config": vision,
-        "mm_tokens_per_image": 4,
-    }
-    outer |= {"image_token_index": 500, "boi_token_index": 501, "eoi_token_index": 502}
+    architecture, tower = _WITH_IMAGES[family]
+    outer: dict[str, Any] = {"model_type": family, "text_config": text, **tower}
     if rng.random() < 0.7:
-        outer["architectures"] = ["Gemma3ForConditionalGeneration"]
+        outer["architectures"] = [architecture]
     if "tie_word_embeddings" in text:
         outer["tie_word_embeddings"] = text["tie_word_embeddings"]
     if rng.random() < 0.5:
@@ -501,4 +533,4 @@ def _with_images(stated: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     return outer
 
 
-assert set(ARCHITECTURES.values()) == set(FAMILIES)
+assert set(ARCHITECTURES.values()) == {*FAMILIES, *DELTA_NETS}

@@ -30,6 +30,15 @@ def byte_level(pre="gpt-2", **changes):
     return pairs_of(**(stated | changes))
 
 
+def of_characters(name="gemma4", **changes):
+    """The recorded vocabulary of characters, which a file names by its model or by its pre-tokenizer."""
+    recorded = RECORDED["characters"]
+    stated = {key: recorded[key] for key in ("tokens", "merges", "token_type")}
+    ids = {f"{key}_token_id": stated["tokens"].index(f"<{key}>") for key in ("bos", "eos")}
+    named = {"model": "gemma4"} if name == "gemma4" else {"model": "gpt2", "pre": name}
+    return pairs_of(**(named | stated | ids | {"add_bos_token": True} | changes))
+
+
 def sentencepiece(rng, characters, count, **changes):
     """A vocabulary at random: tokens of several characters, most made of shorter ones, with scores of their own."""
     special = {

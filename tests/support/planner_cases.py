@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from batchgen.core.hardware import ComputeRates, HardwareProfile, Rates
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
 from batchgen.models.hf.config import config_of_hf
+from batchgen.models.state_layers import DeltaNet
 from batchgen.planner.problem import CostInputs, Problem
 from batchgen.planner.search_space import search_space
 
@@ -162,3 +165,43 @@ def inputs_of_batches(hardware: HardwareProfile, model: ModelConfig, num_gpu_bat
         **held,
     )
     return next(iter(search_space(problem)))[0]
+
+
+def llama_with_two_head_sizes() -> ModelConfig:
+    """Eight layers, of which two see all tokens with larger heads, and the last three reuse KV (as Gemma 4's do)."""
+    return replace(
+        llama_8b(),
+        num_layers=8,
+        windows=(512, 512, None, 512, 512, 512, 512, None),
+        global_head_dim=256,
+        global_kv_heads=4,
+        shared_kv_layers=3,
+    )
+
+
+def qwen36_35b_a3b() -> ModelConfig:
+    """Qwen3.6-35B-A3B's shape: of four layers, three keep a state."""
+    layers = 40
+    qwen3 = config_of_hf(
+        {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "hidden_size": 2048,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "intermediate_size": 512,
+            "moe_intermediate_size": 512,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "vocab_size": 248320,
+            "max_position_embeddings": 262144,
+        }
+    )
+    return replace(
+        qwen3,
+        shared_expert_size=512,
+        state=DeltaNet(key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4),
+        state_layers=tuple(j for j in range(layers) if j % 4 != 3),
+    )

@@ -22,12 +22,15 @@ FAMILIES = (
     "granite",
     "smollm3",
     "seed_oss",
+    "olmo2",
+    "olmo3",
     "mixtral",
     "qwen2_moe",
     "qwen3_moe",
     "gpt_oss",
 )
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
+DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 # What must hold for every model holds for each of these: families as they are, and with the switches that change what a
 # layer reads. name -> (family, fields of the transformers config). A test keeps it complete (test_token_identity.py).
 MODELS = {
@@ -56,6 +59,15 @@ MODELS = {
         "use_sliding_window": True, "sliding_window": 20, "no_rope_layers": [1, 0, 0], "tie_word_embeddings": False,
     }),
     "seed_oss, a bias of the output": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
+    "olmo2, one KV head, biases": ("olmo2", {"num_key_value_heads": 1, "attention_bias": True}),
+    "olmo3, scaled rope, one window": ("olmo3", {
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"], "rope_parameters": {
+            "full_attention": {
+                "rope_theta": 5e5, "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64,
+            },
+            "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+        },
+    }),
     "mixtral, one of 16, windows": ("mixtral", {
         "num_local_experts": 16, "num_experts_per_tok": 1, "sliding_window": 20, "num_hidden_layers": 2,
     }),
@@ -114,8 +126,11 @@ def classes_of(family: str) -> tuple[type, type]:
         "gpt_oss": "GptOss",
         "smollm3": "SmolLM3",
         "seed_oss": "SeedOss",
+        "qwen3_next": "Qwen3Next",
+        "qwen3_5": "Qwen3_5",
+        "qwen3_5_moe": "Qwen3_5Moe",
     }.get(family, family.capitalize())
-    text = "Text" if family == "gemma3" else ""
+    text = "Text" if family in ("gemma3", "qwen3_5", "qwen3_5_moe") else ""
     return getattr(transformers, f"{prefix}{text}Config"), getattr(transformers, f"{prefix}ForCausalLM")
 
 
@@ -149,14 +164,23 @@ def make_tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: s
         fields |= {"head_dim": 32}
     if family == "mistral":
         fields["sliding_window"] = None
+    if family == "olmo3":
+        others = overrides.get("num_hidden_layers", common["num_hidden_layers"]) - 1
+        fields |= {"sliding_window": 20, "layer_types": ["sliding_attention"] * others + ["full_attention"]}
     if family in ("gemma2", "gemma3"):
         fields |= {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 20, "tie_word_embeddings": True}
     if family == "mixtral":
         fields |= {"num_local_experts": 4}
-    if family in ("qwen2_moe", "qwen3_moe"):
+    if family in ("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe"):
         fields |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
         fields |= {"head_dim": 32, "norm_topk_prob": True} if family == "qwen3_moe" else {}
-        fields |= {"shared_expert_intermediate_size": 72} if family == "qwen2_moe" else {}
+        fields |= {"shared_expert_intermediate_size": 72} if family != "qwen3_moe" else {}
+    if family in DELTA_NETS:
+        fields |= {"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        fields |= {"linear_key_head_dim": 16, "linear_value_head_dim": 24}
+        fields |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+    if family == "qwen3_5_moe":
+        del fields["intermediate_size"]
     if family == "gpt_oss":
         rope = {"rope_type": "yarn", "rope_theta": 15e4, "factor": 8.0, "original_max_position_embeddings": 64}
         fields |= {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20}
@@ -173,12 +197,23 @@ def make_tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: s
     return model.float()
 
 
+NORMS_LESS_ONE = ("gemma2", "gemma3", *DELTA_NETS)  # which add 1 to the weights of norms themselves
+
+
 def randomize(model, family: str, std: float = 0.2) -> None:
     """Makes every weight random, biases and norms too; matrices so wide that one token clearly wins."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.ndim == 1:
-                of_norm = name.endswith("norm.weight") and not family.startswith("gemma")  # which adds 1 itself
+            if name.endswith("A_log"):  # with `dt_bias` decays from 0.01 to 0.999
+                weight.copy_(torch.empty_like(weight).uniform_(math.log(0.01), math.log(3.0)))
+            elif name.endswith("dt_bias"):
+                weight.normal_(std=1.0)
+            elif name.endswith("conv1d.weight"):
+                weight.normal_(std=0.5)
+            elif weight.ndim == 1:
+                of_norm = name.endswith("norm.weight") and (
+                    name.endswith("linear_attn.norm.weight") or family not in NORMS_LESS_ONE
+                )
                 weight.normal_(mean=1.0 if of_norm else 0.0, std=0.2)
             elif name.endswith("experts.gate_up_proj"):  # wide enough that its gates reach their bound
                 weight.normal_(std=0.8 if family == "gpt_oss" else std)
@@ -257,6 +292,8 @@ GGUF_FAMILIES = (
     "granite",
     "smollm3",
     "seed_oss",
+    "olmo2",
+    "olmo3",
 )
 # How SentencePiece tokenizers differ between families: where the space comes from that stands before the first word.
 SENTENCEPIECE_STYLES = {"llama": "normalizer", "phi3": "normalizer", "gemma2": "none", "gemma3": "none"}
@@ -324,6 +361,15 @@ GGUF_MODELS = {
     "gemma3, every second window": ("gemma3", {"sliding_window_pattern": 2}),
     "phi3, windows": ("phi3", {"sliding_window": 20}),
     "smollm3, a layer without rope": ("smollm3", {"num_hidden_layers": 4}),
+    "olmo3, scaled rope": ("olmo3", {
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {
+                "rope_theta": 5e5, "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64,
+            },
+            "sliding_attention": {"rope_theta": 5e5, "rope_type": "default"},
+        },
+    }),
     "phi3, part of each head": ("phi3", {"head_dim": 32, "rope_parameters": {
         "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
     }}),
@@ -358,6 +404,10 @@ _GGUF_NAMES = {
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "self_attn.qkv_proj": "attn_qkv",
     "mlp.gate_up_proj": "ffn_up",
+}
+_OUTPUT_NORM_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 _GEMMA_GGUF_NAMES = {
     "post_attention_layernorm": "post_attention_norm",
@@ -429,7 +479,7 @@ def write_tiny_gguf(  # a line for each key and each name of the format
     from gguf_blocks import random_rows
 
     config, family = model.config, model.config.model_type.removesuffix("_text")
-    arch = _GGUF_MIXTURES.get(family, family)
+    arch = {**_GGUF_MIXTURES, "olmo3": "olmo2"}.get(family, family)
     writer = gguf.GGUFWriter(str(path), arch, split_max_tensors=tensors_per_part)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -449,6 +499,8 @@ def write_tiny_gguf(  # a line for each key and each name of the format
         _write_gemma(writer, config, family)
     elif family == "phi3":
         _write_phi3(writer, config, head_dim)
+    elif family == "olmo3":
+        _write_olmo3(writer, config)
     elif family == "granite":
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
@@ -493,12 +545,7 @@ def _write_mixture(writer, config, family: str) -> None:
     if family == "gpt_oss":
         writer.add_expert_feed_forward_length(config.intermediate_size)
         writer.add_sliding_window(config.sliding_window)
-        import gguf
-
-        rope = config.rope_parameters
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(rope["factor"])
-        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        _write_yarn(writer, config.rope_parameters)
 
 
 def _write_gemma(writer, config, family: str) -> None:
@@ -517,6 +564,21 @@ def _write_gemma(writer, config, family: str) -> None:
         writer.add_sliding_window_pattern(has_window)
     if config.query_pre_attn_scalar != config.head_dim:  # which llama.cpp knows of the models of 27B alone
         writer.add_attention_scale(config.query_pre_attn_scalar**-0.5)
+
+
+def _write_olmo3(writer, config) -> None:
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    if config.rope_parameters["full_attention"]["rope_type"] == "yarn":
+        _write_yarn(writer, config.rope_parameters["full_attention"])
+
+
+def _write_yarn(writer, rope) -> None:
+    import gguf
+
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
 
 
 def _write_phi3(writer, config, head_dim: int) -> None:
@@ -543,7 +605,7 @@ def _gguf_tensors(model, family: str):
         {"post_attention_layernorm": "post_attention_norm"} if family in ("gpt_oss", "seed_oss") else {}
     )
     gemma = family.startswith("gemma")
-    names |= _GEMMA_GGUF_NAMES if gemma else {}
+    names |= _GEMMA_GGUF_NAMES if gemma else _OUTPUT_NORM_NAMES if family in ("olmo2", "olmo3") else {}
     for full_name, tensor in model.state_dict().items():
         stem, suffix = full_name.rsplit(".", 1)
         if stem == "lm_head" and model.config.tie_word_embeddings:

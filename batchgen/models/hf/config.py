@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchgen.models.config import ModelConfig
-from batchgen.models.families import ARCHITECTURES, GEMMA
+from batchgen.models.families import ARCHITECTURES, HEAD_NORMS, PROJECTION_NORMS
 from batchgen.models.hf.fields import (
     read_activation,
     read_architecture,
@@ -14,8 +14,10 @@ from batchgen.models.hf.fields import (
     read_config_keys,
     read_heads,
     read_mlps,
+    read_norm_place,
     read_query_scale,
     read_scales,
+    read_states,
     read_unrotated_layers,
     read_windows,
     stated_dtype,
@@ -38,14 +40,14 @@ def config_of_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
     family = ARCHITECTURES[architecture]
     dtype = stated_dtype(config) or "float32"
     config, keys = read_config_keys(config, architecture)
-    opt, gemma, gpt_oss = family == "opt", family in GEMMA, family == "gpt_oss"
+    opt, gpt_oss = family == "opt", family == "gpt_oss"
     hidden, layers = keys["hidden_size"], keys["num_hidden_layers"]
     heads, kv_heads, head_dim = read_heads(keys, family)
     max_position = keys["max_position_embeddings"]
     rope, local_rope = (None, None) if opt else read_ropes(config, keys, family, head_dim)
     if rope is not None and rope.kind == "yarn" and rope.original_max_position:
         max_position = max(max_position, int(rope.original_max_position * rope.factor))
-    norm_first = keys.get("do_layer_norm_before", True)
+    norm_place = read_norm_place(keys, family)
     return ModelConfig(
         architecture=architecture,
         family=family,
@@ -64,19 +66,20 @@ def config_of_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
         **read_scales(keys, family, 1e-5 if opt else float(keys["rms_norm_eps"])),
         activation=read_activation(keys, family),
         gated_mlp=not opt,
-        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3"),
+        qk_norm=family in HEAD_NORMS,
+        projection_norms=family in PROJECTION_NORMS,
         tied_embeddings=keys["tie_word_embeddings"],
         rope=rope,
         windows=read_windows(config, keys, family, layers),
+        **read_states(keys, family, layers),
         embed_size=keys.get("word_embed_proj_dim") or hidden,
         position_offset=2 if opt else 0,
-        norm_first=norm_first,
-        final_norm=norm_first and not keys.get("_remove_final_layer_norm", False),
+        norm_place=norm_place,
+        final_norm=norm_place != "sums" and not keys.get("_remove_final_layer_norm", False),
         bos_token_id=keys["bos_token_id"],
         eos_token_ids=token_ids((generation_config or {}).get("eos_token_id"), keys["eos_token_id"]),
         dtype=dtype,
         local_rope=local_rope,
-        output_norms=gemma,
         unrotated_layers=read_unrotated_layers(keys, layers),
         query_scale=read_query_scale(keys),
         attention_softcap=float(keys.get("attn_logit_softcapping") or 0),

@@ -9,17 +9,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchgen.core.errors import InputError
-from batchgen.models.config import Activation
-from batchgen.models.families import ARCHITECTURES, GEMMA, MIXTURES, QWEN_MIXTURES
+from batchgen.models.config import Activation, NormPlace
+from batchgen.models.families import ARCHITECTURES, DELTA_NETS, GEMMA, MIXTURES, OUTPUT_NORMS
 from batchgen.models.formats.schemes import read_scheme
 from batchgen.models.hf.keys import KEYS, read_keys, refuse_unsupported
 from batchgen.models.scales import scales_of
+from batchgen.models.state_layers import DeltaNet
 from batchgen.models.stated_numbers import shown
 
 # Models that take images too, whose text model alone is read.
-_WITH_IMAGES = ("Gemma3ForConditionalGeneration",)
+_WITH_IMAGES = (
+    "Gemma3ForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)
 # Architecture -> model_type, where that is not the family.
-_MODEL_TYPES = {"Gemma3ForCausalLM": "gemma3_text", "Gemma3ForConditionalGeneration": "gemma3"}
+_MODEL_TYPES = {
+    "Gemma3ForCausalLM": "gemma3_text",
+    "Gemma3ForConditionalGeneration": "gemma3",
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
+}
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -78,7 +88,7 @@ def _text_part(config: Mapping[str, Any], family: str) -> Mapping[str, Any]:
     if not isinstance(text, Mapping):
         raise InputError(f"text_config must be an object, not {shown(text)}")
     refuse_unsupported(config, family)
-    if text.get("final_logit_softcapping") is not None:
+    if family == "gemma3" and text.get("final_logit_softcapping") is not None:
         raise InputError(
             "final_logit_softcapping in text_config is not supported: transformers does not apply it there"
         )
@@ -86,7 +96,8 @@ def _text_part(config: Mapping[str, Any], family: str) -> Mapping[str, Any]:
     defaults |= dict.fromkeys(("rope_scaling", "rope_parameters", "partial_rotary_factor"))
     for name, default in defaults.items():
         inside = text.get(name, default)
-        outside = config.get(name, True if name == "tie_word_embeddings" else inside)
+        # In the outer configuration ties have the default of the text model's own.
+        outside = config.get(name, default if name == "tie_word_embeddings" else inside)
         if outside != inside:
             raise InputError(f"{name} {shown(outside)} contradicts that of text_config, {shown(inside)}")
     ends = token_ids(config.get("eos_token_id"), text.get("eos_token_id", KEYS[family]["eos_token_id"].default))
@@ -143,12 +154,18 @@ def read_architecture(config: Mapping[str, Any]) -> str:
     return architecture
 
 
+def read_norm_place(keys: Mapping[str, Any], family: str) -> NormPlace:
+    if not keys.get("do_layer_norm_before", True):
+        return "sums"
+    return "both" if family in GEMMA else "outputs" if family in OUTPUT_NORMS else "inputs"
+
+
 def read_mlps(keys: Mapping[str, Any], family: str, layers: int) -> dict[str, Any]:
     """The fields of a ModelConfig that describe the kinds and widths of MLPs."""
     if family not in MIXTURES:
         return {"intermediate_size": keys["ffn_dim" if family == "opt" else "intermediate_size"]}
     count, width = MIXTURES[family]
-    dense = _dense_layers(keys, layers) if family in QWEN_MIXTURES else ()
+    dense = _dense_layers(keys, layers) if "decoder_sparse_step" in keys else ()
     if len(dense) == layers:  # no mixture at all
         return {"intermediate_size": keys["intermediate_size"]}
     return {
@@ -228,11 +245,25 @@ def read_windows(
         raise InputError(
             f"layer_types {shown(stated)} contradicts sliding_window {shown(window)}, which holds for all layers"
         )
-    if unknown := sorted(set(types) - {"sliding_attention", "full_attention"}):
+    mixers = {"linear_attention"} if family in DELTA_NETS else {"sliding_attention"}
+    if unknown := sorted(set(types) - {*mixers, "full_attention"}):
         raise InputError(f"layer_types: layer type {unknown[0]!r} is not supported")
     if window is None and "sliding_attention" in types:
         raise InputError("layer_types: layers with sliding attention need a sliding_window")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def read_states(keys: Mapping[str, Any], family: str, layers: int) -> dict[str, Any]:
+    """The fields of a ModelConfig that describe its state layers."""
+    if family not in DELTA_NETS:
+        return {}
+    types = keys["layer_types"] or _layer_types(keys, family, layers, None)
+    states = tuple(layer for layer, kind in enumerate(types) if kind == "linear_attention")
+    if len(states) == layers:
+        raise InputError("layer_types: at least one layer must have full_attention")
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    shape = DeltaNet(*(keys[f"linear_{name}"] for name in names))
+    return {"output_gate": True, "state": shape if states else None, "state_layers": states}
 
 
 _OF_LAYER_TYPES = tuple(family for family, keys in KEYS.items() if "layer_types" in keys)
@@ -246,12 +277,17 @@ def _layer_types(keys: Mapping[str, Any], family: str, layers: int, window: int 
             return layer % 2 == 0
         if family == "gemma3":
             return bool((layer + 1) % keys["sliding_window_pattern"])
+        if family == "olmo3":
+            return (layer + 1) % 4 != 0
         if family == "smollm3":  # windows are of the layers without rotary positions
             return window is not None and layer in read_unrotated_layers(keys, layers)
         if family == "qwen2_moe":
             return keys["use_sliding_window"] and layer % 2 == 0 and layer < keys["max_window_layers"]
         return window is not None and layer >= keys.get("max_window_layers", 0)
 
+    if family in DELTA_NETS:
+        period = keys["full_attention_interval"]
+        return ["linear_attention" if (layer + 1) % period else "full_attention" for layer in range(layers)]
     return ["sliding_attention" if has_window(layer) else "full_attention" for layer in range(layers)]
 
 

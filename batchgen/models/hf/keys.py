@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchgen.core.errors import InputError
+from batchgen.models.families import HEAD_NORMS, PROJECTION_NORMS
 from batchgen.models.stated_numbers import is_count, is_index, is_number, require_positive, shown
 
 
@@ -91,6 +92,27 @@ _GEMMA = {
     **_TYPES,
     "query_pre_attn_scalar": Key(256, "positive"),
     "sliding_window": _WINDOW,
+}
+_OLMO_2 = {
+    **_rotary(eps=1e-5),
+    **_counts(vocab_size=50304, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32),
+    **_counts(num_attention_heads=32, max_position_embeddings=2048),
+    **_flags(attention_bias=False, tie_word_embeddings=False),
+    **_ends(None, 50279),
+    **_DERIVED_HEAD,
+    "num_key_value_heads": _HEADS_NULL,
+}
+_DELTA_NET = {
+    **_rotary(),
+    **_counts(num_attention_heads=16, head_dim=256, max_position_embeddings=32768, full_attention_interval=4),
+    **_counts(linear_conv_kernel_dim=4, linear_key_head_dim=128, linear_value_head_dim=128),
+    **_counts(linear_num_key_heads=16, linear_num_value_heads=32),
+    **_flags(attention_bias=False, tie_word_embeddings=False),
+    **_ends(None, None),
+    **_TYPES,
+}
+_DELTA_NET_EXPERTS = {
+    **_counts(hidden_size=2048, num_key_value_heads=2, moe_intermediate_size=512, shared_expert_intermediate_size=512),
 }
 _MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")  # Granite's
 KEYS: dict[str, dict[str, Key]] = {
@@ -199,6 +221,8 @@ KEYS: dict[str, dict[str, Key]] = {
         "num_key_value_heads": Key(8, "count", True),
         "head_dim": Key(128, "count", True),
     },
+    "olmo2": _OLMO_2,
+    "olmo3": {**_OLMO_2, **_TYPES, "rope_theta": Key(5e5, "positive"), "sliding_window": _WINDOW},
     "mixtral": {
         **_rotary(theta=1e6, eps=1e-5),
         **_counts(vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32),
@@ -245,6 +269,24 @@ KEYS: dict[str, dict[str, Key]] = {
         **_TYPES,
         "sliding_window": Key(128, "index", True),
     },
+    "qwen3_next": {
+        **_DELTA_NET,
+        **_DELTA_NET_EXPERTS,
+        **_counts(vocab_size=151936, num_hidden_layers=48, intermediate_size=5632),
+        **_counts(num_experts_per_tok=10, num_experts=512),
+        **_QWEN_EXPERTS,
+        **_flags(norm_topk_prob=True),
+    },
+    "qwen3_5": {
+        **_DELTA_NET,
+        **_counts(vocab_size=248320, num_hidden_layers=32, hidden_size=4096, intermediate_size=12288),
+        **_counts(num_key_value_heads=4),
+    },
+    "qwen3_5_moe": {
+        **_DELTA_NET,
+        **_DELTA_NET_EXPERTS,
+        **_counts(vocab_size=248320, num_hidden_layers=40, num_experts_per_tok=8, num_experts=256),
+    },
 }
 # Read from the file itself, because what they mean depends on which of them are there (`hf/fields.py`, `hf/rope.py`).
 READ_APART = frozenset(
@@ -268,6 +310,8 @@ IGNORED = frozenset((*_OF_TRAINING, *_OF_OUTPUTS, *_OF_LOSSES, *_OF_FORM))
 _EVERYWHERE: dict[str, tuple[Any, ...]] = {"is_encoder_decoder": (False,)}
 _CAUSAL: dict[str, tuple[Any, ...]] = {"use_bidirectional_attention": (None, False)}
 _NORM_TOPK: dict[str, tuple[Any, ...]] = {"norm_topk_prob": (None, True)}  # a key of other mixtures of experts
+_OUTPUT_GATE: dict[str, tuple[Any, ...]] = {"attn_output_gate": (None, True)}  # which the class does not read
+_ALL_SPARSE: dict[str, tuple[Any, ...]] = {"mlp_only_layers": (None, []), "decoder_sparse_step": (None, 1)}
 _NO_ROPE: dict[str, tuple[Any, ...]] = {"rope_scaling": (None,), "rope_parameters": (None,)}
 # Keys that batchgen computes with these values alone.
 FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -278,6 +322,9 @@ FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
     "gemma3": {**_EVERYWHERE, **_CAUSAL, "attn_logit_softcapping": (None,)},
     "mixtral": {**_EVERYWHERE, **_NORM_TOPK},
     "gpt_oss": {**_EVERYWHERE, **_NORM_TOPK, "hidden_act": ("silu",), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
+    "qwen3_next": {**_EVERYWHERE, **_OUTPUT_GATE},
+    "qwen3_5": {**_EVERYWHERE, **_OUTPUT_GATE},
+    "qwen3_5_moe": {**_EVERYWHERE, **_OUTPUT_GATE, **_NORM_TOPK, **_ALL_SPARSE},
 }
 # Keys that no class of these families has, and that state other mathematics where they are more than these values.
 _FOREIGN: dict[str, tuple[Any, ...]] = {
@@ -294,7 +341,7 @@ _FOREIGN: dict[str, tuple[Any, ...]] = {
 }
 _QK_NORMS = ("qk_layernorm", "use_qk_norm", "qk_norm")
 # Keys that say nothing new of these families, which have biases, or norms of queries and keys, anyway.
-_NOT_FOREIGN = {"qwen2": ("attention_bias",), **dict.fromkeys(("qwen3", "qwen3_moe", "gemma3"), _QK_NORMS)}
+_NOT_FOREIGN = {"qwen2": ("attention_bias",), **dict.fromkeys((*HEAD_NORMS, *PROJECTION_NORMS), _QK_NORMS)}
 _EXPERTS = ("num_experts", "num_local_experts")
 
 

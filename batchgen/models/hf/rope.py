@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from batchgen.core.errors import InputError
+from batchgen.models.families import DELTA_NETS
 from batchgen.models.rope import ROPE_KINDS, RopeConfig, RopeKind
 from batchgen.models.stated_numbers import is_number, require_positive, shown
 
@@ -41,6 +42,9 @@ _COMMON = (
     "original_max_position_embeddings",
     "finetuned",
 )
+# Families whose layers with a window have rotary positions of their own, and the base of these: a key, or a number.
+_BY_LAYER_TYPE: dict[str, str | float] = {"gemma3": "rope_local_base_freq", "olmo3": 5e5}
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _SCALED = ("llama3", "yarn", "longrope")
 
@@ -63,8 +67,8 @@ def read_ropes(
         InputError: A value has the wrong type, is not supported, or is ambiguous.
     """
     old, new = (_table(config, name) for name in ("rope_scaling", "rope_parameters"))
-    if family == "gemma3":
-        return _read_gemma3(config, keys, old, new)
+    if family in _BY_LAYER_TYPE:
+        return _read_by_layer_type(config, keys, family, old, new)
     if any(name in table for table in (old, new) for name in _LAYER_TYPES):
         raise InputError("rope parameters that differ between layer types are not supported for this family")
     if family == "gpt_oss" and config.get("rope_parameters") is None:
@@ -93,27 +97,26 @@ def _merged(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
     return {**{name: value for name, value in new.items() if name not in kinds}, **old}
 
 
-def _read_gemma3(
-    config: Mapping[str, Any], keys: Mapping[str, Any], old: Mapping[str, Any], new: Mapping[str, Any]
+def _read_by_layer_type(
+    config: Mapping[str, Any], keys: Mapping[str, Any], family: str, old: Mapping[str, Any], new: Mapping[str, Any]
 ) -> tuple[RopeConfig, RopeConfig]:
     if unknown := [name for name in new if name not in _LAYER_TYPES]:
         raise InputError(
-            f"rope_parameters of Gemma 3 are those of {' and '.join(_LAYER_TYPES)}, and have {shown(unknown[0])}"
+            f"rope_parameters of {family} are those of {' and '.join(_LAYER_TYPES)}, and have {shown(unknown[0])}"
         )
     everywhere, local = (_table(new, name) for name in _LAYER_TYPES)
     if old and not everywhere and config.get("rope_parameters") is not None:
         raise InputError("rope_scaling beside rope_parameters without full_attention is not supported: put it there")
     # In its old spelling rope_scaling is added to what all layers have, "rope_type" first of all.
     everywhere = {"rope_type": "default", **everywhere, **old} if old else everywhere
-    ropes = []
-    for params, theta in ((everywhere, "rope_theta"), (local, "rope_local_base_freq")):
+    ropes, of_windows = [], _BY_LAYER_TYPE[family]
+    local_theta = keys[of_windows] if isinstance(of_windows, str) else of_windows
+    for params, theta in ((everywhere, keys["rope_theta"]), (local, local_theta)):
         if params.get("truncate", True) is not True:  # transformers does not read it of layer types
             raise InputError(
                 f"truncate {shown(params['truncate'])} in rope parameters of a layer type is not supported"
             )
-        ropes.append(
-            _rope({"rope_theta": keys[theta], **_with_part(config, params)}, keys["max_position_embeddings"], None)
-        )
+        ropes.append(_rope({"rope_theta": theta, **_with_part(config, params)}, keys["max_position_embeddings"], None))
     return ropes[0], ropes[1]
 
 
@@ -126,6 +129,8 @@ def _read(
         require_positive("original_max_position_embeddings", original)
     if family == "phi3":
         return _phi3_rope(params, keys["max_position_embeddings"], original, head_dim)
+    if family in DELTA_NETS:
+        return _delta_net_rope(params, keys["max_position_embeddings"], original, head_dim)
     return _rope(params, keys["max_position_embeddings"], original)
 
 
@@ -141,13 +146,28 @@ def _phi3_rope(params: dict[str, Any], max_position: int, original: int, head_di
     kind = _kind(params)
     if kind not in ("default", *_PHI3_LONGROPE):
         raise InputError(f"rope_type {kind!r} of Phi-3 is not supported; supported: default, longrope")
-    part = _number(params, "partial_rotary_factor", 1.0)
-    if not 0 < part <= 1:
-        raise InputError(f"partial_rotary_factor must be above 0 and at most 1, not {part}")
+    rotated = _rotated(params, 1.0, head_dim)
     named = {**params, "rope_type": "longrope" if kind in _PHI3_LONGROPE else kind, "partial_rotary_factor": 1.0}
     named.pop("type", None)
-    rotated = None if part == 1 else int(head_dim * part)
     return _rope(named, max_position, original, rotated)
+
+
+def _delta_net_rope(params: dict[str, Any], max_position: int, original: int | None, head_dim: int) -> RopeConfig:
+    """The rotary positions of Qwen3-Next and Qwen3.5, which rotate a part of each head.
+
+    Sections of the head for positions of images (`mrope_section`) make no difference: those of a text are all equal.
+    """
+    rotated = _rotated(params, 0.25, head_dim)
+    plain = {name: value for name, value in params.items() if name not in _OF_IMAGES}
+    return _rope({**plain, "partial_rotary_factor": 1.0}, max_position, original, rotated)
+
+
+def _rotated(params: Mapping[str, Any], default: float, head_dim: int) -> int | None:
+    """The number of values of a head that are rotated; None: all."""
+    part = _number(params, "partial_rotary_factor", default)
+    if not 0 < part <= 1:
+        raise InputError(f"partial_rotary_factor must be above 0 and at most 1, not {part}")
+    return None if part == 1 else int(head_dim * part)
 
 
 def _rope(params: Mapping[str, Any], max_position: int, original: int | None, rotated: int | None = None) -> RopeConfig:

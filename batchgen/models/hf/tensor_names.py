@@ -6,7 +6,7 @@ In a name, {} stands for the number of the layer.
 from __future__ import annotations
 
 from batchgen.models.config import ModelConfig
-from batchgen.models.families import GEMMA, QWEN_MIXTURES
+from batchgen.models.families import DELTA_NETS, GEMMA, OUTPUT_NORMS, QWEN_MIXTURES
 
 _LLAMA_NAMES = {
     "embed": "embed_tokens",
@@ -28,7 +28,23 @@ _GEMMA_NAMES = _LLAMA_NAMES | {
     "post_norm": "layers.{}.pre_feedforward_layernorm",
     "down_norm": "layers.{}.post_feedforward_layernorm",
 }
+_OLMO_NAMES = _LLAMA_NAMES | {
+    "out_norm": "layers.{}.post_attention_layernorm",
+    "down_norm": "layers.{}.post_feedforward_layernorm",
+}
 _PHI3_NAMES = _LLAMA_NAMES | {"qkv": "layers.{}.self_attn.qkv_proj", "gate_up": "layers.{}.mlp.gate_up_proj"}
+_DELTA_NET_NAMES = {
+    "in_qkv": "layers.{}.linear_attn.in_proj_qkv",
+    "in_z": "layers.{}.linear_attn.in_proj_z",
+    "in_qkvz": "layers.{}.linear_attn.in_proj_qkvz",
+    "b": "layers.{}.linear_attn.in_proj_b",
+    "a": "layers.{}.linear_attn.in_proj_a",
+    "ba": "layers.{}.linear_attn.in_proj_ba",
+    "conv": "layers.{}.linear_attn.conv1d",
+    "linear_attn": "layers.{}.linear_attn",
+    "state_norm": "layers.{}.linear_attn.norm",
+    "state_out": "layers.{}.linear_attn.out_proj",
+}
 _OPT_NAMES = {
     "embed": "embed_tokens",
     "positions": "embed_positions",
@@ -54,8 +70,10 @@ def tensor_names(config: ModelConfig) -> dict[str, str]:
         "opt": _OPT_NAMES,
         "phi3": _PHI3_NAMES,
         **dict.fromkeys(GEMMA, _GEMMA_NAMES),
+        **dict.fromkeys(OUTPUT_NORMS, _OLMO_NAMES),
     }
-    return families.get(config.family, _LLAMA_NAMES)
+    names = families.get(config.family, _LLAMA_NAMES)
+    return names | _DELTA_NET_NAMES if config.family in DELTA_NETS else names
 
 
 def _gpt_oss_names(num_layers: int) -> dict[str, str]:

@@ -6,19 +6,21 @@ All parts are found, and their shapes checked, before any is read.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig
-from batchgen.models.families import GEMMA
+from batchgen.models.families import DELTA_NETS, NORMS_LESS_ONE
 from batchgen.models.formats import fused_experts
 from batchgen.models.formats.base import Scheme, StoredPart, Tensors
-from batchgen.models.formats.head_order import in_head_order
+from batchgen.models.formats.head_order import in_head_order, in_sections
 from batchgen.models.formats.numbers import Numbers
+from batchgen.models.hf.stacked_experts import single_experts
 from batchgen.models.hf.tensor_names import tensor_names
-from batchgen.models.hf.weight_files import missing_tensor
+from batchgen.models.hf.weight_files import ModelTensors, missing_tensor
 from batchgen.models.layouts import Part, all_parts
 from batchgen.models.tensor_files.headers import TensorInfo
 from batchgen.models.tensor_files.reading import NUMBERS, check_stored, read_bytes, read_numbers
@@ -26,6 +28,7 @@ from batchgen.models.tensor_files.reading import NUMBERS, check_stored, read_byt
 # Family -> prefixes of all names of tensors, and of an output matrix's; checkpoints differ.
 _PREFIXES = {
     "opt": (("model.decoder.", ""), ("decoder.", "")),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), (("model.language_model.", ""), ("model.", ""), ("", ""))),
     "gemma3": (("model.", ""), ("", ""), ("model.language_model.", ""), ("language_model.model.", "language_model.")),
 }
 
@@ -45,10 +48,13 @@ def hf_parts(
         InputError: A tensor is missing, has a wrong shape or dtype, or is not used by the model.
     """
     names = _part_names(config, model, tensors)
+    if config.family in DELTA_NETS and config.num_experts:
+        stem = names["experts.0.gate"].removesuffix(".0.gate_proj")
+        tensors = ModelTensors(model, {**tensors, **single_experts(config, tensors, stem)})
     parts: dict[tuple[str, int], StoredPart] = {}
     for part in all_parts(config):
         stored = _find(config, model, names, tensors, scheme, part)
-        parts[part.name, part.layer] = in_head_order(config, part.name, stored)
+        parts[part.name, part.layer] = in_head_order(config, part.name, in_sections(config, part.name, stored))
     _refuse_unread(config, names, tensors)
     if config.tied_embeddings and f"{names['lm_head']}.weight" in tensors:
         _check_tied(tensors, f"{names['embed']}.weight", f"{names['lm_head']}.weight")
@@ -78,8 +84,12 @@ def _find(
         if matrix := scheme.find(tensors, stem, (rows, columns), in_layer=part.in_layer):
             return matrix
     info = tensors[name]
+    if part.name == "conv.weight" and len(info.shape) == 3:  # [channels, 1, kernel], as torch's convolutions have it
+        info = replace(info, shape=(info.shape[0], *info.shape[2:]))
     check_stored(name, info, part.shape)
-    return Numbers(name, info, added=1 if config.family in GEMMA and part.name.endswith("norm.weight") else 0)
+    is_norm = part.name.endswith("norm.weight") and part.name != "state_norm.weight"
+    less_one = is_norm and config.family in NORMS_LESS_ONE
+    return Numbers(name, info, added=1 if less_one else 0)
 
 
 def _refuse_unread(config: ModelConfig, names: dict[str, str], tensors: Tensors) -> None:

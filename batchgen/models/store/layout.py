@@ -19,7 +19,20 @@ EMBEDDINGS_FILE, HEAD_FILE = "embeddings.safetensors", "head.safetensors"
 TENSOR_ALIGNMENT = 64
 # The tensors of a layer by the group they are stored in, named and ordered as in `ModelConfig.layer_tensors`.
 _LAYER_GROUPS = {
-    "qkv": ("qkv", "input_norm", "post_norm", "q_norm", "k_norm", "out_norm", "down_norm"),
+    "qkv": (
+        "qkv",
+        "input_norm",
+        "post_norm",
+        "q_norm",
+        "k_norm",
+        "out_norm",
+        "down_norm",
+        "ba",
+        "conv",
+        "a_log",
+        "dt_bias",
+        "state_norm",
+    ),
     "out": ("out",),
     "up": ("gate_up", "up", "router", "shared_gate_up", "shared_gate"),
     "down": ("down", "shared_down"),

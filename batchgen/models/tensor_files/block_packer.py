@@ -131,19 +131,20 @@ class BlockPacker:
 
     def _read(self, stretches: list[tuple[FilePart, int, int]], row_bytes: int) -> np.ndarray:
         """Read ranges of rows, each of one tensor, into this thread's buffer, one after the other."""
-        if len(stretches) == 1 and stretches[0][0].head_order is None:
+        if len(stretches) == 1 and stretches[0][0].is_as_stored:
             return self._fetch(*stretches[0], row_bytes)
         count = sum(stop - start for _, start, stop in stretches)
         gathered = np.frombuffer(self._rows.buffer(count * row_bytes), np.uint8, count * row_bytes).reshape(count, -1)
         done = 0
         for part, start, stop in stretches:
-            target = gathered[done : done + stop - start]
-            order, stored = part.order(start, stop), self._fetch(part, *part.rows_read(start, stop), row_bytes)
-            if order is None:
-                np.copyto(target, stored)
-            else:
-                np.take(stored, order, axis=0, out=target, mode="clip")  # others than "clip" copy once more
-            done += len(target)
+            for first, last, order in part.reads(start, stop):
+                target = gathered[done : done + (last - first if order is None else len(order))]
+                stored = self._fetch(part, first, last, row_bytes)
+                if order is None:
+                    np.copyto(target, stored)
+                else:
+                    np.take(stored, order, axis=0, out=target, mode="clip")  # others than "clip" copy once more
+                done += len(target)
         return gathered
 
     def _fetch(self, part: FilePart, start: int, stop: int, row_bytes: int) -> np.ndarray:

@@ -21,33 +21,52 @@ class FilePart:
         rows: Number of rows of the tensor.
         head_order: For each row of a head, its place in the file's rows of that head. llama.cpp's converter changes the
             order of rows of queries and keys. None: rows are in order.
+        in_order_before: Number of rows at the beginning that `head_order` leaves as they are.
+        runs: Ranges of the file's rows, each a first row and a number of rows, in the order of the matrix. None: one
+            range of all rows.
     """
 
     name: str
     info: TensorInfo
     rows: int
     head_order: tuple[int, ...] | None = None
+    in_order_before: int = 0
+    runs: tuple[tuple[int, int], ...] | None = None
+
+    @property
+    def is_as_stored(self) -> bool:
+        """True if rows are in the order of the file."""
+        return self.head_order is None and self.runs is None
 
     @property
     def head_dim(self) -> int:
         """Number of rows that have to be read together: those of a head if rows are not in order, otherwise one."""
         return len(self.head_order) if self.head_order else 1
 
-    def rows_read(self, start: int, stop: int) -> tuple[int, int]:
-        """The range of the file's rows that contains rows [start, stop).
+    def reads(self, start: int, stop: int) -> Iterator[tuple[int, int, np.ndarray | None]]:
+        """The ranges of the file's rows that rows [start, stop) are read from, in order.
 
-        If rows are not in order, the range has whole heads.
+        Yields:
+            The first row of a range; the row after its last one; for each of the rows that are taken from it, its place
+            in the range, or None: all are, in order.
         """
-        unit = self.head_dim
-        return start // unit * unit, -(-stop // unit) * unit
+        begin = 0
+        for place, count in self.runs or ((0, self.rows),):
+            first, last = max(start, begin), min(stop, begin + count)
+            if first < last:
+                yield from self._within(first, last, place - begin)
+            begin += count
 
-    def order(self, start: int, stop: int) -> np.ndarray | None:
-        """For each of rows [start, stop), its place in the range `rows_read`; None: they are in order."""
-        if self.head_order is None:
-            return None
-        heads, place = np.divmod(np.arange(start, stop), self.head_dim)
-        places: np.ndarray = heads * self.head_dim + np.array(self.head_order)[place]
-        return places - self.rows_read(start, stop)[0]
+    def _within(self, start: int, stop: int, shift: int) -> Iterator[tuple[int, int, np.ndarray | None]]:
+        """The ranges of `reads` for rows of one run. `shift` is the distance of the file's rows from the matrix's."""
+        in_order = stop if self.head_order is None else min(max(start, self.in_order_before), stop)
+        if start < in_order:
+            yield start + shift, in_order + shift, None
+        if in_order < stop:
+            unit = self.head_dim
+            first, last = in_order // unit * unit, -(-stop // unit) * unit  # whole heads
+            heads, place = np.divmod(np.arange(in_order, stop), unit)
+            yield first + shift, last + shift, heads * unit + np.array(self.head_order)[place] - first
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 # Messages that tell how a template takes content: no text of a template has these.
 _PROBES = {role: f"qzv{role}vzq" for role in ("system", "user", "assistant")}
+# Words that switch thinking, and that SmolLM3's template takes out of a system message.
+_SWITCHES = re.compile("/no_think|/think|/system_override")
 _BY_ACCIDENT = 32  # characters: longer texts do not stand in a prompt by accident
 
 Message = Mapping[str, Any]
@@ -276,7 +278,7 @@ def _texts(message: Message) -> Iterator[str]:
 
 
 def _holds(prompt: str, text: str, left_out: bool) -> bool:
-    """Tell whether a prompt contains a text, unchanged except for white space, or as JSON.
+    """Tell whether a prompt contains a text, unchanged except for white space and switches of thinking, or as JSON.
 
     Args:
         prompt: The prompt.
@@ -288,7 +290,8 @@ def _holds(prompt: str, text: str, left_out: bool) -> bool:
         return False
     if text.strip() in prompt:
         return True
-    if "".join(text.split()) in "".join(prompt.split()):
+    spoken = "".join(prompt.split())
+    if any("".join(each.split()) in spoken for each in (text, _SWITCHES.sub("", text))):
         return True
     return any(json.dumps(text.strip(), ensure_ascii=ascii_only)[1:-1] in prompt for ascii_only in (False, True))
 

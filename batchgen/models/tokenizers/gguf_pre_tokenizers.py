@@ -1,4 +1,4 @@
-"""Pre-tokenizers of byte-level vocabularies in GGUFs: regular expressions that cut a text into words.
+"""Pre-tokenizers of vocabularies with merges in GGUFs: regular expressions that cut a text into words.
 
 Pairs are merged only within a word. A file states a name (`tokenizer.ggml.pre`), and llama.cpp has the expressions for
 each name. Its expressions know Unicode categories by their first letter only. The expressions here match the same
@@ -12,18 +12,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """The way in which a byte-level vocabulary cuts texts into words.
+    """The way in which a vocabulary with merges cuts texts into words.
 
     Attributes:
         splits: Regular expressions, applied in order. Each cuts every piece into its matches and the texts between
             them.
         ignores_merges: Whether a word that is a token itself is not built by merges.
         begins_with_bos: Whether a text begins with BOS if the file does not say it.
+        spells_bytes: Whether words are spelled in bytes. Otherwise they are spelled in characters, with U+2581 for a
+            space; a character that is no token is spelled in tokens such as `<0xE3>`.
+        joins_lines: Whether a run of line feeds that is a token is that token, whatever the merges are.
     """
 
     splits: tuple[str, ...]
     ignores_merges: bool = False
     begins_with_bos: bool = False
+    spells_bytes: bool = True
+    joins_lines: bool = False
 
 
 _SHORT = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"  # short forms of English words
@@ -98,6 +103,7 @@ _AFMOE_SCRIPTS = (
 )
 _JAIS_SPACES = "|".join([*(rf"\s{{{2**i}}}(?!\S)" for i in range(9, 1, -1)), r"\s{1,2}(?!\S)", r"\s"])
 _JAIS2 = rf"{_SHORT}|{_WORD}|\p{{N}}{{1,3}}|{_OTHER}|\s*[\r\n]+|{_JAIS_SPACES}"
+_LINE_FEEDS = r"[^\n]+|[\n]+"
 _NO_NAME = (r"[\p{P}$+<=>\^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
 
 _KINDS: tuple[tuple[str, PreTokenizer], ...] = (
@@ -138,7 +144,7 @@ _KINDS: tuple[tuple[str, PreTokenizer], ...] = (
         PreTokenizer((_QWEN2,)),
     ),
     ("qwen35", PreTokenizer((_QWEN35,))),
-    ("laguna", PreTokenizer((r"[^\n]+|[\n]+", _QWEN2))),
+    ("laguna", PreTokenizer((_LINE_FEEDS, _QWEN2))),
     ("ufakzeka", PreTokenizer((_UFAKZEKA,))),
     ("poro-chat bloom gpt3-finnish", PreTokenizer((_BLOOM,))),
     ("viking", PreTokenizer((_BLOOM, r"\p{N}"))),
@@ -167,5 +173,7 @@ _KINDS: tuple[tuple[str, PreTokenizer], ...] = (
     ("afmoe", PreTokenizer((r"\P{N}*" + _THOUSANDS, _AFMOE_SCRIPTS, _DEEPSEEK3))),
     ("exaone-moe", PreTokenizer((_EXAONE_MOE,))),
     ("minicpm5", PreTokenizer((r"\p{N}{1,3}", _MINICPM5), ignores_merges=True)),
+    ("gemma4 granite-embed-multi-311m", PreTokenizer((_LINE_FEEDS,), spells_bytes=False, joins_lines=True)),
+    ("sarvam-moe", PreTokenizer((_LINE_FEEDS,), spells_bytes=False)),
 )
 PRE_TOKENIZERS = {name: kind for names, kind in _KINDS for name in names.split()}

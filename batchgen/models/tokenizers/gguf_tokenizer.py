@@ -1,8 +1,8 @@
 """The tokenizer that a GGUF's key-value pairs describe. Its token ids equal those of llama.cpp.
 
-Two kinds of vocabulary are supported, by `tokenizer.ggml.model`. "llama" is SentencePiece's: the neighbours whose
-joined token has the best score are joined first. "gpt2" is a byte-level vocabulary, whose pairs are merged in the order
-of a list. Other kinds are refused.
+Three kinds of vocabulary are supported, by `tokenizer.ggml.model`. "llama" is SentencePiece's: the neighbours whose
+joined token has the best score are joined first. "gpt2" and "gemma4" have pairs that are merged in the order of a list,
+of bytes or of characters. Other kinds are refused.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from batchgen.models.tokenizers.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTo
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # kinds of tokens in `tokenizer.ggml.token_type`
 _CUT_OUT = (_UNKNOWN, _CONTROL, _USER_DEFINED)
 SPACE = "▁"  # stands for a space in SentencePiece's vocabularies
+_MODELS = ("llama", "gpt2", "gemma4")
 _USE_SAFETENSORS = "use the model's safetensors"
 _NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 _NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # tokens of Phi-3 behind which spaces are kept
@@ -37,7 +38,7 @@ class _Vocabulary:
         pairs: Key-value pairs of the file.
         tokens: Texts of the tokens, by id.
         kinds: Kind of each token, by id, as a number of `tokenizer.ggml.token_type`.
-        is_sentencepiece: Whether the vocabulary is SentencePiece's.
+        is_sentencepiece: Whether tokens are joined by their scores, as SentencePiece does.
         ids: Ids of the tokens, by text.
     """
 
@@ -95,7 +96,7 @@ def backend_of(pairs: Mapping[str, Any], model: models.Model | None = None) -> B
     if model is not None:
         backend, begins_with_bos = Backend(model), True
     else:
-        backend, begins_with_bos = _sentencepiece(words) if words.is_sentencepiece else _byte_level(words)
+        backend, begins_with_bos = _sentencepiece(words) if words.is_sentencepiece else _by_merges(words)
     named_phi3 = any(name in str(pairs.get("general.name", "")).lower() for name in ("phi-3", "phi3"))
     _refuse_overlaps([token for token, _ in words.cut_out])
     backend.add_tokens([_added(token, kind, named_phi3) for token, kind in words.cut_out])
@@ -130,8 +131,10 @@ def _vocabulary(pairs: Mapping[str, Any]) -> _Vocabulary:
     model = _get(pairs, "model", str)
     if model is None:
         raise InputError("it has none")
-    if model not in ("llama", "gpt2"):
-        raise InputError(f"tokenizer.ggml.model {model!r} is not supported; supported: llama, gpt2: {_USE_SAFETENSORS}")
+    if model not in _MODELS:
+        raise InputError(
+            f"tokenizer.ggml.model {model!r} is not supported; supported: {', '.join(_MODELS)}: {_USE_SAFETENSORS}"
+        )
     texts = _array(pairs, "tokens", str)
     if not texts:
         raise InputError("it has no tokens (tokenizer.ggml.tokens)")
@@ -185,23 +188,51 @@ def _around(words: _Vocabulary, begins_with_bos: bool) -> processors.PostProcess
     return processors.TemplateProcessing(single=template, special_tokens=tokens)
 
 
-def _byte_level(words: _Vocabulary) -> tuple[Backend, bool]:
-    """Build the tokenizer of a byte-level vocabulary.
+def _by_merges(words: _Vocabulary) -> tuple[Backend, bool]:
+    """Build the tokenizer of a vocabulary with a list of merges.
 
     Returns:
         The tokenizer; whether a text begins with BOS if the file does not say it.
     """
-    name = words.get("pre", str, "default")
+    name = "gemma4" if words.get("model", str) == "gemma4" else words.get("pre", str, "default")
     if name not in PRE_TOKENIZERS:
         raise InputError(f"tokenizer.ggml.pre {name!r} is not supported: {_USE_SAFETENSORS}")
     kind = PRE_TOKENIZERS[name]
     if words.array("merges", str) is None and name != "kimi-k2":
         raise InputError("it has no merges (tokenizer.ggml.merges)")
-    merges = list(_merges(words))
+    build = _spelled_in_bytes if kind.spells_bytes else _spelled_in_characters
+    return build(words, kind, list(_merges(words))), kind.begins_with_bos
+
+
+def _spelled_in_bytes(words: _Vocabulary, kind: PreTokenizer, merges: list[tuple[str, str]]) -> Backend:
     backend = Backend(models.BPE(vocab=words.ids, merges=merges, ignore_merges=kind.ignores_merges))
     backend.pre_tokenizer = _cutting(kind, words)
     backend.decoder = decoders.ByteLevel()
-    return backend, kind.begins_with_bos
+    return backend
+
+
+def _spelled_in_characters(words: _Vocabulary, kind: PreTokenizer, merges: list[tuple[str, str]]) -> Backend:
+    if kind.joins_lines:
+        merges += _merges_of_lines(words, merges)
+    backend = Backend(models.BPE(vocab=words.ids, merges=merges, fuse_unk=False, byte_fallback=True))
+    backend.normalizer = normalizers.Replace(" ", SPACE)
+    backend.pre_tokenizer = pre_tokenizers.Sequence(_splits(kind))
+    backend.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return backend
+
+
+def _merges_of_lines(words: _Vocabulary, merges: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Pairs to merge after all others, which make a token of a run of line feeds that is one.
+
+    Raises:
+        InputError: Some runs are tokens, and shorter ones are not.
+    """
+    lengths = sorted(len(token) for token in words.tokens if token and not token.strip("\n"))
+    if lengths != list(range(1, len(lengths) + 1)):
+        raise InputError(f"it has tokens of {lengths} line feeds, and not of all numbers between: {_USE_SAFETENSORS}")
+    known = set(merges)
+    pairs = (("\n" * left, "\n" * (total - left)) for total in lengths for left in range(total - 1, 0, -1))
+    return [pair for pair in pairs if pair not in known]
 
 
 def _merges(words: _Vocabulary) -> Iterator[tuple[str, str]]:
@@ -224,12 +255,15 @@ def _cutting(kind: PreTokenizer, words: _Vocabulary) -> pre_tokenizers.PreTokeni
     Bytes that are not in the vocabulary are left out, and separate their neighbours.
     """
     missing = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - words.ids.keys())
-    splits = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in kind.splits]
-    steps = [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    steps = [*_splits(kind), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     if missing:
         escaped = "".join(rf"\x{{{ord(character):X}}}" for character in missing)
         steps.append(pre_tokenizers.Split(Regex(f"[{escaped}]"), "removed"))
     return pre_tokenizers.Sequence(steps)
+
+
+def _splits(kind: PreTokenizer) -> list[pre_tokenizers.PreTokenizer]:
+    return [pre_tokenizers.Split(Regex(expression), "isolated") for expression in kind.splits]
 
 
 def _sentencepiece(words: _Vocabulary) -> tuple[Backend, bool]:

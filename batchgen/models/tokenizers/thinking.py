@@ -18,14 +18,33 @@ from batchgen.models.files import read_config, resolve_model
 from batchgen.models.tokenizers.loading import load_tokenizer
 from batchgen.models.tokenizers.tokenizer import NoText, StopDetector, Tokenizer
 
-# The tags that begin and end what models think, by family, in the order in which they are looked for.
+
+@dataclass(frozen=True)
+class Tags:
+    """The tags of a family of models around what they think.
+
+    Attributes:
+        begin, end: The first and the second tag.
+        head: Text behind the first tag that is no thought, such as the name of a channel.
+        answer: Tags that the family writes around its answer; None: it writes none.
+    """
+
+    begin: str
+    end: str
+    head: str = ""
+    answer: tuple[str, str] | None = None
+
+
+# The tags of families, in the order in which they are looked for.
 TAGS = {
-    "Qwen3, DeepSeek-R1 and most others": ("<think>", "</think>"),
-    "Magistral": ("[THINK]", "[/THINK]"),
-    "Seed-OSS": ("<seed:think>", "</seed:think>"),
-    "Command A Reasoning": ("<|START_THINKING|>", "<|END_THINKING|>"),
-    "EXAONE Deep": ("<thought>", "</thought>"),
-    "Granite 3.2": ("Here is my thought process:", "Here is my response:"),
+    "Granite 3.3": Tags("<think>", "</think>", answer=("<response>", "</response>")),
+    "Qwen3, DeepSeek-R1 and most others": Tags("<think>", "</think>"),
+    "Gemma 4": Tags("<|channel>", "<channel|>", head="thought\n"),
+    "Magistral, Ministral 3": Tags("[THINK]", "[/THINK]"),
+    "Seed-OSS": Tags("<seed:think>", "</seed:think>", head="<seed:cot_budget_reflect>"),
+    "Command A Reasoning": Tags("<|START_THINKING|>", "<|END_THINKING|>"),
+    "EXAONE Deep": Tags("<thought>", "</thought>"),
+    "Granite 3.2": Tags("Here is my thought process:", "Here is my response:"),
 }
 _TAIL_TOKENS = 48  # a tag and blanks behind it take no more tokens of a prompt
 
@@ -52,12 +71,11 @@ class Thinking:
 
     Attributes:
         tokenizer: Tokenizer of the model.
-        begin, end: The first and the second tag.
+        tags: The tags.
     """
 
     tokenizer: Tokenizer
-    begin: str
-    end: str
+    tags: Tags
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | NoText, regex: str | None = None) -> Thinking | None:
@@ -65,36 +83,42 @@ class Thinking:
 
         Args:
             tokenizer: Tokenizer of the model. The model reasons if the vocabulary has the tags, or its chat template
-                writes them.
+                writes one of them.
             regex: Regular expression that texts have to match. If it contains both tags, the model reasons too.
 
         Returns:
             The tags; None if nothing shows that the model reasons.
         """
-        for begin, end in TAGS.values():
-            have_tokens = None not in (tokenizer.token_id(begin), tokenizer.token_id(end))
-            if have_tokens or tokenizer.writes_in_chats(end) or _spells(regex, begin, end):
-                return cls(tokenizer, begin, end)  # type: ignore[arg-type]  # NoText has none of these
+        for tags in TAGS.values():
+            if tags.answer is not None and not tokenizer.writes_in_chats(tags.answer[1]):
+                continue
+            pair = (tags.begin, tags.end)
+            have_tokens = None not in map(tokenizer.token_id, pair)
+            if have_tokens or any(map(tokenizer.writes_in_chats, pair)) or _spells(regex, *pair):
+                return cls(tokenizer, tags)  # type: ignore[arg-type]  # NoText has none of these
         return None
 
-    def begins(
-        self, prompt: Sequence[int], sampling: SamplingParams, continued: Sequence[Mapping[str, Any]] = ()
-    ) -> bool:
+    @property
+    def begin(self) -> str:
+        """The first tag."""
+        return self.tags.begin
+
+    @property
+    def end(self) -> str:
+        """The second tag."""
+        return self.tags.end
+
+    def begins(self, prompt: Sequence[int], continued: Sequence[Mapping[str, Any]] = ()) -> bool:
         """True if a sample begins with reasoning.
 
         Args:
             prompt: Tokens of the sample's prompt.
-            sampling: Sampling parameters of the sample. Under a grammar that begins with the text, the whole text is
-                the answer.
             continued: Messages of the prompt, if the sample continues the last message; otherwise empty.
         """
-        if sampling.constrained and not self.in_regex(sampling.regex) and self.end_id is None:
-            return False
         text = str(continued[-1].get("content")) if continued else ""
         if text.rfind(self.begin) > text.rfind(self.end):
             return True
-        tail = self.tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False)
-        return tail.rstrip().endswith(self.begin)
+        return self._ends_with(prompt, self.begin, self.begin + self.tags.head.rstrip())
 
     @property
     def end_id(self) -> int | None:
@@ -115,41 +139,72 @@ class Thinking:
             begins_turn: Whether the prompt is chat messages after which the model begins an answer, as it may with the
                 first tag.
         """
-        if self.end_id is None or self.in_regex(sampling.regex):
+        if self.in_regex(sampling.regex):
             return None
+        begin, end = self.tokenizer.token_id(self.begin), self.end_id
         if begun:
-            return TagGate(None, self.end_id)
-        begin = self.tokenizer.token_id(self.begin)
-        tail = self.tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False)
-        if not begins_turn or begin is None or tail.rstrip().endswith(self.end):
+            return SpelledGate(self) if end is None else TagGate(None, end)
+        if not begins_turn or begin is None or end is None or self._ends_with(prompt, self.end):
             return None
-        return TagGate(begin, self.end_id)
+        return TagGate(begin, end)
 
-    def split(self, token_ids: Sequence[int], begun: bool) -> Split | None:
+    def split(self, token_ids: Sequence[int], begun: bool, sampling: SamplingParams) -> Split | None:
         """Split the tokens of a sample into reasoning and answer.
 
         Args:
             token_ids: Tokens of the sample, without a token that ended it.
             begun: Whether the sample begins with reasoning (`begins`).
+            sampling: Sampling parameters of the sample.
 
         Returns:
             The texts of both; None if the whole sample is the answer.
         """
-        before, after = self._parted(token_ids)
+        gated = begun and sampling.constrained and not self.in_regex(sampling.regex)
+        before, after = self._parted(token_ids, gated)
         opened = before.lstrip().startswith(self.begin)
         if not opened and not begun:
             return None
         thoughts = before.lstrip().removeprefix(self.begin) if opened else before
-        return Split(after.lstrip(), thoughts.strip())
+        return Split(self._answer(after), self._without_head(thoughts).strip())
 
-    def _parted(self, token_ids: Sequence[int]) -> tuple[str, str]:
-        """The text before the second tag, and the text after it."""
-        end = self.tokenizer.token_id(self.end)
+    def _parted(self, token_ids: Sequence[int], gated: bool) -> tuple[str, str]:
+        """The text before the second tag, and the text after it.
+
+        Args:
+            token_ids: Tokens of a sample.
+            gated: Whether a grammar began with the token behind the tag (`SpelledGate`). What the tag's last token has
+                behind the tag is no part of the answer then.
+        """
+        end, decode = self.end_id, self.tokenizer.decode
         if end is not None and end in token_ids:
             at = list(token_ids).index(end)
-            return self._text(token_ids[:at]), self.tokenizer.decode(token_ids[at + 1 :])
-        before, found, after = self.tokenizer.decode(token_ids).partition(self.end)
-        return (before if found else self._text(token_ids)), after
+            return self._text(token_ids[:at]), decode(token_ids[at + 1 :])
+        before, found, after = decode(token_ids).partition(self.end)
+        if not found:
+            return self._text(token_ids), ""
+        if gated:
+            gate = SpelledGate(self)
+            at = next((i for i, token in enumerate(token_ids, 1) if gate.answer_from(token) is not None), 0)
+            after = decode(token_ids[at:])
+        return before, after
+
+    def _without_head(self, thoughts: str) -> str:
+        """Thoughts without the head that the family begins them with, which may be cut short."""
+        head, text = self.tags.head, thoughts.lstrip()
+        return "" if head.startswith(text) else text.removeprefix(head)
+
+    def _answer(self, text: str) -> str:
+        """The text of an answer, without the tags that the family writes around it."""
+        text = text.lstrip()
+        if self.tags.answer is None or not text.startswith(self.tags.answer[0]):
+            return text
+        begin, end = self.tags.answer
+        return text.removeprefix(begin).lstrip().partition(end)[0].rstrip()
+
+    def _ends_with(self, prompt: Sequence[int], *endings: str) -> bool:
+        """Tell whether a prompt ends with one of some texts and blanks behind it."""
+        tail = self.tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False)
+        return tail.rstrip().endswith(endings)
 
     def _text(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, with the first tag even if that is a special token."""
@@ -216,6 +271,20 @@ class TagGate:
             self._undecided = False
             return None if token_id == self.first else 0
         return 1 if token_id == self._end else None
+
+
+class SpelledGate:
+    """The `Gate` of a model that is in thoughts, and spells the tag behind them with several tokens."""
+
+    must_begin = False
+
+    def __init__(self, thinking: Thinking) -> None:
+        self.first: int | None = None
+        self._tag = thinking.tokenizer.stop_detector([thinking.end])
+
+    def answer_from(self, token_id: int) -> int | None:
+        """1 if the tag ends with this token, so that the answer begins with the next one; None: it does not."""
+        return None if self._tag.push(token_id) is None else 1
 
 
 class ThoughtStops:

@@ -18,7 +18,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor
     """Normalise rows of at most MAX_COLUMNS columns: RMSNorm without a bias, LayerNorm with one. Sums are in fp32."""
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    assert out.is_contiguous()
+    assert out.stride(-1) == 1 and (out.dim() == 2 or out.is_contiguous())
     norm_launch(x, weight, bias, eps, out)()
     return out
 
@@ -36,6 +36,7 @@ def norm_launch(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out:
         "out": out,
         "num_rows": len(rows),
         "x_stride": rows.stride(0),
+        "out_stride": out.stride(0) if out.dim() == 2 else columns,
         "eps": eps,
     }
     constants = {"N": columns, "ROWS": together, "BLOCK": block}
@@ -46,7 +47,7 @@ def norm_launch(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out:
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _norm(  # a kernel takes pointers and scalars only
-    x, weight, bias, out, num_rows, x_stride, eps, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    x, weight, bias, out, num_rows, x_stride, out_stride, eps, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -61,7 +62,7 @@ def _norm(  # a kernel takes pointers and scalars only
     value *= tl.load(weight + column, mask=there, other=0.0).to(tl.float32)
     if bias is not None:
         value += tl.load(bias + column, mask=there, other=0.0).to(tl.float32)
-    tl.store(out + row * N + column, value.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + row * out_stride + column, value.to(out.dtype.element_ty), mask=mask)
 
 
 def gated(x: Tensor, activation: str) -> Tensor:

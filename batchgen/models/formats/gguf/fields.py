@@ -13,7 +13,7 @@ from typing import Any
 from batchgen.core.dtypes import GGUF_FORMATS
 from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig
-from batchgen.models.families import ARCHITECTURES, GEMMA
+from batchgen.models.families import ARCHITECTURES, GEMMA, HEAD_NORMS, OUTPUT_NORMS, PROJECTION_NORMS
 from batchgen.models.formats.gguf.known_tokens import end_ids, special_id
 from batchgen.models.rope import RopeConfig
 from batchgen.models.scales import scales_of
@@ -33,8 +33,10 @@ GGUF_ARCHITECTURES = {
     "granite": "GraniteForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
 }
 _LLAMA_MIXTURE = "MixtralForCausalLM"  # its GGUFs have architecture "llama", and experts
+_OLMO_WITH_WINDOWS = "Olmo3ForCausalLM"  # its GGUFs have architecture "olmo2", and windows
 # Family -> whether the weights of the experts chosen add up to 1, where the file does not say.
 _NORM_TOPK = {"mixtral": True, "qwen2_moe": False, "qwen3_moe": True, "gpt_oss": True}
 # Role of a matrix (`layouts.role`) -> its name in a layer; with experts gate, up and down have "_exps" behind theirs.
@@ -58,14 +60,13 @@ _VECTORS = {
     "router": "ffn_gate_inp",
     "shared_gate": "ffn_gate_inp_shexp",
 }
-_GEMMA_VECTORS = {"out_norm": "post_attention_norm", "down_norm": "post_ffw_norm"}
+_OUTPUT_NORMS = {"out_norm": "post_attention_norm", "down_norm": "post_ffw_norm"}
 # Matrices of Phi-3 that are one tensor, one after the other in its rows.
 _FUSED = {"q": "attn_qkv", "k": "attn_qkv", "v": "attn_qkv", "gate": "ffn_up", "up": "ffn_up"}
-_QK_NORMS = ("qwen3", "qwen3_moe", "gemma3")  # families that have norms of queries and keys
 # Layers of the models of 27B, which alone scale queries by another size than that of a head; no file says so.
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 _SMOLLM3_PERIOD = 4  # layers, of which the last one does not rotate queries and keys; no file says so
-_GEMMA_PERIOD = {"gemma2": 2, "gemma3": 6}  # family -> layers, of which the last one sees all
+_WINDOW_PERIODS = {"gemma2": 2, "gemma3": 6, "olmo3": 4}  # family -> layers, of which the last one sees all
 _ENDS = {"embed": "token_embd", "final_norm": "output_norm", "lm_head": "output"}
 _EXPERT = re.compile(r"experts\.(\d+)\.(gate|up|down)")
 
@@ -107,7 +108,7 @@ def place_of(config: ModelConfig, part: str, layer: int) -> Place:
         return Place(f"blk.{layer}.{_FUSED[stem]}.{suffix}", _fused_rows(config, stem))
     if stem == "post_norm" and config.family in ("gpt_oss", "seed_oss"):
         return Place(f"blk.{layer}.post_attention_norm.{suffix}")
-    return Place(f"blk.{layer}.{(_MATRICES | _VECTORS | _GEMMA_VECTORS)[stem]}.{suffix}")
+    return Place(f"blk.{layer}.{(_MATRICES | _VECTORS | _OUTPUT_NORMS)[stem]}.{suffix}")
 
 
 def _fused_rows(config: ModelConfig, stem: str) -> tuple[int, int, int]:
@@ -147,7 +148,7 @@ def config_of_gguf(
     arch = check_architecture(metadata.get("general.architecture"))
     fields = {k.removeprefix(f"{arch}."): v for k, v in metadata.items() if k.startswith(f"{arch}.")}
     experts = _get_or(fields, "expert_count", 0)
-    architecture = _LLAMA_MIXTURE if arch == "llama" and experts else GGUF_ARCHITECTURES[arch]
+    architecture = _architecture(arch, fields, experts)
     family = ARCHITECTURES[architecture]
     if bool(experts) != (family in _NORM_TOPK):
         raise InputError(f"a GGUF of architecture {arch!r} with {experts} experts (expert_count) is not supported")
@@ -190,7 +191,8 @@ def config_of_gguf(
         qkv_bias="blk.0.attn_q.bias" in tensors,
         out_bias="blk.0.attn_output.bias" in tensors,
         mlp_bias=gpt_oss or "blk.0.ffn_down.bias" in tensors,
-        qk_norm="blk.0.attn_q_norm.weight" in tensors,
+        qk_norm=family in HEAD_NORMS and "blk.0.attn_q_norm.weight" in tensors,
+        projection_norms=family in PROJECTION_NORMS,
         tied_embeddings="output.weight" not in tensors,
         rope=_rope(fields, family, head_dim, context, rope_factors or {}),
         local_rope=_local_rope(fields, family),
@@ -199,7 +201,7 @@ def config_of_gguf(
         bos_token_id=special_id(metadata, "bos"),
         eos_token_ids=end_ids(metadata, known_tokens or {}),
         dtype=dtype,
-        output_norms=gemma,
+        norm_place="both" if gemma else "outputs" if family in OUTPUT_NORMS else "inputs",
         unrotated_layers=tuple(range(_SMOLLM3_PERIOD - 1, layers, _SMOLLM3_PERIOD)) if family == "smollm3" else (),
         query_scale=_query_scale(fields, family, layers, hidden, heads, head_dim),
         attention_softcap=attention_softcap,
@@ -209,6 +211,15 @@ def config_of_gguf(
         layer_formats=layer_formats,
         end_formats=end_formats,
     )
+
+
+def _architecture(arch: str, fields: Mapping[str, Any], experts: int) -> str:
+    """Name of the model's class in transformers. Two families share an architecture of GGUFs."""
+    if arch == "llama" and experts:
+        return _LLAMA_MIXTURE
+    if arch == "olmo2" and fields.get("attention.sliding_window"):
+        return _OLMO_WITH_WINDOWS
+    return GGUF_ARCHITECTURES[arch]
 
 
 def _refuse_fused_biases(arch: str, tensors: Mapping[str, TensorInfo]) -> None:
@@ -225,7 +236,7 @@ def _refuse_unknown_norms(arch: str, family: str, tensors: Mapping[str, TensorIn
     norms are interleaved too, because no program both writes and reads them.
     """
     norms = [name for name in tensors if name.endswith((".attn_q_norm.weight", ".attn_k_norm.weight"))]
-    if norms and family not in _QK_NORMS:
+    if norms and family not in (*HEAD_NORMS, *PROJECTION_NORMS):
         raise InputError(
             f"GGUFs of architecture {arch!r} with norms of queries and keys ({norms[0]}) are not supported: "
             "use the model's safetensors"
@@ -285,9 +296,9 @@ def _windows(fields: Mapping[str, Any], family: str, layers: int) -> tuple[int |
     window = window or None
     if family == "gpt_oss":  # every second layer sees all
         return tuple(None if layer % 2 else window for layer in range(layers))
-    if family not in GEMMA:
+    if family not in _WINDOW_PERIODS:
         return (window,) * layers
-    pattern = fields.get("attention.sliding_window_pattern", _GEMMA_PERIOD[family])
+    pattern = fields.get("attention.sliding_window_pattern", _WINDOW_PERIODS[family])
     if isinstance(pattern, tuple):  # true for each layer that has a window
         if len(pattern) != layers:
             raise InputError(f"attention.sliding_window_pattern has {len(pattern)} layers of {layers}")
@@ -394,9 +405,10 @@ def _phi3_rope(
 
 
 def _local_rope(fields: Mapping[str, Any], family: str) -> RopeConfig | None:
-    """Rotary positions of Gemma's layers with a sliding window, which are never scaled."""
-    theta = fields.get("rope.freq_base_swa", 10000.0 if family == "gemma3" else None)
-    return RopeConfig(theta=float(theta)) if family in GEMMA and theta is not None else None
+    """Rotary positions of layers with a sliding window in Gemma and Olmo 3, which are never scaled."""
+    usual = {"gemma3": 10000.0, "olmo3": fields.get("rope.freq_base", 10000.0)}.get(family)
+    theta = fields.get("rope.freq_base_swa", usual)
+    return RopeConfig(theta=float(theta)) if family in _WINDOW_PERIODS and theta is not None else None
 
 
 # Formats.

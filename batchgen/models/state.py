@@ -1,0 +1,69 @@
+"""The computation of a state layer between its projections: convolution, update of the states, gates and norm.
+
+`layers.pre_attention` computes norm and projections before it, `layers.post_attention` all that follows. Operations are
+those of `ops`; `state_layers.py` has the shapes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from batchgen.models.config import ModelConfig
+from batchgen.models.experts import Weights
+from batchgen.models.state_layers import DeltaNet
+from batchgen.ops import dispatch as ops
+
+
+class StateViews(NamedTuple):
+    """The states in the slots of one layer's pool, as tensors; slots may lie apart.
+
+    Attributes:
+        inputs: The last inputs of the convolution, the oldest first, [slots, channels, kernel - 1], in the compute
+            dtype.
+        matrices: Recurrent states, fp32 or bf16 [slots, value_heads, key_dim, value_dim]; None: the layer has none.
+    """
+
+    inputs: Tensor
+    matrices: Tensor | None
+
+
+def mix_state(
+    config: ModelConfig,
+    weights: Weights,
+    projected: Tensor,
+    states: StateViews,
+    source: Tensor,
+    target: Tensor,
+    starts: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Update the states of sequences by their tokens, and compute what the output projection takes.
+
+    Args:
+        config: Configuration of the model.
+        weights: Tensors of the layer, by name.
+        projected: Result of `layers.pre_attention` for all sequences, packed, [tokens, `state.projected_width`]; rows
+            may lie apart.
+        states: States of the layer, which are updated.
+        source: Slot of each sequence's state before its first token here, int32 or int64 [sequences]. -1: zeros.
+        target: Slot of each sequence's state after its last token, of the same type.
+        starts: Number of each sequence's first token in `projected`, then the number of all tokens, of the same type.
+        out: Tensor for the result, contiguous. None: a new tensor.
+
+    Returns:
+        Result [tokens, `state.out_size`].
+    """
+    state = config.state
+    assert isinstance(state, DeltaNet) and states.matrices is not None, "the layer is a Gated DeltaNet"
+    mixed, z, b, a = projected.split((state.channels, state.out_size, state.value_heads, state.value_heads), dim=1)
+    rows = source, target, starts
+    qkv = ops.causal_conv(mixed, weights["conv.weight"], None, states.inputs, *rows, silu=True)
+    g, beta = ops.delta_gates(a, b, weights["a_log"], weights["dt_bias"])
+    by_head = None if out is None else out.view(-1, state.value_heads, state.value_dim)
+    y = ops.delta_rule(qkv, g, beta, states.matrices, *rows, key_heads=state.key_heads, out=by_head)
+    y = ops.gated_norm(y, z, weights["state_norm.weight"], config.norm_eps, y)
+    if state.out_by_member:
+        y.copy_(y.unflatten(1, (state.key_heads, -1)).transpose(1, 2).reshape(y.shape))
+    return y.flatten(1)

@@ -1,0 +1,48 @@
+"""Models with Gated DeltaNet layers, run by their layer functions, against transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from plain_model import PlainModel
+from tiny_models import DELTA_NETS, make_tiny_model
+
+from batchgen.models.checkpoint import open_checkpoint
+from batchgen.models.files import resolve_model
+
+VARIANTS = [
+    *((family, {}) for family in DELTA_NETS),
+    ("qwen3_5", {"linear_num_value_heads": 2, "linear_conv_kernel_dim": 3, "tie_word_embeddings": True}),
+    ("qwen3_5", {"linear_num_key_heads": 1, "attention_bias": True, "num_hidden_layers": 4, "layer_types": None}),
+    ("qwen3_next", {"mlp_only_layers": [1], "norm_topk_prob": False, "linear_num_value_heads": 6}),
+    ("qwen3_next", {"decoder_sparse_step": 2}),
+]  # fmt: skip
+
+
+@torch.inference_mode()
+def assert_same_logits(model, plain: PlainModel, vocab_size: int, tolerance: float = 2e-3) -> None:
+    """Prompts longer than a chunk of the state, cut in places, then single tokens of all sequences together."""
+    generator = torch.Generator().manual_seed(1)
+    texts = [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in (150, 9, 66)]
+    wanted = [model(torch.tensor([text])).logits[0] for text in texts]
+    cuts = [(0, 70, 131, 145), (0, 1, 2, 4), (0, 64, 65, 66)]
+    results = [[] for _ in texts]
+    for begin, end in zip(range(3), range(1, 4), strict=True):
+        step = {slot: text[cuts[slot][begin] : cuts[slot][end]] for slot, text in enumerate(texts)}
+        for slot, logits in plain({slot: ids for slot, ids in step.items() if ids}).items():
+            results[slot].append(logits)
+    for i in range(5):
+        step = {slot: text[cuts[slot][3] + i :][:1] for slot, text in enumerate(texts)}
+        for slot, logits in plain({slot: ids for slot, ids in step.items() if ids}).items():
+            results[slot].append(logits)
+    for parts, want in zip(results, wanted, strict=True):
+        torch.testing.assert_close(torch.cat(parts), want, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(("family", "overrides"), VARIANTS)
+def test_prompts_and_single_tokens_equal_transformers(family, overrides, tmp_path):
+    model = make_tiny_model(family, tmp_path, **overrides)
+    model.set_attn_implementation("eager")
+    checkpoint = open_checkpoint(resolve_model(str(tmp_path)))
+    assert checkpoint.config.state is not None
+    assert_same_logits(model, PlainModel(checkpoint, 3), model.config.vocab_size)
