@@ -117,7 +117,7 @@ def measure(parts: EngineParts, windows: list[list[int]], held: dict) -> Iterato
     """
     nats, seconds = list(held.get("nats_by_window", [])), held.get("seconds", 0.0)
     started = time.perf_counter()
-    cache = parts.executor.kv_cache.shape
+    cache = parts.executor.kv_cache.shape_of(0)
     with Engine.from_parts(parts) as engine:
         for scored in engine.score(ScoreRequest(window[:1], (window[1:],)) for window in windows):
             nats.append(-float(np.mean([t.chosen.logprob for t in scored.scores[0].tokens])))

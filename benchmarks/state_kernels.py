@@ -2,7 +2,7 @@
 
 Decode, one token of each sequence, is held to the rate at which torch scales as many bytes in place: each state is read
 and written once. Prefill is held to the rate of fp32 matrix products of the same instruction set, by the FLOPs of the
-chunks' products: those of a triangle count by half. The kernels and what they are held to are measured in turn.
+chunks' products (`DeltaNet.prefill_flops`). The kernels and what they are held to are measured in turn.
 
     python benchmarks/state_kernels.py
     python benchmarks/state_kernels.py --only decode --sequences 1,64 --rounds 1
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,9 +23,9 @@ from kernel_rates import Measured, best_seconds
 from recording import machine, result_path, write
 
 from batchgen.core.machine import keep_freed_memory
+from batchgen.models.state_layers import DeltaNet
 from batchgen.ops import cpp as kernels
 from batchgen.ops import dispatch as ops
-from batchgen.ops.state_reference import CHUNK
 from batchgen.runtime.memory.transfers import untouched
 
 DIM = 128  # of queries, keys and values
@@ -85,14 +84,12 @@ def decode(measured: Measured, args: argparse.Namespace) -> None:
                 measured.add(name, DECODE_TARGET, ratio=ours / plain, gb_per_s=ours / 1e9, scaling_gb_per_s=plain / 1e9)
 
 
-def chunk_flops(tokens: int, value_heads: int) -> int:
-    """FLOPs of a sequence's chunks. A triangle of products counts by half; that of keys with keys and that of keys with
-    queries are made once for each key head.
-    """
-    of_states = 3 * 2 * DIM * DIM * value_heads  # what keys and queries read, and what is added
-    of_triangles = 2 * DIM * KEY_HEADS + 2 * DIM * value_heads  # for each token of the chunk
-    chunks = [min(CHUNK, tokens - first) for first in range(0, tokens, CHUNK)]
-    return sum(chunk * (of_states + chunk * of_triangles) for chunk in chunks)
+def prompt_update(tokens: int, value_heads: int) -> Callable[[int], object]:
+    """The update of a state by a prompt of so many tokens."""
+    qkv, g, beta = operands(tokens, value_heads, torch.bfloat16)
+    states = torch.zeros(1, value_heads, DIM, DIM)
+    slot, starts = torch.tensor([0]), torch.tensor([0, tokens])
+    return lambda i: ops.delta_rule(qkv, g, beta, states, slot, slot, starts, key_heads=KEY_HEADS)
 
 
 def prefill(measured: Measured, name: str, args: argparse.Namespace) -> None:
@@ -101,17 +98,15 @@ def prefill(measured: Measured, name: str, args: argparse.Namespace) -> None:
     x, product = torch.randn(PRODUCT_TOKENS, depth), torch.empty(PRODUCT_TOKENS, columns)
     for value_heads in args.heads:
         for tokens in args.tokens:
-            states = torch.zeros(1, value_heads, DIM, DIM)
-            slot, starts = torch.tensor([0]), torch.tensor([0, tokens])
-            delta_rule = partial(ops.delta_rule, *operands(tokens, value_heads, torch.bfloat16), states)
             chunks, matrix = best_seconds(
                 [
-                    lambda i, run=partial(delta_rule, slot, slot, starts, key_heads=KEY_HEADS): run(),
+                    prompt_update(tokens, value_heads),
                     lambda i: ops.linear(x, weight, out=product),
                 ],
                 args.seconds,
             )
-            ours, rate = chunk_flops(tokens, value_heads) / chunks, 2 * x.shape[0] * columns * depth / matrix
+            flops = tokens * DeltaNet(KEY_HEADS, value_heads, DIM, DIM, kernel=4).prefill_flops
+            ours, rate = flops / chunks, 2 * x.shape[0] * columns * depth / matrix
             measured.add(
                 f"{name}: prefill, {value_heads} value heads, {tokens} tokens",
                 PREFILL_TARGET,

@@ -147,6 +147,8 @@ _AXES = {
     "prefill_attention_flops_per_s": ("context",),
     "shared_attention_flops_per_s": ("context",),
     "decode_attention_bytes_per_s": ("group", "batch", "context"),
+    "state_update_bytes_per_s": ("batch",),
+    "state_prefill_flops_per_s": ("context",),
     "elementwise_bytes_per_s": ("tokens",),
 }
 
@@ -157,6 +159,8 @@ COMPUTE_RATES = (
     "prefill_attention",
     "shared_attention",
     "decode_attention",
+    "state_update",
+    "state_prefill",
     "elementwise",
     "expand",
     "sampling_logits_per_s",
@@ -178,6 +182,12 @@ class ComputeRates:
             of the prefix). Where a format is missing, the rate of prefill attention is used.
         decode_attention_bytes_per_s: Bytes of stored KV that decode attention reads per second, by `group` (query heads
             per KV head), `batch` (sequences) and `context` (tokens of each sequence).
+        state_update_bytes_per_s: Bytes of states that are read and written per second where each sequence has one
+            token, by `batch` (sequences), for each format of states. Where a format is missing, a CPU counts as fast as
+            host memory, and an accelerator as in decode attention.
+        state_prefill_flops_per_s: FLOP/s of states' updates by the chunks of prompts (`ops.state_chunks`), by `context`
+            (tokens of the prompt). Where a format is missing, the rate of fp32 matrix products is used, or that of
+            prefill attention.
         elementwise_bytes_per_s: Bytes of activations read and written per second by normalization, rotary embedding,
             activation functions and additions.
         expand_bytes_per_s: Bytes of dequantized weights or KV produced per second from 4-bit values; None: the device
@@ -192,6 +202,8 @@ class ComputeRates:
     prefill_attention_flops_per_s: dict[str, Rates] = field(default_factory=dict)
     shared_attention_flops_per_s: dict[str, Rates] = field(default_factory=dict)
     decode_attention_bytes_per_s: dict[str, Rates] = field(default_factory=dict)
+    state_update_bytes_per_s: dict[str, Rates] = field(default_factory=dict)
+    state_prefill_flops_per_s: dict[str, Rates] = field(default_factory=dict)
     elementwise_bytes_per_s: dict[str, Rates] = field(default_factory=dict)
     expand_bytes_per_s: float | None = None
     step_overhead_s: float = 0.0
@@ -315,8 +327,8 @@ class HardwareProfile:
 
         Args:
             factors: Factors by name. A name is a numeric field of this class; or "gemm", "prefill_attention",
-                "shared_attention", "decode_attention", "elementwise" or "expand" for a rate of the device that runs the
-                matrix products; or "cpu_decode_attention".
+                "shared_attention", "decode_attention", "state_update", "state_prefill", "elementwise" or "expand" for a
+                rate of the device that runs the matrix products; or "cpu_decode_attention".
         """
         profile = self
         change: dict[str, Any]
@@ -380,6 +392,8 @@ _COMPUTE_FIELDS = {
     "prefill_attention": "prefill_attention_flops_per_s",
     "shared_attention": "shared_attention_flops_per_s",
     "decode_attention": "decode_attention_bytes_per_s",
+    "state_update": "state_update_bytes_per_s",
+    "state_prefill": "state_prefill_flops_per_s",
     "elementwise": "elementwise_bytes_per_s",
     "expand": "expand_bytes_per_s",
 }

@@ -370,6 +370,11 @@ class Engine:
         pools = [*self._pools.values(), *(pool.windowed for pool in self._pools.values() if pool.windowed)]
         return sum(pool.num_used for pool in pools)
 
+    @property
+    def used_state_slots(self) -> int:
+        """Number of state slots of running sequences in all tiers, those of snapshots that they read included."""
+        return sum(pool.states.num_used for pool in self._pools.values() if pool.states)
+
     def in_flight(self) -> InFlight:
         """The sequences of the newest call of `generate` or `score`."""
         return InFlight.of(self._running) if self._running else InFlight()

@@ -42,6 +42,7 @@ from batchgen.engine.parts import EngineParts
 from batchgen.models.config import DTYPES, ModelConfig
 from batchgen.models.files import ModelFiles, resolve_weights
 from batchgen.models.kept_stores import made_before, store_path
+from batchgen.models.state_layers import StateRow
 from batchgen.models.store.manifest import STORE_MANIFEST, read_store_manifest
 from batchgen.ops.instruction_set import has_fast_bfloat16, instruction_set, num_threads
 from batchgen.planner.kv_memory import Demand
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from batchgen.runtime.executor import Executor
     from batchgen.runtime.lanes import OnStep
     from batchgen.runtime.memory.kv_cache import KVCache
+    from batchgen.runtime.memory.state_cache import StateCache
     from batchgen.runtime.memory.tiers import Tiers
     from batchgen.runtime.memory.weights import Weights
     from batchgen.runtime.sweep_options import AdjacentRanks
@@ -434,6 +436,9 @@ def load_executor(
         undo.callback(tiers.close)
         kv_cache = _make_kv_cache(request, memory, tiers)
         undo.callback(kv_cache.close)
+        states = _make_states(request, memory, tiers)
+        if states is not None:
+            undo.callback(states.close)
         beside_loading = available_cores() >= _PREFAULT_CORES
         if not request.device.accelerated and beside_loading:
             kv_cache.prefault(_PREFAULT_BYTES)
@@ -442,7 +447,7 @@ def load_executor(
         undo.callback(weights.close)
         if not request.device.accelerated and not beside_loading:
             kv_cache.prefault(_PREFAULT_BYTES)
-        executor = _make_executor(request, memory, tiers, weights, kv_cache, adjacent_ranks)
+        executor = _make_executor(request, memory, tiers, weights, kv_cache, states, adjacent_ranks)
         undo.pop_all()
     with contextlib.ExitStack() as undo:
         undo.callback(executor.close)
@@ -508,30 +513,44 @@ def plan_load(request: LoadRequest) -> MemoryPlan:
     if request.planned_process_bytes:
         held_bytes = max(resident_bytes(), request.planned_process_bytes)
     context = request.policy.max_model_len
-    return plan_memory(
-        request.config,
-        request.policy,
-        dtype=request.dtype,
-        budgets=request.budgets,
-        process_bytes=held_bytes,
-        demand=Demand(
-            min_tokens=min(request.min_output_len + 1, context),
-            longest_tokens=min(context, request.longest_tokens or context),
-            most_kv_tokens=request.most_kv_tokens,
-            task=request.task,
+    return _with_states(
+        request,
+        plan_memory(
+            request.config,
+            request.policy,
+            dtype=request.dtype,
+            budgets=request.budgets,
+            process_bytes=held_bytes,
+            demand=Demand(
+                min_tokens=min(request.min_output_len + 1, context),
+                longest_tokens=min(context, request.longest_tokens or context),
+                most_kv_tokens=request.most_kv_tokens,
+                task=request.task,
+            ),
         ),
     )
 
 
+def _with_states(request: LoadRequest, memory: MemoryPlan) -> MemoryPlan:
+    """The plan with a state slot for each sequence of a tier, and some for snapshots."""
+    if request.config.state is None or memory.state_slots:
+        return memory
+    slots = dict.fromkeys(memory.kv_blocks, 4)
+    for kv_placement, count in request.policy.kv_seqs.items():
+        slots[KVPlacement(kv_placement).tier] += count
+    return replace(memory, state_slots=slots, staging_states=request.policy.batch_seqs)
+
+
 def _make_kv_cache(request: LoadRequest, memory: MemoryPlan, tiers: Tiers) -> KVCache:
     """Allocate the KV pools, and with them the device's memory for activations."""
-    from batchgen.runtime.memory.kv_cache import KVCache, kv_shape
+    from batchgen.runtime.memory.kv_cache import KVCache
 
     if request.device.accelerated:
         tiers.arenas["gpu"].take(memory.parts["gpu"]["activations"], "activations")
     kv_cache = KVCache(
         request.config,
-        kv_shape(request.config, request.policy.kv_block_size, request.policy.kv_format),
+        request.policy.kv_block_size,
+        request.policy.kv_format,
         memory.kv_blocks,
         tiers=tiers,
         staging_blocks=memory.staging_blocks,
@@ -540,6 +559,24 @@ def _make_kv_cache(request: LoadRequest, memory: MemoryPlan, tiers: Tiers) -> KV
         window_blocks=memory.window_blocks or None,
     )
     return kv_cache
+
+
+def _make_states(request: LoadRequest, memory: MemoryPlan, tiers: Tiers) -> StateCache | None:
+    """Allocate the pools of states; None: the layers keep none."""
+    from batchgen.runtime.memory.state_cache import StateCache
+
+    config, policy = request.config, request.policy
+    if config.state is None:
+        return None
+    return StateCache(
+        config,
+        StateRow(config.state, policy.state_dtype, request.dtype),
+        memory.state_slots,
+        tiers=tiers,
+        staging_rows=memory.staging_states,
+        offload_dir=request.offload_dir,
+        on_device=kv_on_device(config.num_layers, policy.kv_layers),
+    )
 
 
 def _load_weights(request: LoadRequest, tiers: Tiers) -> Weights:
@@ -558,6 +595,7 @@ def _load_weights(request: LoadRequest, tiers: Tiers) -> Weights:
         store=request.store,
         tiers=tiers,
         dequantized_slots=2 if request.device.accelerated and policy.kv_seqs.get("cpu") else 1,
+        updates_on_host=request.device.accelerated and any(map(policy.kv_seqs.get, ("cpu", "deferred"))),
         kernels=request.kernels,
         on_layer=request.on_load,
     )
@@ -569,6 +607,7 @@ def _make_executor(
     tiers: Tiers,
     weights: Weights,
     kv_cache: KVCache,
+    states: StateCache | None,
     adjacent_ranks: AdjacentRanks | None = None,
 ) -> Executor:
     import torch
@@ -595,7 +634,7 @@ def _make_executor(
         shared_cores=request.device.shares_cores,
         on_step=request.on_step,
     )
-    executor = Executor(request.config, weights, kv_cache, tiers, options)
+    executor = Executor(request.config, weights, kv_cache, tiers, options, states)
     if tiers.driver is not None:
         torch.cuda.synchronize()  # memory is zeroed on another stream than it is used on
     return executor
@@ -615,7 +654,7 @@ def pack_for(request: LoadRequest, compute_tier: str) -> Callable[[list[Schedule
         pack,
         kv_block_size=request.policy.kv_block_size,
         key_bytes=config.kv_size * int(FORMAT_BYTES[request.dtype]),
-        windows=frozenset(config.windows),
+        windows=frozenset(config.window_layers),
         compute_tier=compute_tier,
         in_place=request.policy.kv_layers > 0,
     )

@@ -30,6 +30,7 @@ from batchgen.schedule.packed_batch import PackedBatch, Segment
 from batchgen.schedule.sequence import LogitsRow, ScoredPosition
 from batchgen.schedule.sequence import Sequence as InFlight
 from batchgen.schedule.staging import Run, Staging
+from batchgen.schedule.state_rows import StateRows, StateStaging
 
 # The function that other ranks run, as `distributed.serve.serve` takes it.
 WORK = "batchgen.engine.follow:follow_rank_zero"
@@ -128,7 +129,8 @@ _TABLE = messages.table_of(
     LoadRequest, MemoryPlan, Policy, ModelFiles, ModelConfig, RopeConfig, Device, SamplingParams, KernelChoice,
     Measured, Shard,
     WeightStore, StoreFile, Extent, StoredTensor,
-    PackedBatch, Segment, KVPlacement, Staging, Run, AttentionPlan, DecodeGroup, PrefillItem, SharedItem, LogitsRow,
+    PackedBatch, Segment, KVPlacement, Staging, StateRows, StateStaging, Run, LogitsRow,
+    AttentionPlan, DecodeGroup, PrefillItem, SharedItem,
     SentSequence, SentMask, SampledToken, ScoredPosition,
 )  # fmt: skip
 

@@ -29,8 +29,8 @@ def as_weights(stored: Mapping[str, Stored], tensors: Mapping[str, Tensor]) -> d
     parts: dict[str, list[ops.Weight]] = {}
     for name, tensor in tensors.items():
         kind = stored[name].dtype
-        stem, suffix = name.split(".")[0], name.rsplit(".", 1)[1]
-        parts.setdefault(f"{stem}.{suffix}", []).append(BlockWeight(tensor, kind) if kind in BLOCK_FORMATS else tensor)
+        whole = f"{name.split('.')[0]}.{name.rsplit('.', 1)[1]}" if "." in name else name
+        parts.setdefault(whole, []).append(BlockWeight(tensor, kind) if kind in BLOCK_FORMATS else tensor)
     return {
         name: weights[0] if len(weights) == 1 else ops.SplitWeight(tuple(weights)) for name, weights in parts.items()
     }

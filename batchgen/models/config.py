@@ -30,7 +30,7 @@ _GATES = ("silu", "gelu_tanh", "swiglu_oai")
 _SELDOM_STATED = (
     "first_layer", "model_layers", "layer_formats", "end_formats", "logit_scale", "unrotated_layers",
     "state", "state_layers", "output_gate", "global_head_dim", "global_kv_heads", "shared_kv_layers",
-    "norm_place", "projection_norms",
+    "norm_place", "projection_norms", "shared_gate",
 )  # fmt: skip
 
 
@@ -123,8 +123,8 @@ class ModelConfig:
         num_experts: Number of experts of a layer: MLPs of which a router chooses some for each token. 0: one MLP.
         experts_per_token: Number of experts that the router chooses for each token.
         norm_topk: Whether the weights of a token's chosen experts are scaled to a sum of 1.
-        shared_expert_size: Width of the shared expert, which all tokens go through and whose result is weighted by a
-            gate of its own (Qwen2-MoE). 0: there is none.
+        shared_expert_size: Width of the shared expert, which all tokens go through. 0: there is none.
+        shared_gate: Whether the shared expert's result is weighted by a gate of its own (Qwen2-MoE).
         dense_layers: Numbers of layers with one MLP in a model whose other layers have experts.
         dense_size: Width of the MLP of `dense_layers`.
         router_bias: Whether the router has a bias.
@@ -189,6 +189,7 @@ class ModelConfig:
     experts_per_token: int = 0
     norm_topk: bool = False
     shared_expert_size: int = 0
+    shared_gate: bool = True
     dense_layers: tuple[int, ...] = ()
     dense_size: int = 0
     router_bias: bool = False
@@ -553,6 +554,13 @@ class ModelConfig:
         """Number of rows of the fused projection in layer number `layer`: queries, keys and values, mostly."""
         return self._projected_size(self._kind(layer))
 
+    def sent_width(self, layer: int) -> int:
+        """Number of values of a token that the CPU gets to attend in layer number `layer`, or to update its state.
+
+        Keys and values are not among them: they go to their place in the KV.
+        """
+        return self.projected_width(layer) if self.has_state(layer) else self.attention_of(layer).q_size
+
     def projected_width(self, layer: int) -> int:
         """Number of values that the projections of layer number `layer` give for a token before it is mixed.
 
@@ -576,7 +584,8 @@ class ModelConfig:
 
     def _router_params(self, experts: bool) -> int:
         """Number of weights that choose experts: one row for each expert, and one for the gate of a shared expert."""
-        return (self.num_experts + (self.shared_expert_size > 0)) * self.hidden_size if experts else 0
+        gate = self.shared_expert_size > 0 and self.shared_gate
+        return (self.num_experts + gate) * self.hidden_size if experts else 0
 
     @cached_property
     def matmul_shapes(self) -> dict[str, tuple[int, int]]:
@@ -699,8 +708,8 @@ class ModelConfig:
     def elementwise_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of activations that one token reads and writes in one layer, outside of matrix products and attention.
 
-        If layers differ in how they mix tokens, this is the mean over them. Each operation reads each operand once and writes its result once, at `dtype_bytes` bytes for each number. The
-        operations, with (operands, results):
+        If layers differ in how they mix tokens, this is the mean over them. Each operation reads each operand once and
+        writes its result once, at `dtype_bytes` bytes for each number. The operations, with (operands, results):
 
             both norms, and the norms of queries and keys    (1, 1)
             rotary embedding of queries and keys             (1, 1)

@@ -158,18 +158,20 @@ def _grouped(weights: Weights, name: str, x: Tensor, counts: Sequence[int], out:
 
 
 def _with_shared(config: ModelConfig, weights: Weights, x: Tensor, total: Tensor, on_input: OnInput | None) -> Tensor:
-    """`total`, fp32 [tokens, hidden], plus the result of the shared expert, weighted by the sigmoid of its gate.
+    """`total`, fp32 [tokens, hidden], plus the result of the shared expert, weighted by the sigmoid of its gate if any.
 
     It is `total` itself if the model has no shared expert.
     """
     if not config.shared_expert_size:
         return total
-    weight = ops.linear(x, weights["shared_gate.weight"], out_dtype=torch.float32).sigmoid_()
     inner = ops.linear(x, weights["shared_gate_up.weight"], activation=config.mlp_activation)
     if on_input:
         on_input("shared_gate_up.weight", x)
         on_input("shared_down.weight", inner)
-    return total.addcmul_(ops.linear(inner, weights["shared_down.weight"]), weight)
+    result = ops.linear(inner, weights["shared_down.weight"])
+    if not config.shared_gate:
+        return total.add_(result)
+    return total.addcmul_(result, ops.linear(x, weights["shared_gate.weight"], out_dtype=torch.float32).sigmoid_())
 
 
 def _expert(config: ModelConfig, weights: Weights, e: int, x: Tensor, out: Tensor, inner: Tensor) -> None:

@@ -18,6 +18,10 @@ ARCHITECTURES = {
     "Olmo2ForCausalLM": "olmo2",
     "Olmo3ForCausalLM": "olmo3",
     "MixtralForCausalLM": "mixtral",
+    "OlmoeForCausalLM": "olmoe",
+    "GraniteMoeForCausalLM": "granitemoe",
+    "GraniteMoeSharedForCausalLM": "granitemoeshared",
+    "GraniteMoeHybridForCausalLM": "granitemoehybrid",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "GptOssForCausalLM": "gpt_oss",
@@ -35,7 +39,10 @@ OUTPUT_NORMS = ("olmo2", "olmo3")
 DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 # Families that norm the queries and keys of each head, and those that norm all heads' together.
 HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3", *DELTA_NETS)
-PROJECTION_NORMS = ("olmo2", "olmo3")
+PROJECTION_NORMS = ("olmo2", "olmo3", "olmoe")
+# Families whose files have all experts of a layer in one tensor, and gate and up in one, and that have shared experts
+# without a gate.
+GRANITE_MIXTURES = ("granitemoe", "granitemoeshared", "granitemoehybrid")
 # Families whose checkpoints hold the weights of norms less one.
 NORMS_LESS_ONE = (*GEMMA, *DELTA_NETS)
 # Families with a mixture of experts: what a config.json calls their number, and the width of each.
@@ -44,6 +51,8 @@ MIXTURES = {
     "qwen2_moe": ("num_experts", "moe_intermediate_size"),
     "qwen3_moe": ("num_experts", "moe_intermediate_size"),
     "gpt_oss": ("num_local_experts", "intermediate_size"),
+    "olmoe": ("num_experts", "intermediate_size"),
+    **dict.fromkeys(GRANITE_MIXTURES, ("num_local_experts", "intermediate_size")),
     "qwen3_next": ("num_experts", "moe_intermediate_size"),
     "qwen3_5_moe": ("num_experts", "moe_intermediate_size"),
 }

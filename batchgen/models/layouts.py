@@ -26,6 +26,7 @@ from batchgen.core.dtypes import (
     weight_row_bytes,
 )
 from batchgen.models.config import ModelConfig
+from batchgen.models.families import GRANITE_MIXTURES
 from batchgen.models.state_layers import DeltaNet
 
 Shape = tuple[int, ...]
@@ -59,7 +60,8 @@ def layer_layout(config: ModelConfig, layer: int, *, unfused: bool = False) -> L
     hidden = config.hidden_size
     inner = config.dense_size if layer in config.dense_layers else config.intermediate_size
     fused = config.family == "phi3" and not unfused
-    gate_up = {"gate_up": 2 * inner} if fused else {"gate": inner, "up": inner}
+    fused_mlp = fused or (config.family in GRANITE_MIXTURES and not unfused)
+    gate_up = {"gate_up": 2 * inner} if fused_mlp else {"gate": inner, "up": inner}
     before = config.norm_place != "outputs"
     layout = _norm(config, "input_norm") if before else {}
     layout |= _state_layout(config, unfused) if config.has_state(layer) else _attention_layout(config, layer, fused)
@@ -115,8 +117,11 @@ def _experts_layout(config: ModelConfig, unfused: bool) -> Layout:
     layout |= _linear("gate_up", gate_up, hidden, bias=biased)
     layout |= _linear("down", {f"experts.{e}.down": hidden for e in experts}, inner, bias=biased)
     if shared := config.shared_expert_size:
-        layout |= _linear("shared_gate", {"shared_gate": 1}, hidden, bias=False)
-        layout |= _linear("shared_gate_up", {"shared.gate": shared, "shared.up": shared}, hidden, bias=False)
+        if config.shared_gate:
+            layout |= _linear("shared_gate", {"shared_gate": 1}, hidden, bias=False)
+        fused = config.family in GRANITE_MIXTURES and not unfused
+        parts = {"shared.gate_up": 2 * shared} if fused else {"shared.gate": shared, "shared.up": shared}
+        layout |= _linear("shared_gate_up", parts, hidden, bias=False)
         layout |= _linear("shared_down", {"shared.down": hidden}, shared, bias=False)
     return layout
 

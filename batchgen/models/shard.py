@@ -100,6 +100,8 @@ class Shard:
             return tuple(count * whole.head_dim for count in heads)
         if stem == "gate_up":
             return (whole.intermediate_size,) * 2
+        if stem == "shared.gate_up":
+            return (whole.shared_expert_size,) * 2
         if part in ("experts.gate_up_proj", "experts.gate_up_proj_bias"):
             return (whole.intermediate_size,) * (2 * whole.num_experts)
         return (0,)

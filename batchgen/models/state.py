@@ -15,6 +15,11 @@ from batchgen.models.experts import Weights
 from batchgen.models.state_layers import DeltaNet
 from batchgen.ops import dispatch as ops
 
+# The factors of the convolution, a tensor of two dimensions that no other is multiplied with as a matrix.
+CONVOLUTION = "conv.weight"
+# Tensors of a state layer that `mix_state` takes.
+STATE_TENSORS = (CONVOLUTION, "conv.bias", "a_log", "dt_bias", "state_norm.weight")
+
 
 class StateViews(NamedTuple):
     """The states in the slots of one layer's pool, as tensors; slots may lie apart.

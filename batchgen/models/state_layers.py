@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from batchgen.core.direct_io import aligned
 from batchgen.core.dtypes import FORMAT_BYTES
 from batchgen.core.errors import InputError
 from batchgen.models.stated_numbers import require_positive
+from batchgen.ops.state_chunks import chunk_flops_per_token
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,11 @@ class DeltaNet:
         """Shape of the recurrent state of one sequence: (value heads, key_dim, value_dim)."""
         return self.value_heads, self.key_dim, self.value_dim
 
+    @property
+    def prefill_flops(self) -> int:
+        """FLOPs by which one token of a long prompt updates and reads the recurrent state."""
+        return chunk_flops_per_token(self.key_heads, self.value_heads, self.key_dim, self.value_dim)
+
 
 @dataclass(frozen=True)
 class ShortConv:
@@ -121,12 +128,15 @@ class ShortConv:
         """Shape of the recurrent state beside the convolution's inputs: there is none."""
         return 0, 0, 0
 
+    @property
+    def prefill_flops(self) -> int:
+        """FLOPs of a recurrence: there is none."""
+        return 0
+
 
 StateShape = DeltaNet | ShortConv
 # Formats that the matrix of a state may be stored in (`--state-dtype`).
 STATE_DTYPES = ("float32", "bfloat16")
-# Rows of a pool begin at multiples of so many bytes, a cache line.
-_ROW_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -155,6 +165,5 @@ class StateRow:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the row, a multiple of a cache line."""
-        size = self.matrix_bytes + math.prod(self.inputs_shape) * int(FORMAT_BYTES[self.compute_dtype])
-        return -(-size // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+        """Bytes of the row in every tier: whole units of direct I/O, so that rows go to disk as they lie."""
+        return aligned(self.matrix_bytes + math.prod(self.inputs_shape) * int(FORMAT_BYTES[self.compute_dtype]))

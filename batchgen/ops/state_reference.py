@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Tokens of a sequence whose updates are computed together, as matrix products.
-CHUNK = 64
+from batchgen.ops.state_chunks import CHUNK
+
 _NORM_EPS = 1e-6
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.ops.attention_plan import SequenceSlice, find_shared_groups
+from batchgen.planner.sizes import AttentionKind
 from batchgen.schedule.extents import runs_of
 from batchgen.schedule.micro_batches import placement_in_sweep
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
@@ -29,6 +31,25 @@ class Attended:
     contexts: tuple[int, ...] = ()
     chunks: tuple[tuple[int, int], ...] = ()
     shared: tuple[tuple[int, int], ...] = ()
+
+
+class StagedStates(NamedTuple):
+    """Numbers of sequences whose states pass through the staging buffer of the compute device.
+
+    Attributes:
+        host_in: Sequences of the host's pool with a state to bring: all but those that begin.
+        host_out: Sequences of the host's pool, whose new state goes back.
+        disk_in: Sequences on disk with a state to bring.
+        disk_out: Sequences on disk.
+    """
+
+    host_in: int = 0
+    host_out: int = 0
+    disk_in: int = 0
+    disk_out: int = 0
+
+
+_NO_STATES = StagedStates()
 
 
 @dataclass(frozen=True)
@@ -52,6 +73,7 @@ class BatchLoad:
         disk_writes: (KV blocks, runs of neighbouring blocks) that are written to disk.
         disk_blocks: Number of KV blocks, old and new, of sequences on disk, all of which pass through the staging
             buffer.
+        states: Sequences whose KV or state passes through the staging buffer.
         hidden_on_host: Whether activations wait in host memory between layers.
     """
 
@@ -66,6 +88,7 @@ class BatchLoad:
     disk_reads: tuple[int, int] = (0, 0)
     disk_writes: tuple[int, int] = (0, 0)
     disk_blocks: int = 0
+    states: StagedStates = _NO_STATES
     hidden_on_host: bool = False
 
     @property
@@ -86,9 +109,9 @@ class BatchLoad:
         """Sequences that begin a token in the sweep, and leave it in the first layer."""
         return len(self.contexts_of(KVPlacement.DEFERRED))
 
-    def attended_in(self, window: int | None) -> dict[KVPlacement, Attended]:
-        """Attention of the sequences of each placement in layers with such a window; None: without one."""
-        return self.attended if window is None else self.windowed
+    def attended_by(self, kind: AttentionKind | None) -> dict[KVPlacement, Attended]:
+        """Attention of the sequences of each placement in a layer of a kind; None: in a state layer."""
+        return self.attended if kind is None or kind.windows[0][0] is None else self.windowed
 
     def contexts_of(self, placement: KVPlacement) -> tuple[int, ...]:
         """Keys that each sequence with a single new token and this placement sees."""
@@ -144,8 +167,13 @@ def load_of(
         disk_reads=(sum(count for _, count in reads), len(reads)),
         disk_writes=(sum(count for _, count in writes), len(writes)),
         disk_blocks=blocks,
+        states=StagedStates(_begun(on_host), len(on_host), _begun(on_disk), len(on_disk)),
         hidden_on_host=hidden_on_host,
     )
+
+
+def _begun(members: Sequence[ScheduledSequence]) -> int:
+    return sum(s.sequence.num_computed > 0 for s in members)
 
 
 def _on_disk(scheduled: ScheduledSequence) -> bool:

@@ -12,7 +12,7 @@ from batchgen.planner.costs import (
     moved_bytes,
     phase_decode_attention_s,
     prompt_compute_s,
-    streamed_kv_bytes,
+    streamed_bytes,
     sweep_overhead_s,
 )
 from batchgen.planner.linear import number
@@ -37,7 +37,7 @@ def lower_bound_s(s: CostInputs, phases: tuple[Phase, ...]) -> float:
     is away: KV, as far as there is any, or weights.
     """
     layers = s.model.num_layers
-    weights, kv = s.layer_bytes * layers, s.max_num_seqs * s.seq_kv_bytes
+    weights, kv = s.layer_bytes * layers, s.max_num_seqs * (s.seq_kv_bytes + s.seq_state_bytes)
     free = {tier: s.budgets[tier] - number(taken) for tier, taken in peak_bytes(s, _NOTHING).items()}
     if min(free.values()) < 0:
         return math.inf
@@ -66,13 +66,13 @@ def _gpu_layer_s(s: CostInputs, phase: Phase, compute_s: float, attention_s: flo
         phase: The sweep.
         compute_s: Seconds of one layer's computation but for decode attention.
         attention_s: Seconds of one layer's decode attention on the GPU.
-        kv: Bytes of KV of all layers.
-        off_gpu: Bytes of weights and KV of all layers that the GPU cannot hold.
+        kv: Bytes of KV and states of all layers.
+        off_gpu: Bytes of weights, KV and states of all layers that the GPU cannot hold.
     """
     layers, h2d = s.model.num_layers, known(s.hardware.h2d_bytes_per_s)
     # Weights count in full in every sweep, KV as far as it is filled.
     weights_off_gpu = max(0.0, off_gpu - kv) / layers
-    streamed = streamed_kv_bytes(s, phase)
+    streamed = streamed_bytes(s, phase)
     filled = min(1.0, streamed * layers / kv) if kv else 0.0
     moved = weights_off_gpu + filled * min(kv, off_gpu) / layers
     weights_s = weights_off_gpu / h2d
@@ -97,7 +97,7 @@ def _disk_s(s: CostInputs, phase: Phase, on_disk: float, skipped: float) -> floa
     Args:
         s: The inputs of the cost model.
         phase: The sweep.
-        on_disk: Bytes of weights and KV of all layers that must be on disk.
+        on_disk: Bytes of weights, KV and states of all layers that must be on disk.
         skipped: The part of the experts that need not be read.
     """
     if not on_disk:
@@ -109,7 +109,7 @@ def _disk_s(s: CostInputs, phase: Phase, on_disk: float, skipped: float) -> floa
     # Each: bytes, and the seconds that all of them would take.
     weights = ((s.layer_bytes - s.all_expert_bytes, 1.0), (s.all_expert_bytes, 1 - skipped))
     items = [(size * layers, transfer_s(read * size, hardware.disk_read_bytes_per_s)) for size, read in weights]
-    items.append((s.max_num_seqs * s.seq_kv_bytes, read_s + written_s))
+    items.append((s.max_num_seqs * (s.seq_kv_bytes + s.seq_state_bytes), read_s + written_s))
     seconds = 0.0
     for size, whole_s in sorted((item for item in items if item[0]), key=lambda item: item[1] / item[0]):
         seconds += whole_s * min(1.0, on_disk / size)

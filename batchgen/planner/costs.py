@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import singledispatch
+from typing import NamedTuple
 
 from batchgen.core.dtypes import INT8, NATIVE_FORMATS
 from batchgen.core.hardware import ComputeRates, known
@@ -41,6 +42,8 @@ from batchgen.planner.step_seconds import (
     query_bytes,
     sampling_s,
     schedule_s,
+    state_prefill_s,
+    state_update_s,
     transfer_s,
 )
 
@@ -112,11 +115,12 @@ def _mean(s: CostInputs, of_kind: Callable[[AttentionKind], float]) -> float:
 
 def phase_prefill_attention_s(s: CostInputs, phase: Phase) -> float:
     """Seconds of one layer's attention of new prompts to themselves, without a prefix that they share."""
+    states_s = s.states_frac * state_prefill_s(s, phase.prefill_tokens, s.workload.computed_prompt_len)
     if phase.prefill_seqs == 0:
-        return 0.0
+        return states_s
     prompt = s.workload.prompt_len
     mean_square = max(1.0, prompt.mean_square - (prompt.mean**2 - s.workload.computed_prompt_len**2))
-    return _mean(s, lambda kind: prefill_attention_s(s, kind, phase.prefill_seqs, mean_square))
+    return states_s + _mean(s, lambda kind: prefill_attention_s(s, kind, phase.prefill_seqs, mean_square))
 
 
 def phase_prefix_attention_s(s: CostInputs, phase: Phase) -> float:
@@ -146,9 +150,10 @@ def decode_kv_bytes(s: CostInputs, phase: Phase) -> float:
 
 
 def phase_decode_attention_s(s: CostInputs, phase: Phase, device: ComputeRates) -> float:
-    """Seconds of one layer's decode attention in one sweep if all of the block were on the device."""
+    """Seconds of one layer's decode attention, or updates of states, in one sweep if the block were on the device."""
     seqs, batches = phase.decode_seqs, s.num_gpu_batches
-    return _mean(s, lambda kind: decode_attention_s(s, kind, seqs, _keys(s, phase, kind), device, batches))
+    attention_s = _mean(s, lambda kind: decode_attention_s(s, kind, seqs, _keys(s, phase, kind), device, batches))
+    return attention_s + s.states_frac * state_update_s(s, seqs, device, batches)
 
 
 def _attended_in_layer(s: CostInputs, phase: Phase) -> Phase:
@@ -204,28 +209,70 @@ def streamed_kv_bytes(s: CostInputs, phase: Phase) -> float:
     return s.kv_bytes_of_tokens(tokens, windowed) / s.model.num_layers
 
 
-def _disk_bytes(s: CostInputs, phase: Phase) -> tuple[float, float]:
-    """Bytes (read, written) of one layer if all sequences were on disk: whole blocks.
+def _prompt_states(s: CostInputs, phase: Phase) -> tuple[float, float]:
+    """States of one sweep's prompts that (come to the compute device, leave it) if those of all were elsewhere.
 
-    Every token rewrites its sequence's last block, prompts are written once, and share nothing.
+    A state leaves with every part of its prompt, and comes with every part but the first.
+    """
+    if not s.model.state or not phase.prefill_tokens:
+        return 0.0, 0.0
+    parts = max(1.0, phase.prefill_seqs)
+    return parts - phase.prefill_seqs, parts
+
+
+def streamed_bytes(s: CostInputs, phase: Phase) -> float:
+    """Bytes of one layer's history and states that come to the compute device if all sequences were `streamed`."""
+    states = phase.decode_seqs + _prompt_states(s, phase)[0]
+    return streamed_kv_bytes(s, phase) + states * s.layer_state_bytes
+
+
+def decode_state_bytes(s: CostInputs, phase: Phase) -> float:
+    """Bytes of states that one layer's decoding sequences read and write."""
+    return 2 * phase.decode_seqs * s.layer_state_bytes
+
+
+class _DiskBytes(NamedTuple):
+    """Bytes of one layer if all sequences were on disk, each (read, written).
+
+    Attributes:
+        on_disk: Bytes of the disk: whole blocks.
+        copied: Bytes of the links to an accelerator: the padding of blocks stays in host memory.
+    """
+
+    on_disk: tuple[float, float]
+    copied: tuple[float, float]
+
+
+def _disk_bytes(s: CostInputs, phase: Phase) -> _DiskBytes:
+    """Bytes of one layer if all sequences were on disk.
+
+    Every token rewrites its sequence's last block, prompts are written once, and share nothing. States move whole.
     """
     prompts = phase.prefill_tokens + phase.prefill_seqs * (s.workload.shared_prefix_len + (s.kv_block_size - 1) / 2)
     read = phase.decode_seqs * _history_tokens(s, phase) / s.kv_block_size
-    return read * s.disk_block_bytes, (phase.decode_seqs + prompts / s.kv_block_size) * s.disk_block_bytes
+    written = phase.decode_seqs + prompts / s.kv_block_size
+    states_in, states_out = ((phase.decode_seqs + n) * s.layer_state_bytes for n in _prompt_states(s, phase))
+    on_disk, copied = (
+        (read * block + states_in, written * block + states_out) for block in (s.disk_block_bytes, s.kv_block_bytes)
+    )
+    return _DiskBytes(on_disk, copied)
 
 
 def moved_bytes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]:
     """Bytes of one layer over each transfer lane: FlexGen's ctog, gtoc, dtoc and ctod, prefill and decode together.
 
     Changed: CPU attention takes queries, keys and values of its sequences out and results back (FlexGen counts these
-    with the activations); KV of streamed sequences comes over the bus; KV on disk moves in whole blocks; experts may be
-    left out that no token is routed to.
+    with the activations); KV of streamed sequences comes over the bus; KV on disk moves in whole blocks; states of
+    sequences that are elsewhere come and go whole; experts may be left out that no token is routed to.
     """
     deferred_rows = s.deferral.rows / s.workload.num_seqs if s.deferral else 0.0
-    kv_deferred = phase.prefill_tokens * s.kv_token_bytes * deferred_rows
-    kv_prefilled = phase.prefill_tokens * s.kv_token_bytes - kv_deferred
-    kv_new = kv_prefilled + phase.decode_seqs * s.kv_token_bytes
-    from_disk, to_disk = _disk_bytes(s, phase)
+    states_in, states_out = (states * s.layer_state_bytes for states in _prompt_states(s, phase))
+    of_prompts = phase.prefill_tokens * s.kv_token_bytes + states_out
+    kv_deferred = of_prompts * deferred_rows
+    kv_prefilled = of_prompts - kv_deferred
+    kv_new = kv_prefilled + phase.decode_seqs * (s.kv_token_bytes + s.layer_state_bytes)
+    disk_bytes = _disk_bytes(s, phase)
+    from_disk, to_disk = disk_bytes.on_disk
     skipped = experts_skipped_frac(s, phase) if reads_on_demand(s, phase) else 0.0
     weights_read = at.w_disk * s.layer_bytes - at.experts_disk * (skipped * s.all_expert_bytes)
     disk = {"disk_read": weights_read + at.kv_disk * from_disk, "disk_write": at.kv_disk * to_disk}
@@ -233,13 +280,15 @@ def moved_bytes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
         return disk
     activations = at.act_cpu * (phase.tokens * s.hidden_bytes)
     delegated_out = phase.decode_seqs * attention_input_bytes(s) + kv_prefilled
-    h2d = at.w_streamed * s.layer_bytes + at.kv_streamed * streamed_kv_bytes(s, phase) + activations
+    h2d = at.w_streamed * s.layer_bytes + at.kv_streamed * streamed_bytes(s, phase) + activations
+    if states_in:
+        h2d += at.kv_cpu * states_in + states_in * deferred_rows
     # What the last layer makes stays where the head is computed.
     d2h = at.kv_cpu * delegated_out + at.kv_streamed * kv_new + activations * (1 - 1 / s.model.num_layers)
     d2h += phase.deferred_tokens * attention_input_bytes(s) + kv_deferred
     h2d += phase.deferred_tokens * query_bytes(s)
-    h2d += at.kv_disk * (from_disk * s.disk_page_frac)  # the padding of blocks on disk stays in host memory
-    d2h += at.kv_disk * (to_disk * s.disk_page_frac)
+    h2d += at.kv_disk * disk_bytes.copied[0]
+    d2h += at.kv_disk * disk_bytes.copied[1]
     return {"h2d": h2d + at.kv_cpu * (phase.decode_seqs * query_bytes(s)), "d2h": d2h} | disk
 
 
@@ -250,9 +299,10 @@ def _requests(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]:
     micro-batches' data, in proportion to what is where, though a tenth of the sequences are copied as often as all of
     them: else it would not be linear.
     """
+    keeping = len(s.model.kv_layers) / s.model.num_layers + s.states_frac  # layers that keep anything of a sequence
     requests: dict[str, Linear] = {
-        "disk_read": at.kv_disk * phase.decode_seqs,
-        "disk_write": at.kv_disk * (phase.decode_seqs + phase.prefill_seqs),
+        "disk_read": at.kv_disk * (phase.decode_seqs * keeping),
+        "disk_write": at.kv_disk * ((phase.decode_seqs + phase.prefill_seqs) * keeping),
     }
     if not s.on_gpu or not s.hardware.link_overhead_s:
         return requests
@@ -349,10 +399,11 @@ def _add_gpu_lanes(
 def _dram_bytes(s: CostInputs, phase: Phase, at: Placement, moved: Mapping[str, Linear]) -> Linear:
     """Bytes that enter or leave host memory for one layer of one sweep."""
     on_disk = moved["disk_read"] + moved["disk_write"]
-    kv_read = decode_kv_bytes(s, phase)
+    kv_read = decode_kv_bytes(s, phase) + decode_state_bytes(s, phase)
     if s.on_gpu:
         crossing = moved["h2d"] + moved["d2h"] + on_disk + at.kv_cpu * kv_read
-        return crossing + decode_kv_bytes(s, _attended_in_layer(s, phase))
+        deferred = _attended_in_layer(s, phase)
+        return crossing + (decode_kv_bytes(s, deferred) + decode_state_bytes(s, deferred))
     weights = s.layer_bytes if s.weight_format in (INT8, *NATIVE_FORMATS) else s.dequantized_layer_bytes
     return on_disk + (weights * (1 - experts_frac(s.model) * experts_skipped_frac(s, phase)) + kv_read)
 
@@ -409,11 +460,10 @@ def _chains(
     h2d, d2h = known(s.hardware.h2d_bytes_per_s), known(s.hardware.d2h_bytes_per_s)
     batches, layer_s = s.num_gpu_batches, s.layer_bytes / h2d
     hidden = phase.tokens * s.hidden_bytes
-    results = phase.decode_seqs * query_bytes(s)
     copied: Linear = 0.0  # seconds of each micro-batch's copies beside their bytes
     if s.hardware.link_overhead_s and phase.decode_seqs:
         copied = at.kv_cpu * ((COPIES_SENT + 1) * s.hardware.link_overhead_s)
-    sent_s = results * (1 / d2h + 1 / h2d) + phase.decode_seqs * s.kv_token_bytes / d2h
+    sent_s = phase.decode_seqs * (attention_input_bytes(s) / d2h + query_bytes(s) / h2d)
     delegated = attention + at.kv_cpu * sent_s
     weights = at.w_streamed * layer_s
 
@@ -443,8 +493,7 @@ def _chains(
         chains["chain_first"] = first + dequantize_s(s) + share * delegated + copied
         chains["chain_second"] = second + (1 - share) * delegated + copied
     elif phase.decode_seqs:
-        from_disk = _disk_bytes(s, phase)[0] * s.disk_page_frac
-        staged = at.kv_streamed * streamed_kv_bytes(s, phase) + at.kv_disk * from_disk
+        staged = at.kv_streamed * streamed_bytes(s, phase) + at.kv_disk * _disk_bytes(s, phase).copied[0]
         staged = staged * (1 / batches / h2d)
         chains["chain_kv"] = weights + staged + before * (1 - 1 / batches) + only_if(at.stages)
     return chains

@@ -89,5 +89,7 @@ def _most_deferred(problem: Problem, base: Candidate) -> int:
     idle_s = slowest_s(lanes) - number(lanes.get("cores", lanes["cpu_attention"]))
     seq_s = phase_decode_attention_s(s, steady, s.hardware.cpu) / steady.decode_seqs
     in_time = _DEFERRED_FRAC * s.model.num_layers * idle_s / seq_s
-    in_memory = (s.budgets["cpu"] - number(peak_bytes(s, at)["cpu"])) / (s.seq_kv_bytes + 2 * query_bytes(s))
+    in_memory = (s.budgets["cpu"] - number(peak_bytes(s, at)["cpu"])) / (
+        s.seq_kv_bytes + s.seq_state_bytes + 2 * query_bytes(s)
+    )
     return max(0, int(min(in_time, in_memory, problem.most_seqs - s.max_num_seqs)))

@@ -19,7 +19,7 @@ from batchgen.core.plan import PINNED_BYTES, VOCABULARY_CHUNKS, MemoryPlan, Poli
 from batchgen.models.config import ModelConfig
 from batchgen.planner.kv_memory import Demand, kv_pools
 from batchgen.planner.linear import Linear, number, total
-from batchgen.planner.placement import WHOLE_NUMBERS, Placement, staging_blocks
+from batchgen.planner.placement import WHOLE_NUMBERS, Placement, passing_seqs, staging_blocks, staging_states
 from batchgen.planner.problem import CostInputs
 from batchgen.planner.sizes import (
     DEVICE_WORKSPACE_BYTES,
@@ -29,11 +29,15 @@ from batchgen.planner.sizes import (
     activation_bytes,
     coded_bytes,
     deferred_bytes,
+    exchanged_values,
     group_bytes_of_layers,
     planned_logit_rows,
     sent_bytes,
 )
 from batchgen.schedule.step_graph import EXCHANGE_SLOTS, HEAD_SLOTS, HIDDEN_SLOTS, KV_SLOTS, WEIGHT_SLOTS
+
+# Snapshots of states, of which there are one and one more for so many sequences.
+SEQS_PER_SNAPSHOT = 32
 
 
 class Item(NamedTuple):
@@ -70,6 +74,9 @@ class Held:
         staged_blocks: KV blocks of one staging buffer of the compute device.
         passing_bytes: accelerator's memory beside the links, for KV that does not lie as it is copied.
         disk_blocks: KV blocks of one host buffer for KV from or to disk.
+        state_slots: tier -> state slots; empty where there are no states.
+        staged_states: state rows of one staging buffer of the compute device.
+        disk_states: state rows of one host buffer for states from or to disk.
     """
 
     on_gpu: bool
@@ -89,6 +96,9 @@ class Held:
     staged_blocks: Linear
     passing_bytes: Linear
     disk_blocks: Linear
+    state_slots: Mapping[str, Linear]
+    staged_states: Linear
+    disk_states: Linear
 
 
 def fixed_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
@@ -106,6 +116,13 @@ def fixed_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
         yield Item("gpu", "KV in transit", held.passing_bytes)
     if held.on_gpu or s.pads_blocks:
         yield Item("cpu", "KV in transit", held.disk_blocks * (2 * KV_SLOTS * aligned(s.slot_block_bytes)))
+    if s.model.state is None:
+        return
+    for tier, slots in held.state_slots.items():
+        yield Item(tier, "state", slots * s.seq_state_bytes)
+    yield Item(device, "state in transit", held.staged_states * (KV_SLOTS * s.state_row_bytes))
+    if held.on_gpu:
+        yield Item("cpu", "state in transit", held.disk_states * (2 * KV_SLOTS * s.state_row_bytes))
 
 
 def _weight_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
@@ -146,11 +163,12 @@ def _activation_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
     yield Item("gpu", "activations", held.act_gpu * waiting, "compute")
     yield Item("gpu", "activations", held.acts_wait * (HIDDEN_SLOTS * waiting))
     yield Item("gpu", "activations", held.delegates * sent_bytes(model, element, batches.batch_seqs), "d2h")
-    exchanged = batches.batch_seqs * (model.widest_projected + model.widest_mixed) * element
+    exchanged = batches.batch_seqs * exchanged_values(model, kv=True) * element
     yield Item("cpu", "activations", WORKSPACE_BYTES + PINNED_BYTES)
     yield Item("cpu", "activations", held.act_cpu * waiting + held.delegates * (EXCHANGE_SLOTS * exchanged))
     if held.deferred_seqs:
-        yield Item("cpu", "activations", 2 * held.deferred_seqs * model.widest_mixed * element)  # queries and results
+        waits = held.deferred_seqs * exchanged_values(model, kv=False) * element
+        yield Item("cpu", "activations", waits)
         yield Item("gpu", "activations", deferred_bytes(model, element, held.deferred_seqs), "compute")
 
 
@@ -204,7 +222,30 @@ def _held_by_placement(s: CostInputs, at: Placement) -> Held:
         staged_blocks=at.staged_blocks,
         passing_bytes=2 * passing_bytes(aligned(s.slot_block_bytes)),
         disk_blocks=at.disk_blocks,
+        state_slots=state_slots(_seqs_by_tier(s, at), s.share_prefixes) if s.model.state else {},
+        staged_states=at.staged_states,
+        disk_states=at.disk_states,
     )
+
+
+def _seqs_by_tier(s: CostInputs, at: Placement) -> dict[str, Linear]:
+    """Sequences in flight by the tier of their KV."""
+    on_gpu: dict[str, Linear] = {"gpu": at.kv_gpu * s.swept_seqs} if s.on_gpu else {}
+    on_host = (at.kv_cpu + at.kv_streamed) * s.swept_seqs + s.deferred_seqs
+    return on_gpu | {"cpu": on_host, "disk": at.kv_disk * s.swept_seqs}
+
+
+def state_slots(seqs: Mapping[str, Linear], share_prefixes: bool) -> dict[str, Linear]:
+    """State slots of each tier: one for each sequence, and in memory some for snapshots where prefixes are shared.
+
+    Args:
+        seqs: tier -> sequences in flight.
+        share_prefixes: `Policy.share_prefixes`.
+    """
+    return {
+        tier: count + (count * (1 / SEQS_PER_SNAPSHOT) + 1 if share_prefixes and tier != "disk" else 0)
+        for tier, count in seqs.items()
+    }
 
 
 def placement_bytes(s: CostInputs, at: Placement) -> dict[str, dict[str, float]]:
@@ -215,10 +256,12 @@ def placement_bytes(s: CostInputs, at: Placement) -> dict[str, dict[str, float]]
         if item.part == "weights":
             weights[item.tier].append(item.size)
     kv, waiting = kv_bytes(s, at), _waiting_bytes(s, s)
-    fractions = {"gpu": at.kv_gpu, "cpu": at.kv_cpu + at.kv_streamed + s.deferred_seqs, "disk": at.kv_disk}
+    seqs = _seqs_by_tier(s, at)
+    states = {tier: slots * s.seq_state_bytes for tier, slots in held.state_slots.items()}
     return {
         "weights": {tier: number(total(sizes)) for tier, sizes in weights.items()},
-        "KV": {tier: number(kv[tier]) if fraction else 0.0 for tier, fraction in fractions.items()},
+        "KV": {tier: number(kv[tier]) if seqs.get(tier) else 0.0 for tier in TIERS},
+        **({"state": {tier: number(states[tier]) if seqs.get(tier) else 0.0 for tier in TIERS}} if states else {}),
         "activations": {"gpu": number(held.act_gpu * waiting), "cpu": number(held.act_cpu * waiting), "disk": 0.0},
     }
 
@@ -256,7 +299,14 @@ def plan_memory(
     Raises:
         InputError: a budget is too small; the message names the smallest that would do.
     """
-    sizes = Sizes(config, dtype, policy.weight_format, policy.kv_format, policy.kv_block_size)
+    sizes = Sizes(
+        config,
+        dtype,
+        policy.weight_format,
+        policy.kv_format,
+        policy.kv_block_size,
+        state_dtype=policy.state_dtype,
+    )
     held = _held_by_policy(sizes, policy, demand, on_gpu="gpu" in budgets, process_bytes=process_bytes)
     parts: dict[str, dict[str, int]] = {tier: {} for tier in TIERS if tier in budgets}
     parts["cpu"]["process"] = 0  # shown even where nothing is known of it
@@ -282,6 +332,8 @@ def plan_memory(
         ),
         window=pools.window,
         window_blocks=pools.window_blocks,
+        state_slots={tier: int(number(slots)) for tier, slots in held.state_slots.items()},
+        staging_states=int(number(held.staged_states)),
         stream_bytes=streams if held.on_gpu and not policy.all_on_gpu else {},
     )
 
@@ -302,7 +354,15 @@ def _held_by_policy(s: Sizes, policy: Policy, demand: Demand, *, on_gpu: bool, p
     in_sweep = [(KVPlacement(name).in_sweep("gpu" if on_gpu else "cpu", True), count) for name, count in seqs.items()]
     passing = [count for placement, count in in_sweep if placement is KVPlacement.STREAMED]
     attended = any(count for placement, count in in_sweep if placement in (KVPlacement.CPU, KVPlacement.DEFERRED))
-    staged_blocks = int(number(staging_blocks(s, policy, longest_blocks, passing, int(attended), WHOLE_NUMBERS)))
+    staged_seqs = passing_seqs(policy, passing, int(attended), WHOLE_NUMBERS)
+    staged_blocks = int(number(staging_blocks(s, policy, longest_blocks, staged_seqs, int(attended))))
+    staged_states = int(number(staging_states(s, policy, staged_seqs, int(attended))))
+    in_tiers: dict[str, int] = {}
+    for name, count in seqs.items():
+        if count and s.model.state:
+            tier = KVPlacement(name).tier
+            in_tiers[tier] = in_tiers.get(tier, 0) + count
+    slots = {tier: int(number(count)) for tier, count in state_slots(in_tiers, policy.share_prefixes).items()}
     links = 2 if seqs.get("disk") and s.pads_blocks else 1
     return Held(
         on_gpu=on_gpu,
@@ -322,4 +382,7 @@ def _held_by_policy(s: Sizes, policy: Policy, demand: Demand, *, on_gpu: bool, p
         staged_blocks=staged_blocks,
         passing_bytes=links * passing_bytes(aligned(s.slot_block_bytes), staged_blocks) if staged_blocks else 0,
         disk_blocks=staged_blocks if seqs.get("disk") else 0,
+        state_slots=slots,
+        staged_states=staged_states,
+        disk_states=staged_states if seqs.get("disk") else 0,
     )

@@ -16,6 +16,9 @@ from batchgen.planner.linear import Linear, number, total
 from batchgen.planner.problem import CostInputs
 from batchgen.planner.sizes import Batches, Sizes
 
+# A micro-batch with shorter prompts of sequences that the CPU attends to may be cut, for their states to be staged.
+_PROMPT_TOKENS = 64
+
 Value = TypeVar("Value", bound=Linear)
 
 
@@ -31,6 +34,7 @@ class Placement:
         streamed_peak, disk_peak: the largest fraction of any one layer that is not on the GPU, or is on disk.
         staged_blocks: KV blocks of one buffer on the compute device, for sequences that live elsewhere.
         disk_blocks: KV blocks of one buffer in host memory, for KV from and to disk.
+        staged_states, disk_states: state rows of the same buffers, of a model with state layers.
         delegates: 1 if the CPU attends to any sequence for a GPU.
         acts_wait: 1 if the activations of any micro-batch wait in host memory.
         stages: 1 if KV of any sequence comes to the GPU for its attention.
@@ -53,6 +57,8 @@ class Placement:
     disk_peak: Linear
     staged_blocks: Linear = 0
     disk_blocks: Linear = 0
+    staged_states: Linear = 0
+    disk_states: Linear = 0
     delegates: Linear = 0
     acts_wait: Linear = 0
     stages: Linear = 0
@@ -177,44 +183,72 @@ def _buffers(s: CostInputs, kv: Mapping[str, Linear], batches_on_host: Linear, r
     staged_seqs = [kv["streamed"], kv["disk"]] if s.on_gpu else [kv["disk"]]
     delegates = rounding.any([kv["cpu"]], s.max_num_seqs) if s.on_gpu else 0
     attended = 1 if s.deferred_seqs else delegates
-    staged = staging_blocks(s, s, s.longest_blocks, staged_seqs, attended, rounding)
+    passing = passing_seqs(s, staged_seqs, attended, rounding)
+    staged = staging_blocks(s, s, s.longest_blocks, passing, attended)
+    states = staging_states(s, s, passing, attended)
     if not s.on_gpu:
-        disk = staged
+        disk, disk_states = staged, states
     else:
-        highest = s.batch_seqs * s.longest_blocks + _prompt_blocks(s, s)
-        lowest = kv["disk"] * (s.longest_blocks / s.equal_parts)
-        disk = rounding.if_any([kv["disk"]], s.max_num_seqs, staged, highest, lowest)
+        lowest = kv["disk"] * (1 / s.equal_parts)
+
+        def on_disk(size: Linear, highest: float, of_seq: int) -> Linear:
+            return rounding.if_any([kv["disk"]], s.max_num_seqs, size, highest, lowest * of_seq)
+
+        disk = on_disk(staged, s.batch_seqs * s.longest_blocks + _prompt_blocks(s, s), s.longest_blocks)
+        disk_states = on_disk(states, s.batch_seqs + _prompt_states(s), 1) if s.model.state else 0
     return {
         "staged_blocks": staged,
         "disk_blocks": disk,
+        "staged_states": states,
+        "disk_states": disk_states,
         "delegates": delegates,
         "acts_wait": rounding.any([batches_on_host], s.num_gpu_batches) if s.on_gpu else 0,
         "stages": rounding.any(staged_seqs, s.max_num_seqs) if s.on_gpu and s.num_gpu_batches > 1 else 0,
     }
 
 
-def staging_blocks(
-    s: Sizes,
-    batches: Batches,
-    longest_blocks: int,
-    staged_seqs: Sequence[Linear],
-    attended: Linear,
-    rounding: Rounding,
-) -> Linear:
-    """KV blocks of one staging buffer: a micro-batch's part of what passes through it, at its longest.
+def passing_seqs(batches: Batches, staged_seqs: Sequence[Linear], attended: Linear, rounding: Rounding) -> Linear:
+    """Sequences that pass through one staging buffer: a micro-batch's part, and one where the CPU attends to any.
+
+    Args:
+        batches: numbers of sequences and tokens in flight.
+        staged_seqs: sequences in flight, by KV placement, whose KV passes through in every sweep.
+        attended: 1 if the CPU attends to any sequence for the GPU.
+        rounding: operations of numbers or of unknowns.
+    """
+    return rounding.least(batches.batch_seqs, (total(staged_seqs), batches.equal_parts), (attended, 1))
+
+
+def staging_blocks(s: Sizes, batches: Batches, longest_blocks: int, passing: Linear, attended: Linear) -> Linear:
+    """KV blocks of one staging buffer.
 
     Args:
         s: sizes of the model.
         batches: numbers of sequences and tokens in flight.
         longest_blocks: KV blocks of the longest sequence.
-        staged_seqs: sequences in flight, by KV placement, whose KV passes through in every sweep.
+        passing: result of `passing_seqs`.
         attended: 1 if the CPU attends to any sequence for the GPU: its prompt passes through once.
-        rounding: operations of numbers or of unknowns.
     """
-    passing = rounding.least(batches.batch_seqs, (total(staged_seqs), batches.equal_parts), (attended, 1))
     return passing * longest_blocks + attended * _prompt_blocks(s, batches)
+
+
+def staging_states(s: Sizes, batches: Batches, passing: Linear, attended: Linear) -> Linear:
+    """State rows of one staging buffer; 0 where the model has no state layers.
+
+    Args:
+        s: sizes of the model.
+        batches: numbers of sequences and tokens in flight.
+        passing: result of `passing_seqs`.
+        attended: 1 if the CPU attends to any sequence for the GPU: the state of its prompt passes through.
+    """
+    return passing + attended * _prompt_states(batches) if s.model.state else 0
 
 
 def _prompt_blocks(s: Sizes, batches: Batches) -> int:
     """KV blocks of a staging buffer for the prompts of sequences that the CPU attends to."""
     return s.kv_blocks(batches.batch_tokens) + min(batches.batch_seqs, batches.batch_tokens)
+
+
+def _prompt_states(batches: Batches) -> int:
+    """State rows of a staging buffer for the prompts of sequences that the CPU attends to."""
+    return min(batches.batch_seqs, -(-batches.batch_tokens // _PROMPT_TOKENS))

@@ -54,6 +54,7 @@ class CostInputs(Sizes):
         longest_tokens: tokens of a sequence that staging buffers must hold; None: those of the workload's longest.
         deferral: sequences in flight whose attention is deferred; None: there are none.
         balance: division of sweeps into unequal micro-batches; None: they are equal.
+        share_prefixes: field of `core.plan.Policy`.
     """
 
     hardware: HardwareProfile
@@ -69,6 +70,7 @@ class CostInputs(Sizes):
     deferral: Deferral | None = None
     balance: Balance | None = None
     on_demand_tokens: int = 0
+    share_prefixes: bool = True
 
     @property
     def deferred_seqs(self) -> int:
@@ -219,6 +221,7 @@ class Problem:
         compute_format: The dtype that is computed in.
         weight_formats: Formats that weights may have.
         kv_formats: Formats that KV may have.
+        state_dtype: Format of the matrices of state layers.
         admissions: Kinds of admission that the plan may have.
         make_inputs: Makes the inputs of the cost model: `CostInputs`, or a subclass for another runtime than this one.
         allowed: Tiers and KV placements that the plan may use.
@@ -261,6 +264,7 @@ class Problem:
     kv_block_size: int = DEFAULT_KV_BLOCK_SIZE
     process_bytes: int = 0
     longest_tokens: int | None = None
+    state_dtype: str = "float32"
     sharing: int = 1
     offers_int4: bool = True
     model_name: str = ""

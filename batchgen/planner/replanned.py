@@ -15,7 +15,16 @@ from batchgen.planner.problem import Problem
 
 # Names of `HardwareProfile.scaled` that make a lane faster.
 _RATES = {
-    "compute": ("gemm", "prefill_attention", "shared_attention", "decode_attention", "elementwise", "expand"),
+    "compute": (
+        "gemm",
+        "prefill_attention",
+        "shared_attention",
+        "decode_attention",
+        "state_update",
+        "state_prefill",
+        "elementwise",
+        "expand",
+    ),
     "cpu_attention": ("cpu_decode_attention",),
     "h2d": ("h2d_bytes_per_s",),
     "d2h": ("d2h_bytes_per_s",),

@@ -42,6 +42,8 @@ def search_space(problem: Problem) -> Iterator[tuple[CostInputs, tuple[Phase, ..
                         budgets=problem.budgets,
                         process_bytes=problem.process_bytes,
                         longest_tokens=problem.longest_tokens,
+                        state_dtype=problem.state_dtype,
+                        share_prefixes=problem.share_prefixes,
                     )
                     if _supported(inputs):
                         yield inputs, phases

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple, Protocol
 
@@ -13,6 +13,7 @@ from batchgen.core.direct_io import ALIGNMENT, aligned
 from batchgen.core.dtypes import FORMAT_BYTES, INT8, MIXED, KVFormat, weight_format_of
 from batchgen.models.config import AttentionShape, ModelConfig
 from batchgen.models.layouts import end_bytes, layer_sizes, main_format, output_format, output_row_bytes
+from batchgen.models.state_layers import StateRow
 from batchgen.models.store.layout import layer_groups
 from batchgen.planner.kv_memory import kv_block_bytes
 
@@ -59,6 +60,7 @@ class Sizes:
     Attributes:
         compute_format, weight_format, kv_format: dtypes of computation, of stored weights and of stored KV.
         kv_block_size: tokens of a KV block.
+        state_dtype: format of the matrices of state layers.
     """
 
     model: ModelConfig
@@ -66,6 +68,7 @@ class Sizes:
     weight_format: str
     kv_format: str
     kv_block_size: int
+    state_dtype: str = field(default="float32", kw_only=True)
 
     @property
     def element_bytes(self) -> float:
@@ -175,11 +178,6 @@ class Sizes:
         return max(self.layer_block_bytes)
 
     @property
-    def disk_page_frac(self) -> float:
-        """The part of a KV block's bytes on disk that is KV, and no padding."""
-        return self.kv_block_bytes / self.disk_block_bytes if self.disk_block_bytes else 0.0
-
-    @property
     def pads_blocks(self) -> bool:
         """True if KV blocks on disk are larger than in memory."""
         return any(size % ALIGNMENT for size in self.layer_block_bytes)
@@ -225,6 +223,27 @@ class Sizes:
         """KV blocks that hold so many tokens."""
         return -(-math.ceil(tokens) // self.kv_block_size)
 
+    @cached_property
+    def state_row_bytes(self) -> int:
+        """Bytes of a sequence's state in one state layer; 0 where the model has no state layers."""
+        state = self.model.state
+        return StateRow(state, self.state_dtype, self.compute_format).num_bytes if state else 0
+
+    @property
+    def seq_state_bytes(self) -> int:
+        """Bytes of a sequence's states in all layers."""
+        return self.state_row_bytes * len(self.model.state_layers)
+
+    @property
+    def layer_state_bytes(self) -> float:
+        """Bytes of a sequence's state in one layer, the mean over all layers."""
+        return self.seq_state_bytes / self.model.num_layers
+
+    @property
+    def states_frac(self) -> float:
+        """The part of the layers that are state layers."""
+        return len(self.model.state_layers) / self.model.num_layers
+
 
 class Batches(Protocol):
     """Numbers of sequences and tokens in flight: a `Policy`, or the inputs of the cost model."""
@@ -267,13 +286,16 @@ def activation_bytes(
 
     All tokens have the residual before and after, queries, keys, values, and attention's result, perhaps in two parts;
     those of a chunk (`chunk_tokens`) also the norm and what projections make, where rotary embedding works in fp32.
-    Logits are held in the weights' dtype and in fp32, with one row of workspace each.
+    State layers have what their convolution makes beside what projections make. Logits are held in the weights' dtype
+    and in fp32, with one row of workspace each.
 
     Args:
         captured_tokens: tokens of the largest decode sweep that may be captured on a GPU, which has memory of its own.
     """
-    heads = config.widest_projected
+    heads = _widest_projection(config)
     per_token = dtype_bytes * (2 * config.hidden_size + heads + 2 * config.widest_mixed)
+    if config.state is not None:  # the convolution's results, and the gates in fp32
+        per_token += dtype_bytes * config.state.channels + 8 * config.state.matrix_shape[0]
     kept = 0  # from layer to layer
     mlp = (config.dense_size or config.intermediate_size) * (3 if config.gated_mlp else 2)
     k = config.experts_per_token
@@ -404,14 +426,33 @@ def sent_bytes(config: ModelConfig, dtype_bytes: int, batch_seqs: int) -> int:
 
     There are they themselves, perhaps packed too, and in fp32 for the rotary embedding.
     """
-    return batch_seqs * config.widest_projected * (2 * dtype_bytes + 16)
+    return batch_seqs * _widest_projection(config) * (2 * dtype_bytes + 16)
 
 
 def sent_values(config: ModelConfig, layer: int) -> int:
     """Numbers of one token, beside keys and values, that the CPU needs to attend or to update the state in a layer."""
-    if not config.has_state(layer):
-        return config.mixed_size(layer)
-    return config.state.channels + 2 * config.state.matrix_shape[0] if config.state else 0
+    return config.projected_width(layer) if config.has_state(layer) else config.mixed_size(layer)
+
+
+@lru_cache(maxsize=64)
+def exchanged_values(config: ModelConfig, *, kv: bool) -> int:
+    """Numbers of one token that are sent to the CPU in a layer, and those that come back: in the layer with most.
+
+    Args:
+        config: The model's configuration.
+        kv: Whether keys and values are among them.
+    """
+    sent = (
+        (config.projected_width(j) if kv else sent_values(config, j)) + config.mixed_size(j)
+        for j in range(config.num_layers)
+    )
+    return max(sent)
+
+
+@lru_cache(maxsize=64)
+def _widest_projection(config: ModelConfig) -> int:
+    """The most numbers that the projections of a layer give for a token before it is mixed."""
+    return max(map(config.projected_width, range(config.num_layers)))
 
 
 def deferred_bytes(config: ModelConfig, dtype_bytes: int, seqs: int) -> int:

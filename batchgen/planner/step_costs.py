@@ -32,6 +32,8 @@ from batchgen.planner.step_seconds import (
     prefix_attention_s,
     sampling_s,
     schedule_s,
+    state_prefill_s,
+    state_update_s,
     transfer_s,
 )
 from batchgen.schedule.residency import WeightResidency
@@ -161,6 +163,7 @@ class StepCosts:
             num_gpu_batches=1,
             max_num_batched_tokens=policy.max_num_batched_tokens,
             kv_block_size=policy.kv_block_size,
+            state_dtype=policy.state_dtype,
             budgets=plan.budgets,
             process_bytes=0,
         )
@@ -182,6 +185,10 @@ class StepCosts:
         self.without_experts: set[tuple[int, int | None]] = set()  # (layer, slot) of weights that were read so
         self._chunks_s: dict[tuple[int, int, int], float] = {}
         self._begun: dict[int, BatchLoad] = {}  # deferred batch -> the micro-batch in which it began
+
+    def kind_of(self, layer: int) -> AttentionKind | None:
+        """The kind of a layer's attention; None: it is a state layer."""
+        return self.kinds[self._kind_of[layer]] if layer in self._kind_of else None
 
     @property
     def element_bytes(self) -> float:
@@ -208,14 +215,21 @@ class StepCosts:
         """Seconds of scheduling, packing and bookkeeping of a sweep."""
         return schedule_s(self.inputs, sum(load.sampled for load in loads))
 
-    def layers_s(self, seconds_of: Callable[[AttentionKind], float]) -> tuple[float, ...]:
-        """Seconds of attention in each layer, from those of a layer of each kind; 0 in layers that do not attend."""
-        of_kinds = [seconds_of(kind) for kind in self.kinds]
-        kind_of = self._kind_of
-        return tuple(of_kinds[kind_of[j]] if j in kind_of else 0.0 for j in range(self.config.num_layers))
+    def layers_s(self, of_kind: Callable[[AttentionKind | None], float]) -> tuple[float, ...]:
+        """Seconds of attention or of states' updates in each layer, from those of a layer of each kind.
 
-    def attention_s(self, attended: Attended, kind: AttentionKind, device: ComputeRates) -> float:
-        """Seconds of attention in one layer of a kind, for sequences of one placement."""
+        Args:
+            of_kind: Gives the seconds of a layer whose attention is of a kind; None: of a state layer.
+        """
+        seconds = [of_kind(kind) for kind in self.kinds]
+        if self.config.state_layers:
+            seconds.append(of_kind(None))  # the last, which is number -1
+        return tuple(seconds[self._kind_of.get(j, -1)] for j in range(self.config.num_layers))
+
+    def attention_s(self, attended: Attended, kind: AttentionKind | None, device: ComputeRates) -> float:
+        """Seconds of attention in one layer of a kind, for sequences of one placement; None: in a state layer."""
+        if kind is None:
+            return self._states_s(attended, device)
         s, total_s, window, number = self.inputs, 0.0, kind.windows[0][0], self.kinds.index(kind)
         if attended.contexts:
             keys = attended.contexts if window is None else [min(window, n) for n in attended.contexts]
@@ -227,6 +241,12 @@ class StepCosts:
                 self._chunks_s[key] += prefix_attention_s(s, kind, new, before)
             total_s += self._chunks_s[key]
         return total_s + sum(prefix_attention_s(s, kind, new, prefix) for new, prefix in attended.shared)
+
+    def _states_s(self, attended: Attended, device: ComputeRates) -> float:
+        """Seconds of the updates of one state layer; of a shared prefix there is only the state after it."""
+        s = self.inputs
+        prompts_s = sum(state_prefill_s(s, new, new) for new, _ in attended.chunks)
+        return prompts_s + state_update_s(s, len(attended.contexts), device)
 
     def layer_s(self, tokens: int) -> _LayerSeconds:
         """Seconds of a layer's computation but for attention."""
@@ -274,12 +294,12 @@ class _Computing:
             requests_s = (load.disk_reads[1] + load.disk_writes[1]) * hardware.disk_cpu_overhead_s
         waking_s = s.rates.waking_overhead_s
 
-        def on_cpu_s(kind: AttentionKind) -> float:
-            delegated = load.attended_in(kind.windows[0][0]).get(KVPlacement.CPU, Attended())
+        def on_cpu_s(kind: AttentionKind | None) -> float:
+            delegated = load.attended_by(kind).get(KVPlacement.CPU, Attended())
             return costs.attention_s(delegated, kind, hardware.cpu) + hardware.cpu.waking_overhead_s
 
-        def on_device_s(kind: AttentionKind) -> float:
-            attended = load.attended_in(kind.windows[0][0])
+        def on_device_s(kind: AttentionKind | None) -> float:
+            attended = load.attended_by(kind)
             # Deferred sequences have Steps of their own.
             others = [a for placement, a in attended.items() if placement not in _ON_CPU]
             return requests_s + sum(costs.attention_s(a, kind, s.rates) for a in others) + waking_s
@@ -396,8 +416,8 @@ class _SweepCosts:
     def attended_deferred(self, step: Step, load: BatchLoad) -> float:
         """Seconds of CPU attention to a deferred batch."""
         costs, cpu = self._costs, self._costs.hardware.cpu
-        kind = costs.inputs.attention_kind(step.layer)
-        attended = load.attended_in(kind.windows[0][0])[KVPlacement.DEFERRED]
+        kind = costs.kind_of(step.layer)
+        attended = load.attended_by(kind)[KVPlacement.DEFERRED]
         return costs.attention_s(attended, kind, cpu) + cpu.waking_overhead_s
 
     # Links and disk
@@ -432,15 +452,21 @@ class _SweepCosts:
         return transfer_s(layer.read_bytes - experts, hardware.disk_read_bytes_per_s)
 
     def read_kv(self, step: Step, load: BatchLoad) -> float:
-        """Seconds of reading a micro-batch's KV from disk."""
-        (blocks, runs), hardware = load.disk_reads, self._costs.hardware
-        size = blocks * aligned(self._costs.inputs.layer_block_bytes[step.layer])
+        """Seconds of reading a micro-batch's KV, or its states, from disk."""
+        s, hardware = self._costs.inputs, self._costs.hardware
+        blocks, runs = load.disk_reads
+        size = blocks * aligned(s.layer_block_bytes[step.layer])
+        if self._costs.config.has_state(step.layer):
+            size, runs = load.states.disk_in * s.state_row_bytes, load.states.disk_in
         return transfer_s(size, hardware.disk_read_bytes_per_s, runs, hardware.disk_read_overhead_s)
 
     def written_kv(self, step: Step, load: BatchLoad) -> float:
-        """Seconds of writing a micro-batch's KV to disk."""
-        (blocks, runs), hardware = load.disk_writes, self._costs.hardware
-        size = blocks * aligned(self._costs.inputs.layer_block_bytes[step.layer])
+        """Seconds of writing a micro-batch's KV, or its states, to disk."""
+        s, hardware = self._costs.inputs, self._costs.hardware
+        blocks, runs = load.disk_writes
+        size = blocks * aligned(s.layer_block_bytes[step.layer])
+        if self._costs.config.has_state(step.layer):
+            size, runs = load.states.disk_out * s.state_row_bytes, load.states.disk_out
         return transfer_s(size, hardware.disk_write_bytes_per_s, runs, hardware.disk_write_overhead_s)
 
 
@@ -481,12 +507,16 @@ def _hidden_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
 
 
 def _staged_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
+    if costs.config.has_state(step.layer):
+        return (load.states.host_in + load.states.disk_in) * costs.inputs.state_row_bytes
     windowed = costs.config.windows[step.layer] is not None
     host_blocks = load.windowed_host_blocks if windowed else load.host_blocks
     return (host_blocks + (load.disk_blocks if load.disk_reads[0] else 0)) * costs.inputs.layer_block_bytes[step.layer]
 
 
 def _stored_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
+    if costs.config.has_state(step.layer):
+        return (load.states.host_out + load.states.disk_out) * costs.inputs.state_row_bytes
     block_bytes = costs.inputs.layer_block_bytes[step.layer]
     return load.new_tokens * block_bytes / costs.inputs.kv_block_size + load.disk_writes[0] * block_bytes
 

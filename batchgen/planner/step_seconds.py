@@ -18,12 +18,15 @@ from batchgen.core.dtypes import INT4, KV_CODE_BITS, matmul_key
 from batchgen.core.hardware import ComputeRates, Rates, known
 from batchgen.core.routing import Routing
 from batchgen.models.config import ModelConfig
+from batchgen.ops.state_chunks import CHUNK
 from batchgen.planner.linear import Linear
 from batchgen.planner.problem import CostInputs
 from batchgen.planner.sizes import AttentionKind
 
 # Copies that send one micro-batch's queries, keys and values to the CPU, which attends to them.
 COPIES_SENT = 3
+# Keys of a sequence whose decode attention reads memory as fast as it can be read.
+_LONG_CONTEXT = 4096
 
 
 class MatmulSeconds(NamedTuple):
@@ -214,6 +217,47 @@ def decode_attention_s(
         group=kind.shape.num_heads // kind.shape.num_kv_heads, batch=max(1.0, seqs / batches), context=max(1.0, keys)
     )
     return seqs * keys * kind.kv_token_bytes / rate
+
+
+def state_update_s(s: CostInputs, seqs: float, device: ComputeRates, batches: int = 1) -> float:
+    """Seconds of one state layer's updates by one token of each sequence: each state is read and written.
+
+    Args:
+        s: The inputs of the cost model.
+        seqs: Sequences of all micro-batches, with one token each.
+        device: The rates of the device.
+        batches: Number of micro-batches.
+    """
+    if not seqs or not s.state_row_bytes:
+        return 0.0
+    batch = max(1.0, seqs / batches)
+    if device.has_rates("state_update_bytes_per_s", s.state_dtype):
+        rate = device.rates("state_update_bytes_per_s", s.state_dtype).at(batch=batch)
+    elif device is s.hardware.cpu:
+        rate = s.hardware.dram_bytes_per_s
+    else:
+        kv_format = next(iter(device.decode_attention_bytes_per_s))
+        rate = device.rates("decode_attention_bytes_per_s", kv_format).at(group=1, batch=batch, context=_LONG_CONTEXT)
+    return 2 * seqs * s.state_row_bytes / rate
+
+
+def state_prefill_s(s: CostInputs, tokens: float, prompt_tokens: float) -> float:
+    """Seconds of one state layer's updates by the chunks of prompts.
+
+    Args:
+        s: The inputs of the cost model.
+        tokens: Tokens of all prompts.
+        prompt_tokens: Tokens of one prompt.
+    """
+    if not tokens or s.model.state is None:
+        return 0.0
+    if s.rates.has_rates("state_prefill_flops_per_s", s.compute_format):
+        rate = s.rates.rates("state_prefill_flops_per_s", s.compute_format).at(context=prompt_tokens)
+    elif s.rates.has_rates("gemm_flops_per_s", "float32"):
+        rate = s.rates.rates("gemm_flops_per_s", "float32").at(width=s.model.hidden_size, tokens=CHUNK)
+    else:
+        rate = _kv_rates(s, "prefill_attention_flops_per_s").at(context=prompt_tokens)
+    return tokens * s.model.state.prefill_flops / rate
 
 
 def _kv_rates(s: CostInputs, kind: str) -> Rates:

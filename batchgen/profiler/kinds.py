@@ -116,6 +116,8 @@ def corrected(profile: HardwareProfile, knowledge: Knowledge, model: ModelConfig
         prefill_attention_flops_per_s=scaled(cpu.prefill_attention_flops_per_s, PREFILL),
         shared_attention_flops_per_s=scaled(cpu.shared_attention_flops_per_s, PREFILL),
         decode_attention_bytes_per_s=scaled(cpu.decode_attention_bytes_per_s, DECODE),
+        state_update_bytes_per_s=scaled(cpu.state_update_bytes_per_s, DECODE),
+        state_prefill_flops_per_s=scaled(cpu.state_prefill_flops_per_s, PREFILL),
         elementwise_bytes_per_s=scaled(cpu.elementwise_bytes_per_s, ELEMENTWISE),
         expand_bytes_per_s=cpu.expand_bytes_per_s and cpu.expand_bytes_per_s / slower(ELEMENTWISE),
         step_overhead_s=cpu.step_overhead_s * slower(OVERHEADS),
@@ -186,6 +188,8 @@ def _of_cores(one: HardwareProfile, cores: int, speed: float) -> HardwareProfile
         gemm_flops_per_s={key: _by_tokens(rates, grown) for key, rates in one.cpu.gemm_flops_per_s.items()},
         prefill_attention_flops_per_s=scaled("prefill_attention_flops_per_s", computing),
         decode_attention_bytes_per_s=scaled("decode_attention_bytes_per_s", reading),
+        state_update_bytes_per_s=scaled("state_update_bytes_per_s", reading),
+        state_prefill_flops_per_s=scaled("state_prefill_flops_per_s", computing),
         elementwise_bytes_per_s=scaled("elementwise_bytes_per_s", reading),
         expand_bytes_per_s=one.cpu.expand_bytes_per_s and one.cpu.expand_bytes_per_s * reading,
     )

@@ -14,9 +14,10 @@ from batchgen.ops import dispatch as ops
 from batchgen.ops.attention_plan import AttentionPlan
 from batchgen.ops.dispatch import CPU
 from batchgen.ops.host_copy import upload
-from batchgen.runtime.batch_state import BatchPart, BatchState, Plans, for_each
+from batchgen.runtime.batch_state import A, BatchPart, BatchState, Plans, for_each
 from batchgen.runtime.deferred import DeferredBatchState
 from batchgen.runtime.graphs import StaticBuffers
+from batchgen.runtime.state_indices import StateIndices
 from batchgen.runtime.steps.context import StepContext
 from batchgen.schedule.packed_batch import PackedBatch, Segment
 
@@ -44,47 +45,65 @@ def _prepare(context: StepContext, packed: PackedBatch, on_host: bool) -> BatchS
             continue
         rows = _rows_on_host(context, segment) if segment.placement is KVPlacement.CPU else {}
         tokens, slots = slice(segment.start, segment.stop), _uploaded(context, segment.slots)
-        parts[segment.placement] = BatchPart(tokens, slots, rows, plans)
+        states = StateIndices.of(segment.states, CPU if attended_on_cpu else context.device)
+        parts[segment.placement] = BatchPart(tokens, slots, rows, plans, states)
     in_place = None
     if packed.in_place:
         plans, slots = _prepared_plans(context, packed.in_place, context.device), packed.in_place.slots
-        in_place = replace(parts[KVPlacement.STREAMED], slots=_uploaded(context, slots), plans=plans)
-    moves = for_each(packed.staging or {}, lambda staging: context.kv_cache.prepare(staging, context.device))
+        states = StateIndices.of(packed.in_place.states, context.device)
+        in_place = replace(parts[KVPlacement.STREAMED], slots=_uploaded(context, slots), plans=plans, states=states)
+    cache, state_moves = context.kv_cache, None
+    moves = for_each(
+        _of_layers(context, packed.staging or {}),
+        lambda staging, window: cache.prepare(staging, window, context.device),
+        cache.shape_in,
+    )
+    if packed.state_staging is not None:
+        state_moves = context.states.prepare(packed.state_staging, context.device)
     positions = torch.from_numpy(packed.positions), upload(packed.positions, context.device)
     indices = None  # all rows, in their order
     if len(packed.logits_rows) < packed.num_tokens or on_host:  # whose memory is the next batch's before the head
         indices = upload(packed.logits_indices, context.device)
-    return BatchState(packed, *positions, indices, parts, moves, on_host, begins=begins, in_place=in_place)
+    return BatchState(
+        packed, *positions, indices, parts, moves, on_host, begins=begins, in_place=in_place, state_moves=state_moves
+    )
 
 
 def _prepare_deferred(context: StepContext, packed: PackedBatch, segment: Segment, plans: Plans) -> DeferredBatchState:
     """The sequences of a micro-batch that begin a token whose attention is deferred."""
     positions = upload(packed.positions[segment.start : segment.stop], context.device)
     slots = torch.from_numpy(packed.exchange_slots), upload(packed.exchange_slots, context.device)
-    return DeferredBatchState(packed.deferred_rows, positions, *slots, _rows_on_host(context, segment), plans)
+    rows, states = _rows_on_host(context, segment), StateIndices.of(segment.states, CPU)
+    return DeferredBatchState(packed.deferred_rows, positions, *slots, rows, plans, states)
 
 
 def _prepared_plans(context: StepContext, segment: Segment, device: torch.device) -> Plans:
     """Attention plans of a segment by sliding window, on the device that attends."""
 
-    def prepared(plan: AttentionPlan) -> ops.PreparedAttention:
+    def prepared(plan: AttentionPlan, window: int | None) -> ops.PreparedAttention:
         isa = context.options.attention_isa
-        return ops.prepare_attention(plan, *context.attention_shape, device=device, isa=isa)
+        return ops.prepare_attention(plan, *context.attention_shape(window), device=device, isa=isa)
 
-    return {window: prepared(plan) for window, plan in segment.plans.items()}
+    return {window: prepared(plan, window) for window, plan in _of_layers(context, segment.plans).items()}
 
 
 def _uploaded(context: StepContext, slots: Mapping[int | None, np.ndarray]) -> dict[int | None, Tensor]:
     """Slots of new KV by sliding window, on the compute device."""
-    return for_each(slots, lambda of_window: upload(of_window, context.device))
+    return for_each(slots, lambda of_window, window: upload(of_window, context.device))
 
 
 def _rows_on_host(context: StepContext, segment: Segment) -> dict[int | None, tuple[Tensor, Tensor]]:
     """Rows of the host's pool, flat, that K and V of the segment's tokens go to, by sliding window."""
-    shape = context.kv_cache.shape
+    shape_in = context.kv_cache.shape_in
 
-    def rows(slots: np.ndarray) -> tuple[Tensor, Tensor]:
+    def rows(slots: np.ndarray, window: int | None) -> tuple[Tensor, Tensor]:
+        shape = shape_in(window)
         keys = upload(ops.kv_rows(slots, shape.kv_heads, shape.kv_block_size).numpy(), context.device)
         return keys, keys + shape.kv_heads * shape.kv_block_size
 
-    return for_each(segment.slots, rows)
+    return for_each(_of_layers(context, segment.slots), rows, shape_in)
+
+
+def _of_layers(context: StepContext, by_window: Mapping[int | None, A]) -> dict[int | None, A]:
+    """The values of windows that layers here have; another stage of a pipeline may have others."""
+    return {window: value for window, value in by_window.items() if window in context.config.window_layers}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -15,6 +15,8 @@ from batchgen.ops import dispatch as ops
 from batchgen.runtime.deferred import DeferredBatchState
 from batchgen.runtime.graphs import StaticBuffers
 from batchgen.runtime.memory.kv_cache import Moves
+from batchgen.runtime.memory.state_cache import StateMoves
+from batchgen.runtime.state_indices import StateIndices
 from batchgen.schedule.packed_batch import PackedBatch
 
 Plans = Mapping[int | None, ops.PreparedAttention]  # by sliding window
@@ -25,13 +27,24 @@ B = TypeVar("B")
 RELEASED = torch.empty(0)
 
 
-def for_each(by_window: Mapping[int | None, A], make: Callable[[A], B]) -> dict[int | None, B]:
-    """Make something of the value of each sliding window; once where several windows have the same value."""
-    made: dict[int, B] = {}
-    for value in by_window.values():
-        if id(value) not in made:
-            made[id(value)] = make(value)
-    return {window: made[id(value)] for window, value in by_window.items()}
+def for_each(
+    by_window: Mapping[int | None, A],
+    make: Callable[[A, int | None], B],
+    kind: Callable[[int | None], Hashable] = lambda window: None,
+) -> dict[int | None, B]:
+    """Make something of the value of each sliding window; once for windows of one kind that have the same value.
+
+    Args:
+        by_window: Value of each window.
+        make: Function of a value and its window.
+        kind: Function that tells windows apart for which `make` makes different things of one value.
+    """
+    keys = {window: (id(value), kind(window)) for window, value in by_window.items()}
+    made: dict[Hashable, B] = {}
+    for window, value in by_window.items():
+        if keys[window] not in made:
+            made[keys[window]] = make(value, window)
+    return {window: made[key] for window, key in keys.items()}
 
 
 @dataclass(frozen=True)
@@ -43,12 +56,14 @@ class BatchPart:
         slots: slots of new KV by sliding window, int64 [tokens], on the compute device.
         rows: rows of the host's pool that K and V go to by themselves, by sliding window; empty: they go to slots.
         plans: attention plans by sliding window.
+        states: state rows of its sequences, on the device that updates them; None: the model has no state layers.
     """
 
     tokens: slice
     slots: Mapping[int | None, Tensor]
     rows: Mapping[int | None, tuple[Tensor, Tensor]]
     plans: Plans
+    states: StateIndices | None = None
 
 
 @dataclass
@@ -62,9 +77,10 @@ class BatchState:
         logits_indices: tokens whose logits are asked for, int64; None: all of them, in their order.
         parts: its segments by placement, but for the deferred one.
         moves: KV that passes through the staging buffer, by sliding window; empty: none does.
+        state_moves: states that pass; None: none does.
         on_host: Whether its activations wait in host memory between layers.
         hidden: activations, [tokens, hidden], on the compute device, or between layers in host memory.
-        qkv: queries, keys and values of the layer.
+        qkv: queries, keys and values of the layer; of a state layer what its projections give.
         for_cpu: by layer, queries for CPU attention and memory for its results, in host memory; used up by CPU
             attention, which may be layers behind.
         from_cpu: by layer, results of CPU attention, in host memory.
@@ -95,6 +111,7 @@ class BatchState:
     joined: list[DeferredBatchState] = field(default_factory=list)
     in_place: BatchPart | None = None
     routes: list[Routes] | None = None
+    state_moves: StateMoves | None = None
 
     @property
     def experts(self) -> list[int]:

@@ -1,18 +1,21 @@
 """A deferred batch on its way through the layers: queries to the CPU, its attention, and the results back.
 
-Queries and results lie in two tables in host memory, [slots, heads * head_dim], with a row for each sequence in flight.
+Queries and results lie in two tables in host memory with a row for each sequence in flight. In a state layer the CPU
+gets what it updates the state by, in place of queries. Rows are as wide as in any layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from batchgen.models.config import AttentionShape
 from batchgen.ops import dispatch as ops
 from batchgen.runtime.memory.transfers import Link
+from batchgen.runtime.state_indices import StateIndices
 from batchgen.schedule.sequence import LogitsRow
 
 
@@ -27,8 +30,10 @@ class DeferredBatchState:
         slots_on_device: these places on the compute device.
         kv_rows: rows of the host's pool, flat, that new K and V go to, by sliding window.
         plans: attention plans by sliding window.
+        states: state rows in the host's pool, in host memory; None: the model has no state layers.
         hidden: activations on the compute device, [rows, hidden].
-        sending: (q, k, v) on their way to the CPU.
+        sending: row of the table of queries, and in layers with attention k and v, on their way to the CPU.
+        projected: projections that hold the output gate of attention; None: there is no output gate.
         attended: results of attention, [rows, heads * head_dim].
     """
 
@@ -38,65 +43,86 @@ class DeferredBatchState:
     slots_on_device: Tensor
     kv_rows: Mapping[int | None, tuple[Tensor, Tensor]]
     plans: Mapping[int | None, ops.PreparedAttention]
+    states: StateIndices | None = None
     hidden: Tensor | None = None
-    sending: tuple[Tensor, Tensor, Tensor] | None = None
+    sending: tuple[Tensor, ...] | None = None
+    projected: Tensor | None = None
     attended: Tensor | None = None
 
-    def leave(self, hidden: Tensor, qkv: tuple[Tensor, Tensor, Tensor]) -> None:
+    def leave(self, hidden: Tensor, sending: Sequence[Tensor], projected: Tensor | None = None) -> None:
         """Leave the micro-batch, and keep what the sequences need until they join one again.
 
         Args:
             hidden: Activations, [rows, hidden]; they are copied.
-            qkv: Queries [rows, heads, head_dim], keys and values; the latter two in the format of the host's KV pool.
+            sending: Rows of the table of queries, then in layers with attention keys and values, in the format of the
+                host's KV pool.
+            projected: Projections of the layer, if they have an output gate; they are copied.
         """
-        q, k, v = qkv
-        self.hidden = hidden.clone()
+        self.hidden, self.projected = hidden.clone(), None if projected is None else projected.clone()
         # Kept until compute has waited for the CPU, which has waited for the copies.
-        self.sending = q.flatten(1).contiguous(), k.contiguous(), v.contiguous()
+        self.sending = tuple(tensor.contiguous() for tensor in sending)
 
-    def send(self, to_host: Link, pool: Tensor, window: int | None, queries: Tensor) -> None:
+    def send(self, to_host: Link, pool: Tensor | None, window: int | None, queries: Tensor) -> None:
         """Send new KV to the host's pool of a layer, and queries to their table.
 
         Args:
             to_host: Link from the accelerator to host memory.
-            pool: Host's pool of the layer.
+            pool: Host's pool of the layer; None: it is a state layer.
             window: Sliding window of the layer; None: full attention.
-            queries: Table of queries, [slots, heads * head_dim].
+            queries: Table of queries, [slots, width].
         """
         assert self.sending is not None, "the batch has not left"
-        q, k, v = self.sending
-        flat = pool.view(-1, pool.shape[-1])
-        for rows, new in zip(self.kv_rows[window], (k, v), strict=True):
-            to_host.scatter(flat, rows, new.view(-1, pool.shape[-1]))
+        q, *kv = self.sending
+        if pool is not None:
+            flat = pool.view(-1, pool.shape[-1])
+            for rows, new in zip(self.kv_rows[window], kv, strict=True):
+                to_host.scatter(flat, rows, new.view(-1, pool.shape[-1]))
         to_host.scatter(queries, self.slots_on_device, q)
 
     def attend(
-        self, pool: Tensor, window: int | None, tables: tuple[Tensor, Tensor], num_heads: int, **softmax
+        self, pool: Tensor, window: int | None, tables: tuple[Tensor, Tensor], shape: AttentionShape, **softmax
     ) -> None:
         """Attend on the CPU, from one table to the other.
 
         Args:
             pool: Host's pool of the layer.
             window: Sliding window of the layer; None: full attention.
-            tables: Tables of queries and of results, [slots, heads * head_dim].
-            num_heads: Query heads.
+            tables: Tables of queries and of results, [slots, width].
+            shape: Shape of the layer's attention.
             **softmax: Options of `ops.paged_attention`.
         """
         queries, attended = tables
-        q = queries[self.slots].view(len(self.slots), num_heads, -1)
-        attended[self.slots] = ops.paged_attention(q, pool, self.plans[window], **softmax)
+        q = queries[self.slots, : shape.q_size].view(len(self.slots), shape.num_heads, -1)
+        attended[self.slots, : shape.q_size] = ops.paged_attention(q, pool, self.plans[window], **softmax)
 
-    def join(self, from_host: Link, attended: Tensor) -> None:
+    def update(self, tables: tuple[Tensor, Tensor], widths: tuple[int, int], mix: Callable[[Tensor], Tensor]) -> None:
+        """Update states on the CPU, from one table to the other.
+
+        Args:
+            tables: Tables of what states are updated by, and of results, [slots, width].
+            widths: Values of a row of each that are of this layer.
+            mix: Function that updates the sequences' states by their rows [rows, values] and gives their results.
+        """
+        (sent, mixed), (sent_width, mixed_size) = tables, widths
+        mixed[self.slots, :mixed_size] = mix(sent[self.slots, :sent_width])
+
+    def join(self, from_host: Link, attended: Tensor, size: int) -> Tensor:
         """Bring the results to the compute device.
 
         Args:
             from_host: Link from host memory to the accelerator.
-            attended: Table of results, [slots, heads * head_dim].
+            attended: Table of results, [slots, width].
+            size: Values of a result.
+
+        Returns:
+            The results, [rows, size].
         """
         assert self.hidden is not None, "the batch has not left"
-        self.attended = self.hidden.new_empty(len(self.rows), attended.shape[1])
-        from_host.gather(self.attended, attended, self.slots_on_device)
+        rows = self.hidden.new_empty(len(self.rows), attended.shape[1])
+        from_host.gather(rows, attended, self.slots_on_device)
         self.sending = None
+        self.attended = rows if size == rows.shape[1] else rows[:, :size].contiguous()
+        return self.attended
 
 
 def slices(start: int, deferred_batches: Iterable[DeferredBatchState]) -> Iterator[slice]:

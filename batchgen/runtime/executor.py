@@ -22,6 +22,7 @@ from batchgen.runtime.deferred import DeferredBatchState
 from batchgen.runtime.lane_threads import kernels_alone, prepare_thread
 from batchgen.runtime.lanes import Lanes
 from batchgen.runtime.memory.kv_cache import KVCache
+from batchgen.runtime.memory.state_cache import StateCache
 from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.weights import Weights
 from batchgen.runtime.steps.captured import decode_graphs
@@ -45,13 +46,20 @@ class Executor:
         config: Configuration of the model.
         weights: Its weights.
         kv_cache: Its KV.
+        states: States of its sequences; None: it has no state layers.
         context: Model, memory and sweep that the work of all Steps shares.
         lanes: Lanes that carry out Steps.
         routing: Numbers of tokens by expert, where the host computes.
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, kv_cache: KVCache, tiers: Tiers, options: SweepOptions
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        kv_cache: KVCache,
+        tiers: Tiers,
+        options: SweepOptions,
+        states: StateCache | None = None,
     ) -> None:
         """Start the lanes, and make what all sweeps need.
 
@@ -61,18 +69,23 @@ class Executor:
             kv_cache: Its KV.
             tiers: Tiers that weights and KV are in.
             options: Options of its sweeps.
+            states: States of its sequences; None: it has no state layers.
         """
-        self.config, self.weights, self.kv_cache = config, weights, kv_cache
+        self.config, self.weights, self.kv_cache, self.states = config, weights, kv_cache, states
         self._tiers, self._options = tiers, options
         self.lanes = self._make_lanes()
         # If it is not closed: memory goes when the executor has gone, and copies may be reading and writing it.
         weakref.finalize(self, self.lanes.close).atexit = False
         streams = weights.residency.streams(
-            tiers.compute_tier, kv_cache.on_device, embeds=config.embeds, has_head=config.has_head
+            tiers.compute_tier,
+            kv_cache.on_device,
+            config.state_layers,
+            embeds=config.embeds,
+            has_head=config.has_head,
         )
         self._sweeps = Sweeps(streams)
         with kernels_alone():
-            self.context = StepContext(config, weights, kv_cache, tiers, options)
+            self.context = StepContext(config, weights, kv_cache, tiers, options, states)
         self.routing = self.context.routing
         if options.captured_tokens and tiers.driver:
             self.context.graphs = decode_graphs(self.context, tiers.driver, options.captured_tokens)
@@ -87,6 +100,10 @@ class Executor:
     def compute_tier(self) -> str:
         """The tier that is the compute device's own memory."""
         return self._tiers.compute_tier
+
+    @property
+    def _caches(self) -> tuple[KVCache | StateCache, ...]:
+        return (self.kv_cache,) if self.states is None else (self.kv_cache, self.states)
 
     def _make_lanes(self) -> Lanes | StreamLanes:
         options, driver = self._options, self._tiers.driver
@@ -182,7 +199,7 @@ class Executor:
                     to_run = [empty_batch()] if deferred_batches.waiting else []  # until they are through all layers
                 self._deferred_batches.clear()
                 self.lanes.prepare(partial(clear_kv, context, batches, layers))
-        for counted in (self.weights, self.kv_cache, self.routing, *(self._tiers.links or ())):
+        for counted in (self.weights, *self._caches, self.routing, *(self._tiers.links or ())):
             counted.reset_counts()
 
     def _run(
@@ -246,8 +263,8 @@ class Executor:
     def bytes_moved(self) -> dict[str, int]:
         """Bytes moved since the executor was made, by lane."""
         moved = {
-            "disk_read": self.weights.disk_bytes_read + self.kv_cache.disk_bytes_read,
-            "disk_write": self.kv_cache.disk_bytes_written,
+            "disk_read": self.weights.disk_bytes_read + sum(cache.disk_bytes_read for cache in self._caches),
+            "disk_write": sum(cache.disk_bytes_written for cache in self._caches),
         }
         if links := self._tiers.links:
             moved |= {"h2d": links[0].moved_bytes, "d2h": links[1].moved_bytes}
@@ -266,7 +283,7 @@ class Executor:
     @property
     def peak_bytes(self) -> dict[str, int]:
         """Allocated bytes of the tiers beside host memory; all of it is allocated beforehand."""
-        return {"gpu": self.weights.arenas["gpu"].allocated_bytes, "disk": self.kv_cache.disk_bytes}
+        return {"gpu": self.weights.arenas["gpu"].allocated_bytes, "disk": sum(c.disk_bytes for c in self._caches)}
 
     def close(self) -> None:
         """End what is under way, close files and let go of all memory, whoever has this executor. Counts stay."""
@@ -274,7 +291,8 @@ class Executor:
             return
         self._closed = True
         self.lanes.close()
-        self.kv_cache.close()
+        for cache in self._caches:
+            cache.close()
         self.weights.close()
         self._tiers.close()
         scratch.release()

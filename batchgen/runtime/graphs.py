@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # Sweeps of one size that are launched as usual before it is captured: capturing takes as long as some sweeps.
 _UNCAPTURED = 3
 _MOST_GRAPHS = 32
-NOT_STORED = -1  # slot of a token whose KV goes nowhere
+NOT_STORED = -1  # slot of a token whose KV, or state, goes nowhere
 
 Replay = Callable[[], None]
 Size = tuple[int, tuple[tuple[int | None, "Capacity"], ...]]  # tokens, and the capacity of each window's plan
@@ -44,6 +44,8 @@ class StaticBuffers:
         positions: int64 [tokens].
         slots: int64 [tokens], by window.
         plans: by window.
+        states: state slots of the tokens, source and target, int32 [tokens], and starts, int32 [tokens + 1]; None: the
+            model has no state layers.
         replay: runs the layers; None: not captured yet.
     """
 
@@ -51,6 +53,7 @@ class StaticBuffers:
     positions: Tensor
     slots: Mapping[int | None, Tensor]
     plans: Mapping[int | None, DevicePlan]
+    states: tuple[Tensor, Tensor, Tensor] | None = None
     replay: Replay | None = None
 
 
@@ -67,7 +70,7 @@ class DecodeGraphs:
         self,
         launch_layers: Callable[[StaticBuffers], None],
         capture: Callable[[Callable[[], None]], Replay],
-        cut: Callable[[AttentionPlan], CutPlan],
+        cut: Callable[[AttentionPlan, int | None], CutPlan],
         most_tokens: int,
         hidden_size: int,
         dtype: torch.dtype,
@@ -78,7 +81,7 @@ class DecodeGraphs:
         Args:
             launch_layers: launches all layers over static buffers.
             capture: records what its argument launches; the result replays it as often as it is called.
-            cut: an attention plan for the device.
+            cut: an attention plan for the device, in layers of a sliding window.
             most_tokens: larger sweeps are not captured.
         """
         self._launch_layers, self._capture, self._cut = launch_layers, capture, cut
@@ -94,7 +97,7 @@ class DecodeGraphs:
         if not is_decode(packed) or packed.num_tokens > self._most_tokens:
             return None
         (segment,) = packed.segments
-        cuts = {window: self._cut(plan) for window, plan in segment.plans.items()}
+        cuts = {window: self._cut(plan, window) for window, plan in segment.plans.items()}
         capacities = tuple((window, cut.capacity.rounded()) for window, cut in cuts.items())
         size = min(rounded_up(packed.num_tokens), self._most_tokens), capacities
         buffers = self._buffers.get(size)
@@ -102,7 +105,7 @@ class DecodeGraphs:
             self._seen[size] += 1
             if self._seen[size] <= _UNCAPTURED:
                 return None
-            buffers = self._buffers[size] = self._new(*size, cuts)
+            buffers = self._buffers[size] = self._new(*size, cuts, segment.states is not None)
             if len(self._buffers) > _MOST_GRAPHS:
                 given_up, _ = self._buffers.popitem(last=False)
                 self._seen[given_up] = 0
@@ -115,6 +118,10 @@ class DecodeGraphs:
         for window, slots in segment.slots.items():
             buffers.slots[window][:count].copy_(upload(slots, self._device))
             buffers.slots[window][count:].fill_(NOT_STORED)
+        if buffers.states is not None and segment.states is not None:
+            for rows, slots in zip(buffers.states, (segment.states.source, segment.states.target), strict=False):
+                rows[:count].copy_(upload(slots, self._device))
+                rows[count:].fill_(NOT_STORED)
         return buffers
 
     def run(self, buffers: StaticBuffers, hidden: Tensor) -> Tensor:
@@ -136,13 +143,18 @@ class DecodeGraphs:
             buffers.replay = self._capture(lambda: self._launch_layers(buffers))
         return buffers.hidden[:count]
 
-    def _new(self, tokens: int, capacities: tuple, cuts: Mapping[int | None, CutPlan]) -> StaticBuffers:
+    def _new(
+        self, tokens: int, capacities: tuple, cuts: Mapping[int | None, CutPlan], has_states: bool
+    ) -> StaticBuffers:
         where = {"device": self._device}
+        source, target = (torch.full((tokens,), NOT_STORED, dtype=torch.int32, **where) for _ in range(2))
+        starts = torch.arange(tokens + 1, dtype=torch.int32, **where)
         return StaticBuffers(
             hidden=torch.zeros(tokens, self._hidden_size, dtype=self._dtype, **where),
             positions=torch.zeros(tokens, dtype=torch.int64, **where),
             slots={w: torch.full((tokens,), NOT_STORED, dtype=torch.int64, **where) for w in cuts},
             plans={window: cuts[window].prepare(self._device, capacity) for window, capacity in capacities},
+            states=(source, target, starts) if has_states else None,
         )
 
 
@@ -155,7 +167,9 @@ def is_decode(packed: PackedBatch) -> bool:
         or len(packed.logits_rows) < packed.num_tokens
     ):
         return False
-    return not any(plan.prefill for plan in segments[0].plans.values())
+    states = segments[0].states
+    has_chunks = states is not None and len(states.source) < packed.num_tokens
+    return not has_chunks and not any(plan.prefill for plan in segments[0].plans.values())
 
 
 def rounded_up(tokens: int) -> int:

@@ -16,7 +16,7 @@ from batchgen.ops.dispatch import CPU
 from batchgen.runtime.devices import open_tiers
 from batchgen.runtime.executor import Executor
 from batchgen.runtime.lanes import OnStep
-from batchgen.runtime.memory.kv_cache import KVCache, kv_shape
+from batchgen.runtime.memory.kv_cache import KVCache
 from batchgen.runtime.memory.weights import Weights
 from batchgen.runtime.sampler import sample
 from batchgen.runtime.sweep_options import SweepOptions
@@ -56,7 +56,7 @@ def in_memory(
     name, tier = str(dtype).removeprefix("torch."), tiers.compute_tier
     residency = WeightResidency.in_memory(config, name, tier)
     weights = Weights(config, residency, dtype, checkpoint=checkpoint, tiers=tiers, kernels=kernels)
-    kv_cache = KVCache(config, kv_shape(config, kv_block_size, name), {tier: num_blocks}, tiers=tiers)
+    kv_cache = KVCache(config, kv_block_size, name, {tier: num_blocks}, tiers=tiers)
     if tiers.driver:
         torch.cuda.synchronize()  # memory is zeroed on another stream than it is used on
     attention_isa = kernels.attention_isa(config.num_heads, config.num_kv_heads, config.head_dim, name)
@@ -68,7 +68,7 @@ def in_memory(
         rows, tokens = max(1, min(num_blocks, captured_tokens)), num_blocks * kv_block_size
         limits = SchedulerLimits(rows, tokens, kv_seqs={KVPlacement(tier): rows}, compute_tier=tier)
         key_bytes = config.kv_size * dtype.itemsize
-        shape = {"kv_block_size": kv_block_size, "key_bytes": key_bytes, "windows": frozenset(config.windows)}
+        shape = {"kv_block_size": kv_block_size, "key_bytes": key_bytes, "windows": frozenset(config.window_layers)}
         sweeps = dummy_sweeps(
             Scheduler({tier: BlockManager(num_blocks, kv_block_size)}, limits),
             lambda sweep: [sweep],

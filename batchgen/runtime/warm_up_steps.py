@@ -1,16 +1,17 @@
-"""The Steps of sweeps that warm up a device: through one layer of each kind, leaving no KV behind."""
+"""The Steps of sweeps that warm up a device: through one layer of each kind, leaving no KV and no states behind."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.runtime.steps.context import StepContext
-from batchgen.schedule.packed_batch import PackedBatch
+from batchgen.schedule.packed_batch import PackedBatch, Segment
 from batchgen.schedule.step_graph import Step
 from batchgen.schedule.sweeps import Sweeps
 
@@ -22,7 +23,7 @@ def layers_that_differ(context: StepContext) -> list[int]:
     kinds: dict[tuple[Any, ...], int] = {}
     config, on_device = context.config, context.kv_cache.on_device or (False,) * context.config.num_layers
     for layer, tiers in enumerate(context.weights.residency.layers):
-        kind = config.windows[layer], config.has_experts(layer), on_device[layer]
+        kind = config.windows[layer], config.has_state(layer), config.has_experts(layer), on_device[layer]
         kinds.setdefault((*kind, *sorted(tiers.items())), layer)
     return sorted({*kinds.values(), config.num_layers - 1})
 
@@ -30,7 +31,8 @@ def layers_that_differ(context: StepContext) -> list[int]:
 def sweeps_of_layers(context: StepContext, layers: Sequence[int]) -> Sweeps:
     """Sweeps of a model that has only these layers."""
     on_device = [context.kv_cache.on_device[j] for j in layers if context.kv_cache.on_device]
-    return Sweeps(context.weights.residency.of_layers(layers).streams(context.compute_tier, on_device))
+    states = [i for i, layer in enumerate(layers) if context.config.has_state(layer)]
+    return Sweeps(context.weights.residency.of_layers(layers).streams(context.compute_tier, on_device, states))
 
 
 def numbered_before(steps: Iterable[Step], layers: Sequence[int]) -> Iterator[Step]:
@@ -46,20 +48,33 @@ def numbered_before(steps: Iterable[Step], layers: Sequence[int]) -> Iterator[St
 
 
 def clear_kv(context: StepContext, batches: Iterable[PackedBatch], layers: Sequence[int]) -> None:
-    """Set to zero the blocks of memory that the new KV of micro-batches went to."""
+    """Set to zero the KV and the states in memory that micro-batches wrote."""
     for packed in batches:
-        _clear_kv(context, packed, layers)
+        for segment in packed.segments:
+            tier = context.compute_tier if segment.placement is KVPlacement.DEVICE else "cpu"
+            for layer in layers:
+                if context.config.has_state(layer):
+                    _clear(context.states.pools[tier], layer, _state_slots(packed, segment))
+                elif layer in context.config.kv_layers:
+                    slots = _kv_slots(packed, segment, context.config.windows[layer])
+                    _clear(context.kv_cache.pools[tier], layer, slots // context.kv_cache.kv_block_size)
 
 
-def _clear_kv(context: StepContext, packed: PackedBatch, layers: Sequence[int]) -> None:
-    kv_cache = context.kv_cache
-    for segment in packed.segments:
-        tier = context.compute_tier if segment.placement is KVPlacement.DEVICE else "cpu"
-        for layer in layers:
-            window = context.config.windows[layer]
-            streamed = segment.placement is KVPlacement.STREAMED
-            slots = (packed.staging or {})[window].host_slots if streamed else segment.slots[window]
-            blocks = torch.from_numpy(np.unique(slots // kv_cache.shape.kv_block_size))
-            if len(blocks):
-                pool = kv_cache.pools[tier][layer]
-                pool.index_fill_(0, blocks.to(pool.device), 0)
+def _kv_slots(packed: PackedBatch, segment: Segment, window: int | None) -> np.ndarray:
+    """Slots of a segment's new KV in a pool."""
+    streamed = segment.placement is KVPlacement.STREAMED
+    return (packed.staging or {})[window].host_slots if streamed else segment.slots[window]
+
+
+def _state_slots(packed: PackedBatch, segment: Segment) -> np.ndarray:
+    """Slots of a segment's states in a pool."""
+    staging, states = packed.state_staging, segment.states
+    if segment.placement is KVPlacement.STREAMED:
+        return np.empty(0, np.int64) if staging is None else staging.host_targets
+    return np.empty(0, np.int64) if states is None else states.target
+
+
+def _clear(pools: Mapping[int, Tensor], layer: int, rows: np.ndarray) -> None:
+    unique = torch.from_numpy(np.unique(rows).astype(np.int64))
+    if len(unique):
+        pools[layer].index_fill_(0, unique.to(pools[layer].device), 0)

@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from batchgen.schedule.block_pool import BlockPool
+from batchgen.schedule.block_pool import ROOT, BlockPool
+from batchgen.schedule.state_slots import StateSlot, StateSlots
 from batchgen.schedule.window_pool import NULL_BLOCK, WindowPool
-
-_ROOT = 0
 
 
 @dataclass(frozen=True)
@@ -25,11 +24,16 @@ class Allocation:
         blocks: its block table.
         num_matched: leading blocks that hold KV which it takes over.
         window_table: block table of layers whose blocks are in a `WindowPool`; None: there are none.
+        state: its slots in state layers; None: there are none.
+        num_known: leading blocks of its prompt that are known, `num_matched` or more: as many as others have computed,
+            whether or not all is there that the sequence would have to take over.
     """
 
     blocks: list[int]
     num_matched: int
     window_table: list[int] | None = None
+    state: StateSlot | None = None
+    num_known: int = 0
 
 
 class BlockManager(BlockPool):
@@ -38,19 +42,26 @@ class BlockManager(BlockPool):
     Attributes:
         share_prefixes: Whether sequences take over prompt prefixes that others have computed.
         windowed: Pool of layers with a sliding window, where these free blocks; None: all layers share one table. Where
-            all layers have a window, the blocks here hold nothing: they are the trie's.
+            all layers have a window or a state, the blocks here hold nothing: they are the trie's.
+        states: Slots of the state layers; None: the model has none.
     """
 
     def __init__(
-        self, num_blocks: int, kv_block_size: int, share_prefixes: bool = True, windowed: WindowPool | None = None
+        self,
+        num_blocks: int,
+        kv_block_size: int,
+        share_prefixes: bool = True,
+        windowed: WindowPool | None = None,
+        states: StateSlots | None = None,
     ) -> None:
-        super().__init__(num_blocks, kv_block_size)
+        super().__init__(num_blocks)
+        self.kv_block_size = kv_block_size
         self.share_prefixes = share_prefixes
-        self.windowed = windowed
+        self.windowed, self.states = windowed, states
         self._key_of: list[tuple[int, tuple[int, ...]] | None] = [None] * num_blocks
-        self._node_of = [_ROOT] * num_blocks
+        self._node_of = [ROOT] * num_blocks
         self._trie: dict[tuple[int, tuple[int, ...]], int] = {}  # (parent node, tokens) -> block
-        self._last_node = _ROOT
+        self._last_node = ROOT
 
     @property
     def longest_tokens(self) -> int:
@@ -76,11 +87,12 @@ class BlockManager(BlockPool):
             num_reserved: Available blocks that are promised to others.
             window_fits: Function of the table of the known prefix in layers with a sliding window.
         """
-        matched = self.match(tokens)
+        known = self.known(tokens)
+        matched = known[: self._longest_prefix(known)]
         headroom = self.num_available - self.num_evictable_in(matched) - num_reserved
         if num_blocks - len(matched) > headroom:
             return None
-        return self._allocation(matched, window_fits)
+        return self._allocation(matched, len(known), window_fits)
 
     def admit_if(
         self,
@@ -96,20 +108,29 @@ class BlockManager(BlockPool):
                 only one has, or none, count as new: they would have been freed.
             window_fits: Function of the table of the known prefix in layers with a sliding window.
         """
-        matched = self.match(tokens)
+        known = self.known(tokens)
+        matched = known[: self._longest_prefix(known)]
         if not fits(sum(self._users[block] > 1 for block in matched)):
             return None
-        return self._allocation(matched, window_fits)
+        return self._allocation(matched, len(known), window_fits)
 
-    def _allocation(self, matched: list[int], window_fits: Callable[[Sequence[int]], bool]) -> Allocation | None:
-        table = None
+    def _allocation(
+        self, matched: list[int], num_known: int, window_fits: Callable[[Sequence[int]], bool]
+    ) -> Allocation | None:
+        table, state = None, None
+        nodes = [self._node_of[block] for block in matched]
         if self.windowed is not None:
-            table = self.windowed.prefix_table([self._node_of[block] for block in matched])
+            table = self.windowed.prefix_table(nodes)
             if not window_fits(table):
                 return None
+        if self.states is not None:
+            state = self.states.open(nodes[-1] if nodes else ROOT)
+            if state is None:
+                return None
+        if self.windowed is not None and table is not None:
             self.windowed.take([block for block in table if block != NULL_BLOCK])
         self.take(matched)
-        return Allocation(matched, len(matched), table)
+        return Allocation(matched, len(matched), table, state, num_known)
 
     def num_sole(self, blocks: Sequence[int]) -> int:
         """The number of a sequence's blocks without another user: the end of its table, as only prefixes are shared."""
@@ -124,24 +145,34 @@ class BlockManager(BlockPool):
                 high = middle
         return len(blocks) - low
 
-    def match(self, tokens: Sequence[int]) -> list[int]:
-        """Blocks that already hold the KV of a prefix of `tokens`, in all layers. Takes no reference.
+    def known(self, tokens: Sequence[int]) -> list[int]:
+        """Blocks in the trie of a prefix of `tokens`; layers with a window or a state may lack what belongs to them.
 
-        They never hold all of the tokens: the last one has yet to be run for its logits.
+        They never hold all of the tokens: the last one has yet to be run for its logits. Takes no reference.
         """
         blocks: list[int] = []
         if not self.share_prefixes:
             return blocks
-        node, size = _ROOT, self.kv_block_size
+        node, size = ROOT, self.kv_block_size
         for end in range(size, len(tokens), size):
             block = self._trie.get((node, tuple(tokens[end - size : end])))
             if block is None:
                 break
             blocks.append(block)
             node = self._node_of[block]
-        if self.windowed is not None:
-            del blocks[self.windowed.longest_prefix([self._node_of[block] for block in blocks]) :]
         return blocks
+
+    def _longest_prefix(self, known: Sequence[int]) -> int:
+        """The number of known blocks that can be taken over: all is there in layers with a window or a state too."""
+        count, kinds = len(known), [of_kind for of_kind in (self.windowed, self.states) if of_kind is not None]
+        nodes = [self._node_of[block] for block in known] if kinds else []
+        while True:
+            longest = count
+            for of_kind in kinds:
+                longest = of_kind.longest_prefix(nodes[:longest])
+            if longest == count:
+                return count
+            count = longest
 
     def insert(self, parent: int, tokens: Sequence[int], block: int) -> int:
         """Make a full block findable, whose KV is written by the end of this sweep.
@@ -157,7 +188,7 @@ class BlockManager(BlockPool):
             The trie node of the block with these tokens.
         """
         if not self.share_prefixes:
-            return _ROOT
+            return ROOT
         key = (parent, tuple(tokens))
         found = self._trie.get(key)
         if found is not None:
@@ -173,9 +204,10 @@ class BlockManager(BlockPool):
         return self._key_of[block] is not None
 
     def _evict(self, block: int) -> None:
-        if self.windowed is not None:
-            self.windowed.evict_node(self._node_of[block])
+        for of_nodes in (self.windowed, self.states):
+            if of_nodes is not None:
+                of_nodes.evict_node(self._node_of[block])
         key = self._key_of[block]
         assert key is not None, f"block {block} is not in the trie"
         del self._trie[key]
-        self._key_of[block], self._node_of[block] = None, _ROOT
+        self._key_of[block], self._node_of[block] = None, ROOT

@@ -1,9 +1,15 @@
-"""Blocks with users: which are free, which are in use, and which nobody uses but may be found again. No tensors."""
+"""Blocks with users: which are free, which are in use, and which nobody uses but may be found again. No tensors.
+
+A block is what a sequence holds in a pool: KV of some tokens, or a slot with its states.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+
+# The node of a trie before any token, which has no block.
+ROOT = 0
 
 
 class BlockPool:
@@ -13,12 +19,10 @@ class BlockPool:
 
     Attributes:
         num_blocks: Blocks of the pool.
-        kv_block_size: Tokens of a block.
     """
 
-    def __init__(self, num_blocks: int, kv_block_size: int) -> None:
+    def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.kv_block_size = kv_block_size
         self._free = list(range(num_blocks - 1, -1, -1))
         self._users = [0] * num_blocks
         self._evictable: OrderedDict[int, None] = OrderedDict()
@@ -82,3 +86,34 @@ class BlockPool:
     def _evict(self, block: int) -> None:
         """Have a block found no more."""
         raise NotImplementedError
+
+
+class NodePool(BlockPool):
+    """Blocks that are found under the node that a block of the same tokens has in a trie (`block_manager`)."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self._node_of = [ROOT] * num_blocks
+        self._block_of: dict[int, int] = {}  # node -> block
+
+    def insert(self, node: int, block: int) -> None:
+        """Make a block findable. If the node has a block, that one stays."""
+        if node != ROOT and node not in self._block_of:
+            self._block_of[node], self._node_of[block] = block, node
+
+    def evict_node(self, node: int) -> None:
+        """Have the block of a node that is no more found no more."""
+        block = self._block_of.get(node)
+        if block is None:
+            return
+        self._evict(block)
+        if block in self._evictable:
+            del self._evictable[block]
+            self._free.append(block)
+
+    def _may_be_found(self, block: int) -> bool:
+        return self._node_of[block] != ROOT
+
+    def _evict(self, block: int) -> None:
+        del self._block_of[self._node_of[block]]
+        self._node_of[block] = ROOT

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from batchgen.schedule.block_manager import Allocation, BlockManager
 from batchgen.schedule.extents import ExtentManager
 from batchgen.schedule.sequence import Sequence
+from batchgen.schedule.state_slots import NO_STATE, StateSlot
 from batchgen.schedule.window_pool import NULL_BLOCK, WindowPool
 
 Pool = BlockManager | ExtentManager
@@ -45,6 +46,9 @@ class BlockTables:
             num_reserved: Blocks that are promised to it beyond these.
         """
         pool, matched = self.pool(sequence), allocation.blocks[: allocation.num_matched]
+        sequence.state = allocation.state
+        if allocation.state is not None and allocation.num_known > len(matched):
+            sequence.forks.add(allocation.num_known * pool.kv_block_size)
         sequence.block_table.extend(allocation.blocks)
         if allocation.window_table is not None:
             sequence.window_table = array("i", allocation.window_table)
@@ -74,6 +78,43 @@ class BlockTables:
                 return False
             sequence.window_table.append(windows.allocate())
         return True
+
+    def next_fork(self, sequence: Sequence) -> int | None:
+        """The token of a prompt at which its next chunk must end, so that a snapshot of its state can be left there.
+
+        None: it may end anywhere.
+        """
+        if not sequence.forks or sequence.state is None or not self.pool(sequence).share_prefixes:
+            return None
+        return min((end for end in self._fork_ends(sequence) if end > sequence.num_computed), default=None)
+
+    def commit_state(self, sequence: Sequence) -> None:
+        """The tokens up to `num_computed` have been launched: the sequence's state is in its slot from now on.
+
+        At a fork it leaves a snapshot, where there is a slot for it. To be called after `insert_prompt`.
+        """
+        states = self.pool(sequence).states
+        if sequence.state is None or states is None:
+            return
+        source, slot = sequence.state
+        self._leave_source(sequence)
+        target = slot
+        if sequence.forks and sequence.num_computed in self._fork_ends(sequence):
+            blocks, inserted = sequence.num_computed // self.pool(sequence).kv_block_size, sequence.num_inserted_blocks
+            target = states.leave_snapshot(sequence.node, slot) if blocks == inserted else slot
+        if (source, slot) != (slot, target):
+            sequence.state = StateSlot(slot, target)
+
+    def _fork_ends(self, sequence: Sequence) -> Iterator[int]:
+        """Tokens of the whole blocks before each fork of a prompt."""
+        size = self.pool(sequence).kv_block_size
+        return (fork // size * size for fork in sequence.forks)
+
+    def _leave_source(self, sequence: Sequence) -> None:
+        """Let go of the snapshot that a sequence has taken over, once nothing launched later reads it."""
+        states, state = self.pool(sequence).states, sequence.state
+        if states is not None and state is not None and state.source not in (NO_STATE, state.target):
+            states.release([state.source])
 
     def can_grow(self, sequences: Iterable[Sequence], num_tokens: int) -> bool:
         """Tell whether there are blocks for `num_tokens` more tokens of each of these sequences."""
@@ -135,7 +176,7 @@ class BlockTables:
         """Have no other sequence find the KV of this one's prompt, or of a part of it, from now on."""
         for pool in self._pools.values():
             if isinstance(pool, BlockManager) and pool.share_prefixes:
-                pool.invalidate(pool.match([*sequence.tokens[: sequence.num_prompt], 0]))
+                pool.invalidate(pool.known([*sequence.tokens[: sequence.num_prompt], 0]))
 
     def release(self, sequence: Sequence) -> None:
         """Release all blocks of a sequence, and those reserved for it."""
@@ -153,6 +194,10 @@ class BlockTables:
             windows.invalidate(sequence.window_table[max(held, written) :])
             windows.release(sequence.window_table[held:])
             sequence.window_table, sequence.num_freed = None, 0
+        if sequence.state is not None and pool.states is not None:
+            self._leave_source(sequence)
+            pool.states.release([sequence.state.target])
+            sequence.state = None
 
     def _windows(self, tier: str) -> WindowPool:
         """The pool of layers with a sliding window, of a tier that has one."""

@@ -9,6 +9,8 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 from batchgen.schedule.block_manager import Allocation
+from batchgen.schedule.block_pool import ROOT
+from batchgen.schedule.state_slots import StateSlots
 
 
 class ExtentManager:
@@ -20,14 +22,16 @@ class ExtentManager:
         num_blocks: Blocks of the file.
         kv_block_size: Tokens of a block.
         num_available: Free blocks.
+        states: Slots of the state layers in the file; None: the model has none.
     """
 
     share_prefixes = False
     windowed = None  # a file's runs keep the blocks of all layers
 
-    def __init__(self, num_blocks: int, kv_block_size: int) -> None:
+    def __init__(self, num_blocks: int, kv_block_size: int, states: StateSlots | None = None) -> None:
         self.num_blocks = num_blocks
         self.kv_block_size = kv_block_size
+        self.states = states
         self.num_available = num_blocks
         # Free runs, by position: first block, and number of blocks.
         self._starts = [0] if num_blocks else []
@@ -51,15 +55,17 @@ class ExtentManager:
             num_reserved: Available blocks that are promised to others.
 
         Returns:
-            The blocks; None: no run is long enough, or fewer than `num_reserved` blocks would stay.
+            The blocks; None: no run is long enough, fewer than `num_reserved` blocks would stay, or no state slot is
+            left.
         """
         if num_blocks > self.num_available - num_reserved:
             return None
-        for run, length in enumerate(self._lengths):
-            if length >= num_blocks:
-                start = self._take(run, num_blocks)
-                return Allocation(list(range(start, start + num_blocks)), 0)
-        return None
+        run = next((run for run, length in enumerate(self._lengths) if length >= num_blocks), None)
+        state = None if run is None or self.states is None else self.states.open(ROOT)
+        if run is None or (self.states is not None and state is None):
+            return None
+        start = self._take(run, num_blocks)
+        return Allocation(list(range(start, start + num_blocks)), 0, state=state)
 
     def allocate(self, after: int | None = None) -> int:
         """Allocate one block more for a sequence that outgrew its extent.

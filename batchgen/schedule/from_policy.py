@@ -15,17 +15,28 @@ from batchgen.schedule.extents import ExtentManager
 from batchgen.schedule.micro_batches import placement_in_sweep, split_batches
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
 from batchgen.schedule.scheduler_limits import SchedulerLimits
+from batchgen.schedule.state_slots import StateSlots
 from batchgen.schedule.window_pool import WindowPool
 
 
 def kv_pools(policy: Policy, memory: MemoryPlan) -> dict[str, BlockManager | ExtentManager]:
-    """Empty pools of KV blocks, by tier."""
+    """Empty pools of KV blocks, and of state slots, by tier."""
     return {
-        tier: ExtentManager(count, policy.kv_block_size)
+        tier: ExtentManager(count, policy.kv_block_size, _state_slots(tier, memory))
         if tier == "disk"
-        else BlockManager(count, policy.kv_block_size, policy.share_prefixes, _window_pool(tier, policy, memory))
+        else BlockManager(
+            count,
+            policy.kv_block_size,
+            policy.share_prefixes,
+            _window_pool(tier, policy, memory),
+            _state_slots(tier, memory),
+        )
         for tier, count in memory.kv_blocks.items()
     }
+
+
+def _state_slots(tier: str, memory: MemoryPlan) -> StateSlots | None:
+    return StateSlots(memory.state_slots[tier]) if memory.state_slots else None
 
 
 def _window_pool(tier: str, policy: Policy, memory: MemoryPlan) -> WindowPool | None:
@@ -85,5 +96,6 @@ def splitter(
         max_staged_blocks=max(1, memory.staging_blocks),
         kv_block_size=policy.kv_block_size,
         placement_of=partial(placement_in_sweep, compute_tier=compute_tier),
+        max_staged_seqs=max(1, memory.staging_states) if memory.state_slots else None,
         balance_tokens=policy.balance_tokens,
     )

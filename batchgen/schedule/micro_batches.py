@@ -40,6 +40,7 @@ def split_batches(
     max_staged_blocks: int,
     kv_block_size: int,
     placement_of: Callable[[ScheduledSequence], KVPlacement],
+    max_staged_seqs: int | None = None,
     balance_tokens: int | None = None,
 ) -> list[list[ScheduledSequence]]:
     """Cut a sweep into micro-batches, none of them empty.
@@ -59,6 +60,7 @@ def split_batches(
         max_staged_blocks: Most blocks that a batch stages; the caller must not let in a sequence with more.
         kv_block_size: Tokens of a KV block.
         placement_of: Placement that the sweep's attention sees, for the compute device at hand.
+        max_staged_seqs: Most sequences that a batch stages; None: no limit.
         balance_tokens: Tokens that matmuls take regardless of their number, for two batches in order "neo": the first
             then has a part of what the CPU attends to, and all of a sweep in which it attends to nothing
             (`first_batch_cpu_share`);
@@ -68,11 +70,12 @@ def split_batches(
     parts = []
     for scheduled in sweep:
         placement = placement_of(scheduled)
-        blocks = staged_blocks(scheduled, kv_block_size) if placement is KVPlacement.STREAMED else 0
+        staged = placement is KVPlacement.STREAMED
+        blocks = staged_blocks(scheduled, kv_block_size) if staged else 0
         assert blocks <= max_staged_blocks, (
             f"{blocks} blocks to stage for one sequence, capacity for {max_staged_blocks}"
         )
-        parts.append(_Part(scheduled, placement, (scheduled.num_tokens, 1, blocks)))
+        parts.append(_Part(scheduled, placement, (scheduled.num_tokens, 1, blocks, int(staged))))
     delegated = [p for p in parts if p.placement is KVPlacement.CPU]
     others = [p for p in parts if p.placement is not KVPlacement.CPU]
     if balance_tokens is not None:
@@ -81,7 +84,7 @@ def split_batches(
         batches = [others, delegated]
     else:
         batches = _cut(_mixed(parts) if order == "mixed" else parts, num_gpu_batches, _TOKENS)
-    limits = (max_tokens, max_seqs, max_staged_blocks)
+    limits = (max_tokens, max_seqs, max_staged_blocks, len(sweep) if max_staged_seqs is None else max_staged_seqs)
     return [[p.scheduled for p in kept] for batch in batches for kept in _within(batch, limits)]
 
 
@@ -91,12 +94,12 @@ class _Part(NamedTuple):  # one for each sequence of a sweep
     Attributes:
         scheduled: The sequence.
         placement: Placement that attention sees.
-        load: Tokens, sequences, and blocks to stage.
+        load: Tokens, sequences, and blocks and sequences to stage.
     """
 
     scheduled: ScheduledSequence
     placement: KVPlacement
-    load: tuple[int, int, int]
+    load: tuple[int, int, int, int]
 
 
 _TOKENS = 0  # in a load
@@ -131,7 +134,7 @@ def _balanced(others: list[_Part], delegated: list[_Part], balance_tokens: int) 
     return [batch for batch in ([*others, *delegated[:count]], delegated[count:]) if batch]
 
 
-def _within(batch: list[_Part], limits: tuple[int, int, int]) -> Iterator[list[_Part]]:
+def _within(batch: list[_Part], limits: tuple[int, int, int, int]) -> Iterator[list[_Part]]:
     """Yield parts of the batch, cut until each of more than one sequence keeps all limits."""
     totals = [sum(loads) for loads in zip(*(p.load for p in batch), strict=True)]
     excess = [total / max(1, limit) for total, limit in zip(totals, limits, strict=True)]

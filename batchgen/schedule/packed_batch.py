@@ -24,6 +24,7 @@ from batchgen.schedule.micro_batches import placement_in_sweep
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
 from batchgen.schedule.sequence import PENDING, LogitsRow, in_flight
 from batchgen.schedule.staging import Staging, Tables, has_window_tables, stage
+from batchgen.schedule.state_rows import StateRows, StateStaging, rows_in_pool, rows_in_staging, stage_states
 from batchgen.schedule.step_graph import BatchFlow
 
 # The order of the segments of a batch.
@@ -41,6 +42,7 @@ class Segment:
         slots: slots of each token's new KV by sliding window (None: full attention), int64 [tokens]; a slot is
             block * kv_block_size + offset.
         plans: attention plan by sliding window, its tokens counted from `start`.
+        states: state rows of its sequences, in the order of the tokens; None: the model has no state layers.
     """
 
     placement: KVPlacement
@@ -48,6 +50,7 @@ class Segment:
     stop: int
     slots: dict[int | None, np.ndarray]
     plans: dict[int | None, AttentionPlan]
+    states: StateRows | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class PackedBatch:
         deferred_rows: rows of logits that the tokens of the deferred segment are for; not made in this sweep.
         exchange_slots: place of each in the tables in which queries and attention are exchanged with the CPU, int64.
         in_place: streamed segment in layers whose KV of it lies on the device: slots and plans of its pool.
+        state_staging: states that pass; None: none does.
     """
 
     token_ids: np.ndarray
@@ -79,6 +83,7 @@ class PackedBatch:
     deferred_rows: list[LogitsRow]
     exchange_slots: np.ndarray
     in_place: Segment | None = None
+    state_staging: StateStaging | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -86,13 +91,13 @@ class PackedBatch:
 
     def flow(self, hidden_on_host: bool = False) -> BatchFlow:
         """The kinds of data that the batch moves."""
-        staging = list((self.staging or {}).values())
+        staging, states = list((self.staging or {}).values()), self.state_staging
         return BatchFlow(
             placements=frozenset(s.placement for s in self.segments),
-            history=any(len(s.host_blocks) or s.reads for s in staging),
-            stored=any(len(s.new_slots) for s in staging),
-            disk_read=any(s.reads for s in staging),
-            disk_write=any(s.writes for s in staging),
+            history=any(len(s.host_blocks) or s.reads for s in staging) or bool(states and states.has_history),
+            stored=any(len(s.new_slots) for s in staging) or bool(states and len(states.host_targets)),
+            disk_read=any(s.reads for s in staging) or bool(states and states.reads),
+            disk_write=any(s.writes for s in staging) or bool(states and states.writes),
             hidden_on_host=hidden_on_host,
             samples=bool(self.logits_rows),
         )
@@ -120,7 +125,8 @@ def pack(
     by_placement: dict[KVPlacement, list[ScheduledSequence]] = {}
     for scheduled in batch:
         by_placement.setdefault(placement_in_sweep(scheduled, compute_tier), []).append(scheduled)
-    staged = stage(by_placement.get(KVPlacement.STREAMED, []), windows, kv_block_size)
+    passing = by_placement.get(KVPlacement.STREAMED, [])
+    staged, (staged_states, state_staging) = stage(passing, windows, kv_block_size), stage_states(passing)
     plans_of = partial(_plans, kv_block_size=kv_block_size, key_bytes=key_bytes)
     rows, segments = _Rows(), []
     on_device: Segment | None = None
@@ -134,12 +140,16 @@ def pack(
             rows.add(scheduled)
         by_window = _by_window(members, slices, windows, tables)
         slots = _slots(by_window, kv_block_size)
-        segments.append(Segment(placement, start, rows.count, slots, plans_of(by_window, groups)))
-        if in_place and placement is KVPlacement.STREAMED:
+        is_staged = placement is KVPlacement.STREAMED
+        states = rows_in_staging(members, staged_states) if is_staged else rows_in_pool(members)
+        segments.append(Segment(placement, start, rows.count, slots, plans_of(by_window, groups), states))
+        if in_place and is_staged:
             by_window = _by_window(members, _slices(members, False, None), windows, None)
             slots = _slots(by_window, kv_block_size)
-            on_device = Segment(placement, start, rows.count, slots, plans_of(by_window, groups))
-    return replace(rows.packed(tuple(segments), staged.by_window), in_place=on_device)
+            plans = plans_of(by_window, groups)
+            on_device = Segment(placement, start, rows.count, slots, plans, rows_in_pool(members))
+    packed = rows.packed(tuple(segments), staged.by_window)
+    return replace(packed, in_place=on_device, state_staging=state_staging)
 
 
 def _in_order(

@@ -56,13 +56,20 @@ class WeightResidency:
         return replace(self, layers=tuple(self.layers[j] for j in layers), expert_layers=experts)
 
     def streams(
-        self, compute_tier: str, kv_on_device: Sequence[bool] = (), *, embeds: bool = True, has_head: bool = True
+        self,
+        compute_tier: str,
+        kv_on_device: Sequence[bool] = (),
+        state_layers: Sequence[int] = (),
+        *,
+        embeds: bool = True,
+        has_head: bool = True,
     ) -> Streams:
         """The data that is brought to the compute device in every sweep.
 
         Args:
             compute_tier: Tier of the device's own memory.
             kv_on_device: For each layer, whether KV that is streamed in others is on the device; empty: in none.
+            state_layers: Numbers of the state layers.
             embeds: Whether this is the first stage of a pipeline.
             has_head: Whether this is its last stage.
         """
@@ -77,6 +84,7 @@ class WeightResidency:
             dequantized=self.weight_format == INT4,
             vocabulary_chunks=VOCABULARY_CHUNKS if accelerated and self.head != "gpu" and has_head else 0,
             kv_on_device=tuple(kv_on_device),
+            state_layers=tuple(state_layers),
             on_demand=tuple(map(self._has_experts_on_disk, range(len(self.layers)))) if on_demand_tokens else (),
             on_demand_tokens=on_demand_tokens,
             receives=not embeds,

@@ -87,7 +87,9 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, whose prompt and output must fit `longest_tokens`."""
-        if (source := sequence.prefix_source) is not None and self._waits_for_prefix(sequence):
+        if (source := sequence.prefix_source) is not None and self.tables.share_prefixes:
+            source.forks.add(sequence.num_source_tokens)
+        if source is not None and self._waits_for_prefix(sequence):
             self._followers.setdefault(source, []).append(sequence)
         else:
             self.waiting.append(sequence)
@@ -174,6 +176,7 @@ class Scheduler:
             sequence.num_computed += num_tokens
             if self.tables.share_prefixes:
                 self.tables.insert_prompt(sequence, sequence.num_computed)
+            self.tables.commit_state(sequence)
 
     def advance(self, num_tokens: int) -> int:
         """Let all sequences gain tokens as if they had been scheduled and sampled; 0: there are no blocks."""
@@ -236,7 +239,10 @@ class Scheduler:
         return [c for c in KVPlacement if c.tier in self.pools]
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
-        return min(sequence.num_remaining, budget, self.limits.max_chunk_tokens or budget)
+        """The tokens of a prompt that the next sweep may have."""
+        chunk = min(sequence.num_remaining, budget, self.limits.max_chunk_tokens or budget)
+        fork = self.tables.next_fork(sequence)
+        return chunk if fork is None else min(chunk, fork - sequence.num_computed)
 
     def _admit(self, sweep: list[ScheduledSequence], budget: int, most: int) -> None:
         """Admit waiting sequences to a sweep, where the kind of admission allows it."""
@@ -291,7 +297,10 @@ class Scheduler:
             return False
         if source.block_table:
             pool = self.tables.pool(source)
-            return pool.share_prefixes and source.num_inserted_blocks < sequence.num_source_tokens // pool.kv_block_size
+            blocks = sequence.num_source_tokens // pool.kv_block_size
+            if source.state is not None and source.num_computed < blocks * pool.kv_block_size:
+                return pool.share_prefixes  # the snapshot of its state comes with the end of a sweep
+            return pool.share_prefixes and source.num_inserted_blocks < blocks
         return source.num_computed == 0
 
     def _queue_followers(self, source: Sequence) -> None:

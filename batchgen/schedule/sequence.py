@@ -10,6 +10,7 @@ import numpy as np
 
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.request import SamplingParams
+from batchgen.schedule.state_slots import StateSlot
 
 # Stands for a token that has been sampled on the device and has not reached the host yet.
 PENDING = -1
@@ -71,6 +72,9 @@ class Sequence:
         block_table: KV blocks, in the order of the tokens.
         window_table: KV blocks in layers with a sliding window; None: they share the other table.
         num_freed: Leading null blocks of `window_table`.
+        state: Slots in state layers of a sequence in flight; None: there are no such layers.
+        forks: Numbers of leading tokens of its prompt that others share. Where state layers are, it leaves a snapshot
+            after the whole blocks of these tokens.
         num_matched_blocks: Leading blocks taken from the prefix cache.
         num_inserted_blocks: Leading blocks inserted in the prefix cache.
         node: Trie node of the last of these.
@@ -100,6 +104,8 @@ class Sequence:
     block_table: array[int] = field(default_factory=lambda: array("i"))
     window_table: array[int] | None = None
     num_freed: int = 0
+    state: StateSlot | None = None
+    forks: set[int] = field(default_factory=set)
     num_matched_blocks: int = 0
     num_inserted_blocks: int = 0
     node: int = 0

@@ -87,6 +87,7 @@ class Streams:
             at once (two, with sequences that the CPU attends to).
         vocabulary_chunks: chunks in which the output matrix comes over; 0: it stays on the device.
         kv_on_device: for each layer, whether KV that is streamed in others is on the device; empty: in none.
+        state_layers: numbers of the layers that keep a state, which their attention writes too, instead of KV.
         on_demand: for each layer, whether it has experts on disk that can be read once it is known which ones the
             tokens are routed to; empty: none has.
         on_demand_tokens: most tokens of a sweep in which they are.
@@ -100,6 +101,7 @@ class Streams:
     dequantized: bool = False
     vocabulary_chunks: int = 0
     kv_on_device: tuple[bool, ...] = ()
+    state_layers: tuple[int, ...] = ()
     on_demand: tuple[bool, ...] = ()
     on_demand_tokens: int = 0
     receives: bool = False

@@ -191,6 +191,8 @@ class Sweeps:
             attend = self._step("cpu_attention", j, k, after=(send.id, *self._stored[j].values()))
             yield attend
             flow.note_stored(send)
+            if j in self.streams.state_layers:
+                flow.note_stored(attend)
             flow.attended[at] = attend.id
         leaving = flow.joined.pop(k, [])
         if j == 0 and KVPlacement.DEFERRED in batch.placements:
@@ -208,6 +210,8 @@ class Sweeps:
             attend = self._step("attend_deferred", j, k, after=(send.id,), deferred_batch=deferred_batch.number)
             yield attend
             flow.note_stored(send)
+            if j in self.streams.state_layers:
+                flow.note_stored(attend)
             deferred_batch.layer, deferred_batch.attention, deferred_batch.sweep = j, attend.id, self._sweep
             flow.deferral.deferred_batches.waiting.append(deferred_batch)
 

@@ -11,22 +11,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from batchgen.core.plan import window_blocks
-from batchgen.schedule.block_pool import BlockPool
+from batchgen.schedule.block_pool import NodePool
 
 # In a block table: a block that was freed.
 NULL_BLOCK = -1
-_NOT_FOUND = 0  # the root, which has no block
 
 
-class WindowPool(BlockPool):
+class WindowPool(NodePool):
     """The blocks of one tier, for layers whose queries see the last `window` tokens at most, themselves included."""
 
     def __init__(self, num_blocks: int, kv_block_size: int, window: int) -> None:
-        super().__init__(num_blocks, kv_block_size)
+        super().__init__(num_blocks)
+        self.kv_block_size = kv_block_size
         self.window = window
         self.blocks_of_window = window_blocks(window, kv_block_size)
-        self._node_of = [_NOT_FOUND] * num_blocks
-        self._block_of: dict[int, int] = {}  # node -> block
 
     @property
     def longest_tokens(self) -> int | None:
@@ -54,28 +52,3 @@ class WindowPool(BlockPool):
         """The table of a sequence that takes over these blocks, as many as `longest_prefix` says."""
         first = self.first_block(len(nodes) * self.kv_block_size)
         return [NULL_BLOCK] * first + [self._block_of[node] for node in nodes[first:]]
-
-    def insert(self, node: int, block: int) -> None:
-        """Make a block findable, whose KV is written by the end of this sweep.
-
-        If the node has a block, that one stays.
-        """
-        if node != _NOT_FOUND and node not in self._block_of:
-            self._block_of[node], self._node_of[block] = block, node
-
-    def evict_node(self, node: int) -> None:
-        """Have the block of a node that is no more found no more."""
-        block = self._block_of.get(node)
-        if block is None:
-            return
-        self._evict(block)
-        if block in self._evictable:
-            del self._evictable[block]
-            self._free.append(block)
-
-    def _may_be_found(self, block: int) -> bool:
-        return self._node_of[block] != _NOT_FOUND
-
-    def _evict(self, block: int) -> None:
-        del self._block_of[self._node_of[block]]
-        self._node_of[block] = _NOT_FOUND

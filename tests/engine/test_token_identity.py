@@ -432,6 +432,7 @@ _WIDE_OF = {
     "opt": {"hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 128},
     "qwen2_moe": {**_WIDE, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128},
     "qwen3_moe": {**_WIDE, "moe_intermediate_size": 128},
+    **dict.fromkeys(("granitemoeshared", "granitemoehybrid"), {**_WIDE, "shared_intermediate_size": 128}),
 }
 _INT4_ON_RANKS = [
     (family, tier) for family in FAMILIES for tier in RANK_TIERS if tier != "experts on demand" or family in MIXTURES

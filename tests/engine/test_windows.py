@@ -202,9 +202,9 @@ def test_what_is_planned_is_what_is_allocated(model, tiny_models, tmp_path):
             parts = parts_of(path, tier, tmp_path, kv_format=kv_format)
             try:
                 for name, pool in parts.executor.kv_cache.pools.items():
-                    assert parts.memory.parts[name]["KV"] == sum(layer.nbytes for layer in pool)
+                    assert parts.memory.parts[name]["KV"] == sum(layer.nbytes for layer in pool.values())
                     config, memory = parts.config, parts.memory
-                    for layer, window in zip(pool, config.windows, strict=True):
+                    for layer, window in zip(pool.values(), config.windows, strict=True):
                         assert len(layer) == (memory.kv_blocks if window is None else memory.window_blocks)[name]
             finally:
                 parts.executor.close()

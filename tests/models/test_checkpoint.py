@@ -15,6 +15,7 @@ import torch
 from quantized_checkpoints import in_mxfp4
 from safetensors.torch import load_file, save_file
 from tiny_models import (
+    DELTA_NETS,
     FAMILIES,
     GGUF_FAMILIES,
     GGUF_MODELS,
@@ -79,14 +80,7 @@ def expected_tensors(model) -> tuple[dict, list[dict], dict]:
             for name, module in norms_of(layer, family):
                 tensors |= params(module, name)
             tensors |= params(attention.o_proj, "out")
-            if hasattr(layer.mlp, "experts"):
-                tensors |= expected_experts(layer.mlp)
-            else:
-                if family == "phi3":
-                    tensors |= params(layer.mlp.gate_up_proj, "gate_up")
-                else:
-                    tensors |= fused("gate_up", layer.mlp.gate_proj, layer.mlp.up_proj)
-                tensors |= params(layer.mlp.down_proj, "down")
+            tensors |= expected_mlp(layer, family, params, fused)
         if hasattr(attention, "q_norm"):
             tensors |= params(attention.q_norm, "q_norm") | params(attention.k_norm, "k_norm")
         layers.append(tensors)
@@ -104,6 +98,17 @@ def expected_tensors(model) -> tuple[dict, list[dict], dict]:
     if not model.config.tie_word_embeddings:
         head |= params(model.lm_head, "lm_head")
     return embeddings, layers, head
+
+
+def expected_mlp(layer, family: str, params, fused) -> dict:
+    """The MLP or the experts of a layer, without OPT's."""
+    if family.startswith("granitemoe"):
+        return expected_granite_mlp(layer)
+    if hasattr(layer.mlp, "experts"):
+        return expected_experts(layer.mlp)
+    if family == "phi3":
+        return params(layer.mlp.gate_up_proj, "gate_up") | params(layer.mlp.down_proj, "down")
+    return fused("gate_up", layer.mlp.gate_proj, layer.mlp.up_proj) | params(layer.mlp.down_proj, "down")
 
 
 def norms_of(layer, family: str):
@@ -131,6 +136,19 @@ def expected_experts(mlp) -> dict:
         found["shared_gate.weight"] = mlp.shared_expert_gate.weight
         found["shared_gate_up.weight"] = torch.cat([shared.gate_proj.weight, shared.up_proj.weight])
         found["shared_down.weight"] = shared.down_proj.weight
+    return {name: tensor.detach() for name, tensor in found.items()}
+
+
+def expected_granite_mlp(layer) -> dict:
+    """Of a mixture of Granite's: experts, and an MLP that all tokens share, or that is the only one."""
+    found, moe, shared = {}, layer.block_sparse_moe, getattr(layer, "shared_mlp", None)
+    if moe is not None:
+        found = {"router.weight": moe.router.weight, "gate_up.weight": moe.experts.gate_up_proj.flatten(0, 1)}
+        found["down.weight"] = moe.experts.down_proj.flatten(0, 1)
+    if shared is not None:
+        prefix = "" if moe is None else "shared_"
+        found[f"{prefix}gate_up.weight"] = shared.input_linear.weight
+        found[f"{prefix}down.weight"] = shared.output_linear.weight
     return {name: tensor.detach() for name, tensor in found.items()}
 
 
@@ -394,8 +412,8 @@ def test_ranks_have_the_same_parts_of_a_gguf(tmp_path, name):
 
 
 def test_every_architecture_of_ggufs_has_a_family_here():
-    shared = {"mixtral", "olmo3"}  # that have the architecture of another
-    assert {ARCHITECTURES[name] for name in GGUF_ARCHITECTURES.values()} | shared == set(GGUF_FAMILIES)
+    shared = {"mixtral", "olmo3", "granitemoeshared"}  # that have the architecture of another
+    assert {ARCHITECTURES[name] for name in GGUF_ARCHITECTURES.values()} | shared == {*GGUF_FAMILIES, *DELTA_NETS}
 
 
 def test_every_family_of_ggufs_is_in_the_table():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import subprocess
@@ -83,8 +84,14 @@ def hf_model(family: str, **overrides):
     fields |= {"ffn_dim": 96} if family == "opt" else {"intermediate_size": 96, "num_key_value_heads": 2}
     fields |= {"num_hidden_layers": 4} if family in DELTA_NETS else {}  # the last one attends
     fields |= {"pad_token_id": 0} if family in ("phi3", "smollm3") else {}  # whose own is beyond this vocabulary
+    fields |= attention_alone(family, overrides.get("num_hidden_layers", 3))
     with torch.device("meta"):
         return model_class(config_class(**{**fields, **overrides}))
+
+
+def attention_alone(family: str, layers: int) -> dict:
+    """The types of layers that a config must state, because the default is of layers that batchgen refuses."""
+    return {"layer_types": ["full_attention"] * layers} if family == "granitemoehybrid" else {}
 
 
 def config_of(model) -> ModelConfig:
@@ -162,6 +169,7 @@ def test_a_config_that_states_only_shapes_takes_the_defaults_of_transformers(fam
     fields = {"architectures": [classes_of(family)[1].__name__], "hidden_size": 64, "num_hidden_layers": 2}
     fields |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}
     fields |= {"ffn_dim": 96} if family == "opt" else {"intermediate_size": 96}
+    fields |= attention_alone(family, 2)
     fields |= {"num_hidden_layers": 4} if family in DELTA_NETS else {}
     assert config_of_hf(fields) == config_of(hf_model(family, **fields))
 
@@ -257,6 +265,23 @@ PUBLISHED = {
             "rope_type": "yarn",
         },
         "rope_theta": 500000,
+    },
+    "olmoe": {"clip_qkv": None, "norm_topk_prob": False, "rope_scaling": None, "router_aux_loss_coef": 0.01},
+    "granitemoe": {"attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "output_router_logits": False},
+    "granitemoeshared": {"shared_intermediate_size": 1024, "attention_multiplier": 0.015625, "rope_scaling": None},
+    "granitemoehybrid": {
+        "attention_multiplier": 0.015625,
+        "init_method": "mup",
+        "layer_types": ["attention"] * 32,
+        "logits_scaling": 4,
+        "mamba_chunk_size": 256,
+        "mamba_conv_bias": True,
+        "mamba_d_head": 32,
+        "normalization_function": "rmsnorm",
+        "num_experts_per_tok": 0,
+        "num_local_experts": 0,
+        "position_embedding_type": "rope",
+        "shared_intermediate_size": 2048,
     },
     "mixtral": {"output_router_logits": False, "router_aux_loss_coef": 0.02, "sliding_window": None, "rope_theta": 1e6},
     "qwen2_moe": {"use_sliding_window": False, "max_window_layers": 21, "sliding_window": 32768, "mlp_only_layers": []},
@@ -607,7 +632,16 @@ class TestKeysAreThoseOfTransformers:
 
 
 # Null is allowed by their types, and stops their models.
-NULL_FAILS = {("qwen2_moe", "num_key_value_heads")}
+NULL_FAILS = {
+    ("qwen2_moe", "num_key_value_heads"),
+    *itertools.product(
+        ("granitemoe", "granitemoeshared", "granitemoehybrid"),
+        (
+            *("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"),
+            *("num_local_experts", "num_experts_per_tok"),
+        ),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", ["rms_norm_eps", "rope_scaling.factor", "eos_token_id.1", "unknown.deep.0"])
@@ -641,6 +675,7 @@ class TestScalingBesideRopeParameters:
 
     def test_it_is_taken_where_both_ways_of_reading_it_are_one(self, family):
         stated = {"architectures": [classes_of(family)[1].__name__], "rope_scaling": QWEN_CARD | {"rope_theta": 5e6}}
+        stated |= attention_alone(family, 32)
         rope = config_of_hf(stated | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}}).rope
         assert (rope.kind, rope.factor, rope.theta) == ("yarn", 4.0, 5e6)
 
@@ -661,6 +696,7 @@ def test_values_of_the_wrong_kind_are_input_errors(family, tmp_path):
     """Whatever stands in a config.json, it is a model or one line that names the place and the key."""
     path = tmp_path / "config.json"
     base = {"architectures": [classes_of(family)[1].__name__], "num_hidden_layers": 2, "dtype": "float32"}
+    base |= attention_alone(family, 2)
     base |= {"full_attention_interval": 2} if family in DELTA_NETS else {}
     for key in sorted({*KEYS[family], *FIXED[family], *READ_APART, "quantization_config", "model_type", "layer_types"}):
         for value in ("x", -1, 2.5, ["x"], {"a": {}}, True, None, 10**12):

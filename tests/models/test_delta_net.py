@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from plain_model import PlainModel
-from tiny_models import DELTA_NETS, make_tiny_model
+from tiny_models import DELTA_NETS, make_tiny_model, round_as_gguf, write_tiny_gguf
 
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.files import resolve_model
@@ -46,3 +46,24 @@ def test_prompts_and_single_tokens_equal_transformers(family, overrides, tmp_pat
     checkpoint = open_checkpoint(resolve_model(str(tmp_path)))
     assert checkpoint.config.state is not None
     assert_same_logits(model, PlainModel(checkpoint, 3), model.config.vocab_size)
+
+
+@pytest.mark.parametrize(("family", "overrides"), VARIANTS)
+def test_ggufs_equal_transformers(family, overrides, tmp_path):
+    overrides = {name: value for name, value in overrides.items() if name != "norm_topk_prob"}  # which no file states
+    model = make_tiny_model(family, tmp_path, **overrides)
+    path = write_tiny_gguf(model, tmp_path / "model.gguf")
+    checkpoint = open_checkpoint(resolve_model(str(path)))
+    wanted = open_checkpoint(resolve_model(str(tmp_path))).config
+    assert checkpoint.config.state_layers == wanted.state_layers
+    assert_same_logits(model, PlainModel(checkpoint, 3), model.config.vocab_size)
+
+
+@pytest.mark.parametrize("family", DELTA_NETS)
+def test_packed_ggufs_equal_their_dequantized_model(family, tmp_path):
+    """Blocks of 32 columns, which lie across two value heads in the file's order of columns."""
+    widths = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64} if family != "qwen3_5" else {}
+    model = make_tiny_model(family, tmp_path, linear_value_head_dim=16, **widths)
+    path = write_tiny_gguf(model, tmp_path / "model.gguf", tensor_type="Q8_0")
+    checkpoint = open_checkpoint(resolve_model(str(path)))
+    assert_same_logits(round_as_gguf(model, "Q8_0"), PlainModel(checkpoint, 3), model.config.vocab_size)

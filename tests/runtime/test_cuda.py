@@ -207,7 +207,7 @@ def test_after_warming_up_nothing_is_new(tiny_models, tmp_path, card, monkeypatc
             assert "_merge" in {name for name, *_ in known}, "no context was long enough"
             made = engine.parts.executor
             assert not any(made.bytes_moved.values()) and not any(made.busy_s.values())
-            assert not any(pool.any() for pool in made.kv_cache.pools["cpu"])
+            assert not any(pool.any() for pool in made.kv_cache.pools["cpu"].values())
             run(engine)
             assert waited and steps and made.bytes_moved["h2d"]
         assert set(card.launched) == known  # those of warming up are among them

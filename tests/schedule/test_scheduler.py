@@ -477,7 +477,7 @@ def test_a_sweep_that_failed_leaves_no_prefix_behind():
     scheduler.commit(scheduler.schedule())  # 12 tokens are there,
     scheduler.schedule()  # 12 more never will be
     scheduler.finish(scheduler.running[0])
-    assert len(pool.match(prompt)) == 3 and pool.num_used == 0
+    assert len(pool.known(prompt)) == 3 and pool.num_used == 0
 
 
 def test_a_shrunk_class_takes_no_one_in_and_its_sequences_finish():

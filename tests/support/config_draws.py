@@ -41,6 +41,7 @@ _SIZES = (
     *(
         "num_key_value_heads",
         "moe_intermediate_size",
+        "shared_intermediate_size",
         "shared_expert_intermediate_size",
         "num_experts",
         "num_local_experts",
@@ -286,7 +287,12 @@ def _ordinary(family: str, rng: random.Random) -> dict[str, Any]:
         drawn |= {"attention_bias": maybe(True, False)}
     if family in ("llama", "granite", "smollm3", "seed_oss"):
         drawn |= {"mlp_bias": maybe(True, False), "pretraining_tp": maybe(1, 2)}
-    if family == "granite":
+    if family == "olmoe":
+        drawn["head_dim"] = _LEFT_OUT
+    if family == "granitemoehybrid":
+        drawn |= {"layer_types": rng.choice((["attention"] * layers, ["full_attention"] * layers))}
+        drawn |= {"position_embedding_type": maybe("rope", None), "mamba_d_conv": maybe(4, 3)}
+    if family.startswith("granite"):
         drawn |= {"embedding_multiplier": maybe(1.0, 12), "residual_multiplier": maybe(0.22, 1)}
         drawn |= {"logits_scaling": maybe(1.0, 6), "attention_multiplier": maybe(0.0625, 0.3)}
     if family == "smollm3":
@@ -368,6 +374,13 @@ def _experts(family: str, layers: int, rng: random.Random) -> dict[str, Any]:
     if family in ("mixtral", "gpt_oss"):
         name = rng.choice(("num_local_experts", "num_experts"))
         return {name: rng.choice((4, 8)), "num_experts_per_tok": rng.choice((_LEFT_OUT, 1, 2))}
+    if family.startswith("granitemoe"):
+        shared = {"shared_intermediate_size": rng.choice((24, 72))} if family != "granitemoe" else {}
+        count = rng.choice((4, 8, 0) if family == "granitemoehybrid" else (4, 8))
+        return {"num_local_experts": count, "num_experts_per_tok": rng.choice((_LEFT_OUT, 1, 3)), **shared}
+    if family == "olmoe":
+        drawn = {"num_experts": rng.choice((8, 16)), "num_experts_per_tok": rng.choice((1, 3))}
+        return drawn | {"norm_topk_prob": rng.choice((_LEFT_OUT, True, False))}
     if family == "qwen3_5_moe":
         sizes = {"moe_intermediate_size": rng.choice((24, 40)), "shared_expert_intermediate_size": rng.choice((24, 72))}
         return {"num_experts": rng.choice((8, 16)), "num_experts_per_tok": rng.choice((1, 3)), **sizes}

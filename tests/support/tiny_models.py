@@ -25,11 +25,16 @@ FAMILIES = (
     "olmo2",
     "olmo3",
     "mixtral",
+    "olmoe",
+    "granitemoe",
+    "granitemoeshared",
+    "granitemoehybrid",
     "qwen2_moe",
     "qwen3_moe",
     "gpt_oss",
 )
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
+GRANITE_MIXTURES = ("granitemoe", "granitemoeshared", "granitemoehybrid")
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "olmoe", *GRANITE_MIXTURES)
 DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 # What must hold for every model holds for each of these: families as they are, and with the switches that change what a
 # layer reads. name -> (family, fields of the transformers config). A test keeps it complete (test_token_identity.py).
@@ -70,6 +75,12 @@ MODELS = {
     }),
     "mixtral, one of 16, windows": ("mixtral", {
         "num_local_experts": 16, "num_experts_per_tok": 1, "sliding_window": 20, "num_hidden_layers": 2,
+    }),
+    "olmoe, 3 of 16, shares of 1": ("olmoe", {
+        "num_experts": 16, "num_experts_per_tok": 3, "norm_topk_prob": True, "num_key_value_heads": 1,
+    }),
+    "granitemoehybrid, one MLP, no rope": ("granitemoehybrid", {
+        "num_local_experts": 0, "num_experts_per_tok": 0, "position_embedding_type": None, "tie_word_embeddings": True,
     }),
     "qwen3_moe, 8 of 128, shares as they are": ("qwen3_moe", {
         "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False, "num_hidden_layers": 2,
@@ -126,12 +137,70 @@ def classes_of(family: str) -> tuple[type, type]:
         "gpt_oss": "GptOss",
         "smollm3": "SmolLM3",
         "seed_oss": "SeedOss",
+        "granitemoe": "GraniteMoe",
+        "granitemoeshared": "GraniteMoeShared",
+        "granitemoehybrid": "GraniteMoeHybrid",
         "qwen3_next": "Qwen3Next",
         "qwen3_5": "Qwen3_5",
         "qwen3_5_moe": "Qwen3_5Moe",
     }.get(family, family.capitalize())
     text = "Text" if family in ("gemma3", "qwen3_5", "qwen3_5_moe") else ""
     return getattr(transformers, f"{prefix}{text}Config"), getattr(transformers, f"{prefix}ForCausalLM")
+
+
+_FACTORS = {
+    "embedding_multiplier": 6.0, "residual_multiplier": 0.375, "logits_scaling": 0.75, "attention_multiplier": 0.125,
+}  # fmt: skip
+_GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 20, "tie_word_embeddings": True}
+_QWEN_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+_SHARED = {**_QWEN_EXPERTS, "shared_expert_intermediate_size": 72}
+_DELTA_NET = {
+    "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}  # fmt: skip
+_GRANITE_EXPERTS = {**_FACTORS, "logits_scaling": 0.25, "num_local_experts": 8}
+# Fields of tiny models, beside their sizes.
+_FIELDS = {
+    "qwen3": {"head_dim": 32},  # as in the real ones, not hidden_size / heads
+    "seed_oss": {"head_dim": 32},
+    "mistral": {"sliding_window": None},
+    "olmo3": {"sliding_window": 20},
+    # Small caps, so that they change the tokens; only "eager" knows them.
+    "gemma2": {
+        **_GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0, "attn_implementation": "eager",
+    },
+    "gemma3": _GEMMA,
+    "granite": _FACTORS,
+    "granitemoe": {**_GRANITE_EXPERTS},
+    "granitemoeshared": {**_GRANITE_EXPERTS, "shared_intermediate_size": 72},
+    "granitemoehybrid": {
+        **_GRANITE_EXPERTS, "shared_intermediate_size": 72, "position_embedding_type": "rope",
+    },
+    "mixtral": {"num_local_experts": 4},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
+    "qwen2_moe": _SHARED,
+    "qwen3_moe": {**_QWEN_EXPERTS, "head_dim": 32, "norm_topk_prob": True},
+    "qwen3_next": {**_SHARED, **_DELTA_NET},
+    "qwen3_5": _DELTA_NET,
+    "qwen3_5_moe": {**_SHARED, **_DELTA_NET},
+    "gpt_oss": {
+        "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 15e4, "factor": 8.0, "original_max_position_embeddings": 64,
+            "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        },
+    },
+}  # fmt: skip
+
+
+def _layer_types(family: str, layers: int) -> dict[str, list[str]]:
+    """The types of layers of families whose own types need more than three layers, or cannot be run."""
+    if family == "olmo3":
+        return {"layer_types": ["sliding_attention"] * (layers - 1) + ["full_attention"]}
+    if family == "granitemoehybrid":
+        return {"layer_types": ["full_attention"] * layers}
+    if family in DELTA_NETS:
+        return {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+    return {}
 
 
 def make_tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: str = "1GB", **overrides):
@@ -155,38 +224,10 @@ def make_tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: s
         fields = {"ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.2}
     else:
         fields = {"intermediate_size": 96, "num_key_value_heads": 2, "initializer_range": 0.2}
-    if family == "qwen3":
-        fields["head_dim"] = 32  # as in the real ones, not hidden_size / heads
-    if family == "granite":
-        fields |= {"embedding_multiplier": 6.0, "residual_multiplier": 0.375, "logits_scaling": 0.75}
-        fields |= {"attention_multiplier": 0.125}
-    if family == "seed_oss":
-        fields |= {"head_dim": 32}
-    if family == "mistral":
-        fields["sliding_window"] = None
-    if family == "olmo3":
-        others = overrides.get("num_hidden_layers", common["num_hidden_layers"]) - 1
-        fields |= {"sliding_window": 20, "layer_types": ["sliding_attention"] * others + ["full_attention"]}
-    if family in ("gemma2", "gemma3"):
-        fields |= {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 20, "tie_word_embeddings": True}
-    if family == "mixtral":
-        fields |= {"num_local_experts": 4}
-    if family in ("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe"):
-        fields |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
-        fields |= {"head_dim": 32, "norm_topk_prob": True} if family == "qwen3_moe" else {}
-        fields |= {"shared_expert_intermediate_size": 72} if family != "qwen3_moe" else {}
-    if family in DELTA_NETS:
-        fields |= {"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
-        fields |= {"linear_key_head_dim": 16, "linear_value_head_dim": 24}
-        fields |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+    fields |= _FIELDS.get(family, {})
+    fields |= _layer_types(family, overrides.get("num_hidden_layers", common["num_hidden_layers"]))
     if family == "qwen3_5_moe":
         del fields["intermediate_size"]
-    if family == "gpt_oss":
-        rope = {"rope_type": "yarn", "rope_theta": 15e4, "factor": 8.0, "original_max_position_embeddings": 64}
-        fields |= {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20}
-        fields |= {"rope_parameters": rope | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}}
-    if family == "gemma2":  # small caps, so that they change the tokens; only "eager" knows them
-        fields |= {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0, "attn_implementation": "eager"}
     config_class, model_class = classes_of(family)
     config = config_class(**{**common, **fields, **overrides})
     torch.manual_seed(seed)
@@ -294,6 +335,9 @@ GGUF_FAMILIES = (
     "seed_oss",
     "olmo2",
     "olmo3",
+    "olmoe",
+    "granitemoe",
+    "granitemoeshared",
 )
 # How SentencePiece tokenizers differ between families: where the space comes from that stands before the first word.
 SENTENCEPIECE_STYLES = {"llama": "normalizer", "phi3": "normalizer", "gemma2": "none", "gemma3": "none"}
@@ -350,6 +394,7 @@ GGUF_MODELS = {
     "llama, tied, biases": ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "qwen2_moe": ("qwen2_moe", {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}),
     "qwen3_moe": ("qwen3_moe", {"moe_intermediate_size": 64, "decoder_sparse_step": 2}),
+    "granitemoeshared": ("granitemoeshared", {"shared_intermediate_size": 96}),
     "gemma2, queries by a head's size": ("gemma2", {"query_pre_attn_scalar": 32}),
     "gemma2, no caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gemma3, scaled rope, an output of its own": ("gemma3", {
@@ -380,6 +425,8 @@ GGUF_MODELS = {
     }}),
 }  # fmt: skip
 _GGUF_MIXTURES = {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
+_GGUF_MIXTURES |= {"qwen3_next": "qwen3next", "qwen3_5_moe": "qwen35moe", "olmoe": "olmoe"}
+_GGUF_MIXTURES |= {"granitemoe": "granitemoe", "granitemoeshared": "granitemoe"}
 _GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -398,10 +445,21 @@ _GGUF_NAMES = {
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
+    "block_sparse_moe.router": "ffn_gate_inp",
+    "shared_mlp.output_linear": "ffn_down_shexp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "linear_attn": "ssm_a",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_ba": "ssm_ba",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
     "self_attn.qkv_proj": "attn_qkv",
     "mlp.gate_up_proj": "ffn_up",
 }
@@ -434,7 +492,7 @@ def as_q4_k_m(num_layers: int) -> Callable[[str], str]:
 # Rows of whole blocks of any format in every family of `GGUF_FAMILIES`.
 MIXED_SIZES = {
     "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "moe_intermediate_size": 256,
-    "shared_expert_intermediate_size": 256, "num_hidden_layers": 2,
+    "shared_expert_intermediate_size": 256, "shared_intermediate_size": 256, "num_hidden_layers": 2,
 }  # fmt: skip
 
 
@@ -479,12 +537,13 @@ def write_tiny_gguf(  # a line for each key and each name of the format
     from gguf_blocks import random_rows
 
     config, family = model.config, model.config.model_type.removesuffix("_text")
-    arch = {**_GGUF_MIXTURES, "olmo3": "olmo2"}.get(family, family)
+    arch = {**_GGUF_MIXTURES, "olmo3": "olmo2", "qwen3_5": "qwen35"}.get(family, family)
     writer = gguf.GGUFWriter(str(path), arch, split_max_tensors=tensors_per_part)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    if family != "qwen3_5_moe":
+        writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -501,22 +560,24 @@ def write_tiny_gguf(  # a line for each key and each name of the format
         _write_phi3(writer, config, head_dim)
     elif family == "olmo3":
         _write_olmo3(writer, config)
-    elif family == "granite":
+    if family.startswith("granite"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
+    if family in DELTA_NETS:
+        _write_delta_net(writer, config, family)
     if tokenizer is not None:
         _write_tokenizer(writer, tokenizer, pre_tokenizer, add_bos)
     if rope_freqs is not None:
         writer.add_tensor("rope_freqs.weight", np.array(rope_freqs, dtype=np.float32))
     for name, values in _gguf_tensors(model, family):
-        if arch in ("llama", "granite", "smollm3") and name.split(".")[-2] in ("attn_q", "attn_k"):
+        if arch in ("llama", "granite", "granitemoe", "smollm3") and name.split(".")[-2] in ("attn_q", "attn_k"):
             heads = values.shape[0] // head_dim
             halves = values.reshape(heads, 2, head_dim // 2, *values.shape[1:])
             values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
         own = tensor_type if isinstance(tensor_type, str) else tensor_type(name)
-        is_vector = values.ndim == 1 or name.endswith(".bias") or "ffn_gate_inp" in name
+        is_vector = values.ndim == 1 or name.endswith(".bias") or "ffn_gate_inp" in name or "ssm_conv1d" in name
         if is_vector or own == "F32":
             writer.add_tensor(name, values)
             continue
@@ -538,14 +599,62 @@ def _write_mixture(writer, config, family: str) -> None:
     experts = getattr(config, "num_local_experts", None) or config.num_experts
     writer.add_expert_count(experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
-    if family in ("qwen2_moe", "qwen3_moe"):
+    if family in ("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    if family == "qwen2_moe":
+    if family in ("qwen2_moe", "qwen3_next", "qwen3_5_moe"):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if family == "granitemoeshared":
+        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
     if family == "gpt_oss":
         writer.add_expert_feed_forward_length(config.intermediate_size)
         writer.add_sliding_window(config.sliding_window)
         _write_yarn(writer, config.rope_parameters)
+
+
+def _write_delta_net(writer, config, family: str) -> None:
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+    writer.add_full_attention_interval(4)
+    writer.add_rope_dimension_count(int(config.head_dim * 0.25))
+    if family != "qwen3_next":
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+
+
+def _as_delta_net_gguf(config, name: str, values):
+    """The tensors that llama.cpp's converter makes of one: names in transformers with their suffix, and values."""
+    import numpy as np
+
+    heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
+    key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+    keys, group = heads * key_dim, value_heads // heads
+
+    def tiled(x, size: int):  # rows of value heads, from groups of a key head to the n-th of each group
+        return x.reshape(heads, group, size, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
+
+    stem, suffix = name.rsplit(".", 1)
+    part = stem.removeprefix("linear_attn.")
+    if config.model_type != "qwen3_next" and group > 1:
+        if part in ("in_proj_qkv", "conv1d"):
+            values = np.concatenate([values[: 2 * keys], tiled(values[2 * keys :], value_dim)])
+        elif part in ("in_proj_z", "in_proj_a", "in_proj_b") or suffix in ("A_log", "dt_bias"):
+            values = tiled(values, value_dim if part == "in_proj_z" else 1)
+        elif part == "out_proj":
+            values = np.ascontiguousarray(tiled(values.T, value_dim).T)
+    if suffix == "A_log":
+        return [("ssm_a", -np.exp(values))]
+    if suffix == "dt_bias":
+        return [("ssm_dt.bias", values)]
+    if part == "conv1d":
+        values = values.squeeze(1)
+    if part == "in_proj_qkvz":
+        sizes = np.cumsum([key_dim, key_dim, group * value_dim])
+        q, k, v, z = np.split(values.reshape(heads, -1, values.shape[1]), sizes, axis=1)
+        q, k, v, z = (x.reshape(-1, values.shape[1]) for x in (q, k, v, z))
+        return [("attn_qkv.weight", np.concatenate([q, k, v])), ("attn_gate.weight", z)]
+    return [(f"{_GGUF_NAMES[stem]}.{suffix}", values)]
 
 
 def _write_gemma(writer, config, family: str) -> None:
@@ -601,9 +710,8 @@ def _gguf_tensors(model, family: str):
     """Names in a GGUF, and values fp32; experts of a layer together."""
     import numpy as np
 
-    names = _GGUF_NAMES | (
-        {"post_attention_layernorm": "post_attention_norm"} if family in ("gpt_oss", "seed_oss") else {}
-    )
+    has_other_name = family in ("gpt_oss", "seed_oss", *DELTA_NETS)
+    names = _GGUF_NAMES | ({"post_attention_layernorm": "post_attention_norm"} if has_other_name else {})
     gemma = family.startswith("gemma")
     names |= _GEMMA_GGUF_NAMES if gemma else _OUTPUT_NORM_NAMES if family in ("olmo2", "olmo3") else {}
     for full_name, tensor in model.state_dict().items():
@@ -612,11 +720,20 @@ def _gguf_tensors(model, family: str):
             continue
         parts = stem.split(".")
         values = tensor.float().numpy()
-        values = values + 1 if gemma and stem.endswith("norm") else values
+        is_norm = stem.endswith("norm") and not stem.endswith("linear_attn.norm")
+        values = values + 1 if is_norm and family in NORMS_LESS_ONE else values
         if parts[1:2] != ["layers"]:
             yield f"{names[stem]}.{suffix}", values
             continue
         layer, own = parts[2], ".".join(parts[3:])
+        if own == "shared_mlp.input_linear":
+            for name, half in zip(("gate", "up"), np.split(values, 2), strict=True):
+                yield f"blk.{layer}.ffn_{name}_shexp.weight", half
+            continue
+        if parts[3] == "linear_attn":
+            for name, changed in _as_delta_net_gguf(model.config, f"{own}.{suffix}", values):
+                yield f"blk.{layer}.{name}", np.ascontiguousarray(changed)
+            continue
         if parts[-1] != "experts":
             found = values[0] if own == "mlp.shared_expert_gate" else values  # which the converter squeezes
             yield f"blk.{layer}.{names[own]}.{'weight' if suffix == 'sinks' else suffix}", found
@@ -641,8 +758,15 @@ def round_as_gguf(model, tensor_type: str):
     kind = gguf.GGMLQuantizationType[tensor_type]
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            router = any(part in name for part in ("mlp.gate.", "mlp.router.", "shared_expert_gate."))
-            if weight.ndim < 2 or router or name.endswith("bias"):
+            kept = any(part in name for part in ("mlp.gate.", ".router.", "shared_expert_gate.", "conv1d."))
+            if weight.ndim < 2 or kept or name.endswith("bias"):
+                continue
+            if name.endswith("linear_attn.out_proj.weight") and model.config.model_type != "qwen3_next":
+                shape = model.config.linear_num_key_heads, -1, model.config.linear_value_head_dim
+                tiled = weight.unflatten(1, shape).transpose(1, 2)
+                packed = gguf.quants.quantize(tiled.flatten(1).contiguous().numpy(), kind)
+                rounded = torch.from_numpy(gguf.quants.dequantize(packed, kind))
+                weight.copy_(rounded.view(tiled.shape).transpose(1, 2).flatten(1))
                 continue
             transposed = weight.ndim == 3 and model.config.model_type == "gpt_oss"
             values = np.ascontiguousarray((weight.swapaxes(1, 2) if transposed else weight).numpy())

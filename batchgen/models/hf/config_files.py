@@ -14,6 +14,7 @@ from typing import Any
 from batchgen.core.errors import InputError, one_line
 from batchgen.core.typed_json import parse_json
 
+_MAY_BE_INFINITE = ("time_step_limit",)  # a bound of Mamba's time steps
 _MOST_BYTES = 256 << 20  # an index of a million tensors has 100 MB
 QUANTIZATION = "quantization_config"
 # Files of AutoGPTQ and AutoAWQ that state the quantization of older checkpoints, and the `quant_method` of each.
@@ -54,6 +55,8 @@ def _key_of_no_number(value: Any) -> str | None:
         return None if math.isfinite(value) else ""
     if isinstance(value, dict) and list(value) == ["__float__"]:
         return ""
+    if isinstance(value, dict):
+        value = {name: each for name, each in value.items() if name not in _MAY_BE_INFINITE}
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, each in items:
         if not isinstance(each, str) and (inside := _key_of_no_number(each)) is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from batchgen.core.errors import InputError
 from batchgen.models.config import Activation, NormPlace
-from batchgen.models.families import ARCHITECTURES, DELTA_NETS, GEMMA, MIXTURES, OUTPUT_NORMS
+from batchgen.models.families import ARCHITECTURES, DELTA_NETS, GEMMA, GRANITE_MIXTURES, MIXTURES, OUTPUT_NORMS
 from batchgen.models.formats.schemes import read_scheme
 from batchgen.models.hf.keys import KEYS, read_keys, refuse_unsupported
 from batchgen.models.scales import scales_of
@@ -120,6 +120,8 @@ def read_heads(keys: Mapping[str, Any], family: str) -> tuple[int, int, int]:
         if hidden % heads:
             raise InputError(f"hidden_size {hidden} is not a multiple of {heads} attention heads: state head_dim")
         head_dim = hidden // heads
+    if family == "olmoe" and head_dim * heads != hidden:
+        raise InputError(f"head_dim {head_dim} of {heads} heads does not fit hidden_size {hidden}, as olmoe needs it")
     return heads, kv_heads or heads, head_dim
 
 
@@ -164,6 +166,8 @@ def read_mlps(keys: Mapping[str, Any], family: str, layers: int) -> dict[str, An
     """The fields of a ModelConfig that describe the kinds and widths of MLPs."""
     if family not in MIXTURES:
         return {"intermediate_size": keys["ffn_dim" if family == "opt" else "intermediate_size"]}
+    if family in GRANITE_MIXTURES:
+        return _granite_mlps(keys)
     count, width = MIXTURES[family]
     dense = _dense_layers(keys, layers) if "decoder_sparse_step" in keys else ()
     if len(dense) == layers:  # no mixture at all
@@ -176,6 +180,21 @@ def read_mlps(keys: Mapping[str, Any], family: str, layers: int) -> dict[str, An
         "shared_expert_size": keys.get("shared_expert_intermediate_size", 0),
         "dense_layers": dense,
         "dense_size": keys["intermediate_size"] if dense else 0,
+    }
+
+
+def _granite_mlps(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of Granite's MLPs. Without experts, its shared expert is its one MLP."""
+    experts, shared = keys["num_local_experts"], keys.get("shared_intermediate_size", 0)
+    if not experts:
+        return {"intermediate_size": shared}
+    return {
+        "intermediate_size": keys["intermediate_size"],
+        "num_experts": experts,
+        "experts_per_token": keys["num_experts_per_tok"],
+        "norm_topk": True,
+        "shared_expert_size": shared,
+        "shared_gate": False,
     }
 
 
@@ -217,7 +236,12 @@ def read_scales(keys: Mapping[str, Any], family: str, eps: float) -> dict[str, A
 
 
 def read_unrotated_layers(keys: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    """Numbers of the layers of SmolLM3 that do not rotate queries and keys."""
+    """Numbers of the layers of SmolLM3 and Granite 4 that do not rotate queries and keys."""
+    if "position_embedding_type" in keys:
+        kind = keys["position_embedding_type"]
+        if kind not in (None, "rope", "nope"):
+            raise InputError(f"position_embedding_type {shown(kind)} is not supported; supported: rope, nope, null")
+        return () if kind == "rope" else tuple(range(layers))
     if "no_rope_layers" not in keys:
         return ()
     stated, interval = keys["no_rope_layers"], keys["no_rope_layer_interval"]
@@ -241,12 +265,18 @@ def read_windows(
     window = keys.get("sliding_window") if keys.get("use_sliding_window", True) else None
     types = keys.get("layer_types")
     types = _layer_types(keys, family, layers, window) if types is None else types
+    types = ["full_attention" if kind == "attention" else kind for kind in types]  # as Granite 4 has it
     if family not in _OF_LAYER_TYPES and (stated := config.get("layer_types")) not in (None, types):
         raise InputError(
             f"layer_types {shown(stated)} contradicts sliding_window {shown(window)}, which holds for all layers"
         )
     mixers = {"linear_attention"} if family in DELTA_NETS else {"sliding_attention"}
     if unknown := sorted(set(types) - {*mixers, "full_attention"}):
+        if family == "granitemoehybrid":
+            raise InputError(
+                f"layer_types: layers of Mamba ({unknown[0]!r}) are not supported; supported of Granite 4: models "
+                "whose layers all have attention"
+            )
         raise InputError(f"layer_types: layer type {unknown[0]!r} is not supported")
     if window is None and "sliding_attention" in types:
         raise InputError("layer_types: layers with sliding attention need a sliding_window")
@@ -285,6 +315,8 @@ def _layer_types(keys: Mapping[str, Any], family: str, layers: int, window: int 
             return keys["use_sliding_window"] and layer % 2 == 0 and layer < keys["max_window_layers"]
         return window is not None and layer >= keys.get("max_window_layers", 0)
 
+    if family == "granitemoehybrid":
+        return ["mamba"] * layers
     if family in DELTA_NETS:
         period = keys["full_attention_interval"]
         return ["linear_attention" if (layer + 1) % period else "full_attention" for layer in range(layers)]

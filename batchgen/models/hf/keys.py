@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchgen.core.errors import InputError
-from batchgen.models.families import HEAD_NORMS, PROJECTION_NORMS
+from batchgen.models.families import GRANITE_MIXTURES, HEAD_NORMS, PROJECTION_NORMS
 from batchgen.models.stated_numbers import is_count, is_index, is_number, require_positive, shown
 
 
@@ -115,6 +115,18 @@ _DELTA_NET_EXPERTS = {
     **_counts(hidden_size=2048, num_key_value_heads=2, moe_intermediate_size=512, shared_expert_intermediate_size=512),
 }
 _MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")  # Granite's
+_GRANITE_MIXTURE = {
+    **_rotary(),
+    **_counts(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32),
+    **_counts(num_attention_heads=32, max_position_embeddings=2048),
+    **_flags(attention_bias=False, tie_word_embeddings=False),
+    **_ends(1, 2),
+    **_DERIVED_HEAD,
+    **dict.fromkeys(_MULTIPLIERS, Key(1.0, "positive")),
+    "num_key_value_heads": _HEADS_NULL,
+    "num_local_experts": Key(8, "index"),  # 0 in files of Granite 4 that have one MLP
+    "num_experts_per_tok": Key(2, "index"),
+}
 KEYS: dict[str, dict[str, Key]] = {
     "opt": {
         **_counts(vocab_size=50272, hidden_size=768, num_hidden_layers=12, ffn_dim=3072, num_attention_heads=12),
@@ -223,6 +235,22 @@ KEYS: dict[str, dict[str, Key]] = {
     },
     "olmo2": _OLMO_2,
     "olmo3": {**_OLMO_2, **_TYPES, "rope_theta": Key(5e5, "positive"), "sliding_window": _WINDOW},
+    "olmoe": {
+        **_rotary(eps=1e-5),
+        **_counts(vocab_size=50304, hidden_size=2048, intermediate_size=2048, num_hidden_layers=16),
+        **_counts(num_attention_heads=16, max_position_embeddings=4096, num_experts_per_tok=8, num_experts=64),
+        **_flags(attention_bias=False, tie_word_embeddings=False, norm_topk_prob=False),
+        **_ends(None, 50279),
+        "num_key_value_heads": _HEADS_NULL,
+    },
+    "granitemoe": _GRANITE_MIXTURE,
+    "granitemoeshared": {**_GRANITE_MIXTURE, "shared_intermediate_size": Key(0, "index")},
+    "granitemoehybrid": {
+        **_GRANITE_MIXTURE,
+        **_TYPES,
+        "shared_intermediate_size": Key(1024, "index"),
+        "position_embedding_type": Key(None, "name", True),
+    },
     "mixtral": {
         **_rotary(theta=1e6, eps=1e-5),
         **_counts(vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32),
@@ -306,7 +334,11 @@ _OF_TRAINING = (
 _OF_OUTPUTS = ("output_hidden_states", "output_router_logits", "return_dict", "use_cache", "id2label", "label2id")
 _OF_LOSSES = ("problem_type", "router_aux_loss_coef", "router_jitter_noise")
 _OF_FORM = ("transformers_version", "chunk_size_feed_forward", "pad_token_id", "pretraining_tp")
-IGNORED = frozenset((*_OF_TRAINING, *_OF_OUTPUTS, *_OF_LOSSES, *_OF_FORM))
+_OF_MAMBA = (  # of layers that Granite 4 may have, and that are refused by layer_types
+    *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv", "mamba_expand"),
+    *("mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit"),
+)
+IGNORED = frozenset((*_OF_TRAINING, *_OF_OUTPUTS, *_OF_LOSSES, *_OF_FORM, *_OF_MAMBA))
 _EVERYWHERE: dict[str, tuple[Any, ...]] = {"is_encoder_decoder": (False,)}
 _CAUSAL: dict[str, tuple[Any, ...]] = {"use_bidirectional_attention": (None, False)}
 _NORM_TOPK: dict[str, tuple[Any, ...]] = {"norm_topk_prob": (None, True)}  # a key of other mixtures of experts
@@ -321,6 +353,8 @@ FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
     # Transformers does not apply the cap, the name says that it is applied: nobody can say what is meant.
     "gemma3": {**_EVERYWHERE, **_CAUSAL, "attn_logit_softcapping": (None,)},
     "mixtral": {**_EVERYWHERE, **_NORM_TOPK},
+    **{family: {**_EVERYWHERE, **_NORM_TOPK} for family in GRANITE_MIXTURES},
+    "olmoe": {**_EVERYWHERE, "clip_qkv": (None,)},
     "gpt_oss": {**_EVERYWHERE, **_NORM_TOPK, "hidden_act": ("silu",), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
     "qwen3_next": {**_EVERYWHERE, **_OUTPUT_GATE},
     "qwen3_5": {**_EVERYWHERE, **_OUTPUT_GATE},

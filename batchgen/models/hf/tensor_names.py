@@ -6,7 +6,7 @@ In a name, {} stands for the number of the layer.
 from __future__ import annotations
 
 from batchgen.models.config import ModelConfig
-from batchgen.models.families import DELTA_NETS, GEMMA, OUTPUT_NORMS, QWEN_MIXTURES
+from batchgen.models.families import DELTA_NETS, GEMMA, GRANITE_MIXTURES, OUTPUT_NORMS, QWEN_MIXTURES
 
 _LLAMA_NAMES = {
     "embed": "embed_tokens",
@@ -71,9 +71,34 @@ def tensor_names(config: ModelConfig) -> dict[str, str]:
         "phi3": _PHI3_NAMES,
         **dict.fromkeys(GEMMA, _GEMMA_NAMES),
         **dict.fromkeys(OUTPUT_NORMS, _OLMO_NAMES),
+        **dict.fromkeys(GRANITE_MIXTURES, _granite_names(config.num_experts)),
     }
     names = families.get(config.family, _LLAMA_NAMES)
     return names | _DELTA_NET_NAMES if config.family in DELTA_NETS else names
+
+
+def _granite_names(num_experts: int) -> dict[str, str]:
+    """The names of Granite's mixtures, whose experts are stacked. Without experts, the shared expert is the one MLP."""
+    shared = "shared." if num_experts else ""
+    names = _LLAMA_NAMES | {"router": "layers.{}.block_sparse_moe.router.layer"}
+    names |= {f"{shared}gate_up": "layers.{}.shared_mlp.input_linear"}
+    names |= {f"{shared}down": "layers.{}.shared_mlp.output_linear"}
+    for e in range(num_experts):
+        for part in ("gate", "up", "down"):
+            names[f"experts.{e}.{part}"] = f"layers.{{}}.block_sparse_moe.experts.{e}.{part}_proj"
+    return names
+
+
+def stacked_experts(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """The tensors that have all experts of a layer, by name, and the parts of each expert in them; or nothing."""
+    if not config.num_experts:
+        return {}
+    if config.family in DELTA_NETS:
+        return {"mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), "mlp.experts.down_proj": ("down_proj",)}
+    if config.family in GRANITE_MIXTURES:
+        moe = "block_sparse_moe"
+        return {f"{moe}.input_linear": ("gate_proj", "up_proj"), f"{moe}.output_linear": ("down_proj",)}
+    return {}
 
 
 def _gpt_oss_names(num_layers: int) -> dict[str, str]:
@@ -93,4 +118,4 @@ def _mixture_names(num_experts: int) -> dict[str, dict[str, str]]:
     qwen["shared_gate"] = "layers.{}.mlp.shared_expert_gate"
     for part in ("gate", "up", "down"):
         qwen[f"shared.{part}"] = f"layers.{{}}.mlp.shared_expert.{part}_proj"
-    return {"mixtral": mixtral, **dict.fromkeys(QWEN_MIXTURES, qwen)}
+    return {"mixtral": mixtral, **dict.fromkeys((*QWEN_MIXTURES, "olmoe"), qwen)}

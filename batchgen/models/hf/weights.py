@@ -13,13 +13,13 @@ import torch
 
 from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig
-from batchgen.models.families import DELTA_NETS, NORMS_LESS_ONE
+from batchgen.models.families import NORMS_LESS_ONE
 from batchgen.models.formats import fused_experts
 from batchgen.models.formats.base import Scheme, StoredPart, Tensors
 from batchgen.models.formats.head_order import in_head_order, in_sections
 from batchgen.models.formats.numbers import Numbers
 from batchgen.models.hf.stacked_experts import single_experts
-from batchgen.models.hf.tensor_names import tensor_names
+from batchgen.models.hf.tensor_names import stacked_experts, tensor_names
 from batchgen.models.hf.weight_files import ModelTensors, missing_tensor
 from batchgen.models.layouts import Part, all_parts
 from batchgen.models.tensor_files.headers import TensorInfo
@@ -48,9 +48,9 @@ def hf_parts(
         InputError: A tensor is missing, has a wrong shape or dtype, or is not used by the model.
     """
     names = _part_names(config, model, tensors)
-    if config.family in DELTA_NETS and config.num_experts:
+    if stacked := stacked_experts(config):
         stem = names["experts.0.gate"].removesuffix(".0.gate_proj")
-        tensors = ModelTensors(model, {**tensors, **single_experts(config, tensors, stem)})
+        tensors = ModelTensors(model, {**tensors, **single_experts(config, tensors, stem, stacked)})
     parts: dict[tuple[str, int], StoredPart] = {}
     for part in all_parts(config):
         stored = _find(config, model, names, tensors, scheme, part)

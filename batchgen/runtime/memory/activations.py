@@ -45,15 +45,18 @@ class Activations:
         hidden = batch_tokens, config.hidden_size
         self._waiting = [host.zeros(hidden, dtype) for _ in range(batches_on_host)]
         self.on_device = [device.zeros(hidden, dtype) for _ in range(HIDDEN_SLOTS if batches_on_host else 0)]
-        heads = delegated_seqs, config.num_heads, config.head_dim
+        layers = range(config.num_layers)
+        widths = max(map(config.sent_width, layers)), max(map(config.mixed_size, layers))
         self._exchange = [
-            (host.zeros(heads, dtype), host.zeros(heads, dtype)) for _ in range(EXCHANGE_SLOTS) if delegated_seqs
+            tuple(host.zeros((delegated_seqs * width,), dtype) for width in widths)
+            for _ in range(EXCHANGE_SLOTS)
+            if delegated_seqs
         ]
-        # Of each of them, by its slot, queries for attention on the CPU and what came of it: [slots, heads * head_dim].
-        width = config.q_size
+        # Of each of them, by its slot, queries for attention on the CPU and what came of it, [slots, width]: as wide as
+        # in any layer.
         self.deferred = tuple(
             host.zeros((deferred_seqs, width), dtype) if deferred_seqs else torch.empty(0, width, dtype=dtype)
-            for _ in range(2)
+            for width in widths
         )
         self._fetched, self._exchanged = cycle(self.on_device), cycle(self._exchange)
 
@@ -71,10 +74,10 @@ class Activations:
         """Memory of the accelerator for activations in one layer, [tokens, hidden]: at every call the next buffer."""
         return next(self._fetched)[:tokens]
 
-    def exchange(self, seqs: int) -> tuple[Tensor, Tensor]:
-        """Host memory for queries of attention on the CPU and for its results, [seqs, heads, head_dim] each.
+    def exchange(self, seqs: int, sent_width: int, mixed_size: int) -> tuple[Tensor, Tensor]:
+        """Host memory for what the CPU gets, [seqs, sent_width], and for its results, [seqs, mixed_size].
 
         Every call returns the next pair of buffers in turn.
         """
-        queries, attended = next(self._exchanged)
-        return queries[:seqs], attended[:seqs]
+        sent, mixed = next(self._exchanged)
+        return sent[: seqs * sent_width].view(seqs, sent_width), mixed[: seqs * mixed_size].view(seqs, mixed_size)

@@ -17,16 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.core.direct_io import DirectFile, aligned
+from batchgen.core.direct_io import aligned
 from batchgen.core.dtypes import KVFormat
-from batchgen.core.errors import BatchgenError
 from batchgen.core.plan import passing_bytes
-from batchgen.core.units import format_bytes
 from batchgen.models.config import ModelConfig
 from batchgen.ops import dispatch as ops
 from batchgen.ops.host_copy import upload
+from batchgen.runtime.memory.disk_pool import DiskPool
 from batchgen.runtime.memory.tiers import Tiers
-from batchgen.runtime.memory.transfers import Arena, Link, Prefault, as_buffer
+from batchgen.runtime.memory.transfers import Arena, Link, Prefault
 from batchgen.schedule.staging import Run, Staging
 from batchgen.schedule.step_graph import KV_SLOTS
 
@@ -71,9 +70,19 @@ class KVShape:
         return aligned(self.block_bytes)
 
 
-def kv_shape(config: ModelConfig, kv_block_size: int, kv_format: str) -> KVShape:
-    """The shape of a model's KV blocks. kv_format: name of a `KVFormat`."""
-    return KVShape(config.num_kv_heads, kv_block_size, config.head_dim, KVFormat.of(kv_format))
+def kv_shapes(config: ModelConfig, kv_block_size: int, kv_format: str) -> dict[int, KVShape]:
+    """The shapes of KV blocks of a model, by layer that has keys and values of its own.
+
+    Args:
+        config: Configuration of the model.
+        kv_block_size: Tokens of a block.
+        kv_format: Name of a `KVFormat`.
+    """
+    attention = {layer: config.attention_of(layer) for layer in config.kv_layers}
+    return {
+        layer: KVShape(shape.num_kv_heads, kv_block_size, shape.head_dim, KVFormat.of(kv_format))
+        for layer, shape in attention.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -98,12 +107,20 @@ class Moves:
 
 
 class KVCache:
-    """Pools and buffers. Invariant: a staging buffer is touched by one Step at a time, as the schedule has it."""
+    """Pools and buffers. Invariant: a staging buffer is touched by one Step at a time, as the schedule has it.
+
+    Attributes:
+        kv_block_size: Tokens of a block.
+        format: Format of K and V.
+        pools: Blocks in each tier but the disk, by layer that has KV of its own.
+        on_device: For each layer, whether the host's pool lies on the device there; empty: in none.
+    """
 
     def __init__(
         self,
         config: ModelConfig,
-        shape: KVShape,
+        kv_block_size: int,
+        kv_format: str,
         blocks: Mapping[str, int],
         *,
         tiers: Tiers | None = None,
@@ -116,7 +133,8 @@ class KVCache:
 
         Args:
             config: Configuration of the model.
-            shape: Shape of a layer's KV.
+            kv_block_size: Tokens of a block.
+            kv_format: Name of a `KVFormat`.
             blocks: Blocks of each tier's pool.
             tiers: Tiers with their memories; None: host memory alone.
             staging_blocks: Blocks of each staging buffer.
@@ -127,9 +145,8 @@ class KVCache:
         Raises:
             BatchgenError: Memory or disk do not suffice.
         """
-        self.shape = shape
-        self.disk_bytes_read = self.disk_bytes_written = 0
-        self._layers = config.num_layers
+        self.kv_block_size, self.format = kv_block_size, KVFormat.of(kv_format)
+        self._config, self._shapes = config, kv_shapes(config, kv_block_size, kv_format)
         self.on_device = tuple(on_device)
         tiers = tiers or Tiers()
         arenas, self._tiers = tiers.arenas, tiers
@@ -138,50 +155,87 @@ class KVCache:
         def arena(tier: str, layer: int) -> Arena:
             return device if tier == "cpu" and self.on_device and self.on_device[layer] else arenas[tier]
 
-        self.pools: dict[str, list[Tensor]] = {
-            tier: [
-                arena(tier, j).empty((count if window is None else in_window, *shape.block), shape.dtype, "the KV pool")
-                for j, window in enumerate(config.windows)
-            ]
+        def pool(tier: str, layer: int) -> Tensor:
+            counts = blocks if config.windows[layer] is None else window_blocks or blocks
+            shape = self._shapes[layer]
+            return arena(tier, layer).empty((counts[tier], *shape.block), shape.dtype, "the KV pool")
+
+        self.pools: dict[str, dict[int, Tensor]] = {
+            tier: {layer: pool(tier, layer) for layer in self._shapes}
             for tier, count in blocks.items()
-            if tier != "disk" and (in_window := (window_blocks or blocks)[tier]) and count
+            if tier != "disk" and (window_blocks or blocks)[tier] and count
         }
-        self._file: DirectFile | None = None
+        self._disk: DiskPool | None = None
         self._prefault: Prefault | None = None
-        self._num_disk_blocks = blocks.get("disk", 0)
+        # Buffers of bytes, in which each layer has blocks of its own shape.
+        self._staging_blocks = staging_blocks
         self._staging: list[Tensor] = []
         self._reads: list[Tensor] = []
         self._writes: list[Tensor] = []
         # Beside each link, (to, from): for rows that do not lie as they are copied. None: all do.
         self._passing: list[Tensor | None] = [None, None]
-        if staging_blocks:
-            # Where the host computes and blocks have a size for direct I/O, the disk's buffers are the staging buffers.
-            direct = tiers.links is None and shape.block_bytes == shape.disk_block_bytes
-            for _ in range(KV_SLOTS):
-                self._staging.append(device.empty((staging_blocks, *shape.block), shape.dtype, "KV in transit"))
-            if self._num_disk_blocks and not direct:
-                raw = (staging_blocks, shape.disk_block_bytes)
-                for buffers in (self._reads, self._writes):
-                    buffers += [arenas["cpu"].empty(raw, torch.uint8, "KV in transit") for _ in range(KV_SLOTS)]
-            if self._num_disk_blocks and direct:
-                self._reads = self._writes = [s.view(torch.uint8).view(staging_blocks, -1) for s in self._staging]
-            if tiers.links is not None:
-                size = passing_bytes(shape.disk_block_bytes, staging_blocks)
-                padded = self._num_disk_blocks and shape.block_bytes != shape.disk_block_bytes
-                for way in (0, 1) if padded else (1,):
-                    self._passing[way] = device.empty((size,), torch.uint8, "KV in transit")
-        if self._num_disk_blocks:
+        has_disk = bool(blocks.get("disk") and self._shapes)
+        if staging_blocks and self._shapes:
+            self._make_buffers(device, arenas["cpu"], has_disk)
+        if has_disk:
             assert offload_dir is not None, "KV on disk needs a directory"
-            self._file = self._make_file(offload_dir)
+            block_bytes = {layer: shape.block_bytes for layer, shape in self._shapes.items()}
+            self._disk = DiskPool(block_bytes, blocks["disk"], offload_dir, "KV")
+
+    def _make_buffers(self, device: Arena, host: Arena, has_disk: bool) -> None:
+        shapes, count = self._shapes.values(), self._staging_blocks
+        most, most_on_disk = max(s.block_bytes for s in shapes), max(s.disk_block_bytes for s in shapes)
+        padded = any(s.block_bytes != s.disk_block_bytes for s in shapes)
+        # Where the host computes and blocks have a size for direct I/O, the disk's buffers are the staging buffers.
+        direct = self._tiers.links is None and not padded
+        self._staging = [device.empty((count * most,), torch.uint8, "KV in transit") for _ in range(KV_SLOTS)]
+        if has_disk and not direct:
+            raw = (count * most_on_disk,)
+            for buffers in (self._reads, self._writes):
+                buffers += [host.empty(raw, torch.uint8, "KV in transit") for _ in range(KV_SLOTS)]
+        if has_disk and direct:
+            self._reads = self._writes = self._staging
+        if self._tiers.links is not None:
+            size = passing_bytes(most_on_disk, count)
+            for way in (0, 1) if has_disk and padded else (1,):
+                self._passing[way] = device.empty((size,), torch.uint8, "KV in transit")
 
     @property
     def disk_bytes(self) -> int:
         """Bytes of the file."""
-        return self._layers * self._num_disk_blocks * self.shape.disk_block_bytes
+        return self._disk.size_bytes if self._disk else 0
 
-    def prepare(self, staging: Staging, device: torch.device = ops.CPU) -> Moves:
-        """The moves of a staging, with indices on the device that copies rows which are not neighbours."""
-        shape = self.shape
+    @property
+    def disk_bytes_read(self) -> int:
+        """Bytes read from disk since counts were reset."""
+        return self._disk.num_read_bytes if self._disk else 0
+
+    @property
+    def disk_bytes_written(self) -> int:
+        """Bytes written to disk since counts were reset."""
+        return self._disk.num_written_bytes if self._disk else 0
+
+    def pool(self, tier: str, layer: int) -> Tensor:
+        """The pool that a layer attends to, [blocks, 2, kv_heads, kv_block_size, width]: its own, or another one's."""
+        return self.pools[tier][self._config.kv_source(layer)]
+
+    def shape_of(self, layer: int) -> KVShape:
+        """The shape of the blocks that a layer attends to."""
+        return self._shapes[self._config.kv_source(layer)]
+
+    def shape_in(self, window: int | None) -> KVShape:
+        """The shape of blocks in layers with a sliding window, or in those without (None)."""
+        return next(shape for layer, shape in self._shapes.items() if self._config.windows[layer] == window)
+
+    def prepare(self, staging: Staging, window: int | None = None, device: torch.device = ops.CPU) -> Moves:
+        """The moves of a staging, with indices on the device that copies rows which are not neighbours.
+
+        Args:
+            staging: The staging.
+            window: Sliding window of the layers that it is for.
+            device: The device.
+        """
+        shape = self.shape_in(window)
         behind = shape.kv_heads * shape.kv_block_size  # V's rows lie this far behind K's
 
         def rows(slots) -> Tensor:
@@ -202,35 +256,38 @@ class KVCache:
             tuple(writes),
         )
 
-    def staging(self, slot: int) -> Tensor:
-        return self._staging[slot]
+    def staging(self, slot: int, layer: int) -> Tensor:
+        """A staging buffer as blocks of a layer, [blocks, 2, kv_heads, kv_block_size, width]."""
+        shape, count = self.shape_of(layer), self._staging_blocks
+        return self._staging[slot][: count * shape.block_bytes].view(shape.dtype).view(count, *shape.block)
 
     def read(self, layer: int, slot: int, moves: Moves) -> None:
         """Read KV of earlier sweeps from disk into host memory. Raises BatchgenError."""
-        staging, raw = moves.staging, self._reads[slot]
+        staging, raw = moves.staging, self._raw(self._reads[slot], layer)
         first = 0 if self._in_place else staging.disk_start
-        self._transfer("read", layer, raw, staging.reads, first)
+        self._on_disk.read(self._config.kv_source(layer), raw, staging.reads, first)
         if self._tiers.links is None and not self._in_place:
-            self._unpad(self._staging[slot][staging.disk_start : staging.disk_stop], raw)
+            target = self.staging(slot, layer)[staging.disk_start : staging.disk_stop]
+            target.view(torch.uint8).view(len(target), -1).copy_(raw[: len(target), : self.shape_of(layer).block_bytes])
 
     def load(self, layer: int, slot: int, moves: Moves) -> None:
         """Copy KV of earlier sweeps from host memory to the accelerator."""
-        staging, target, h2d = moves.staging, self._staging[slot], self._tiers.h2d
+        staging, target, h2d = moves.staging, self.staging(slot, layer), self._tiers.h2d
         if len(moves.host_blocks):
-            h2d.gather(target[: len(moves.host_blocks)], self.pools["cpu"][layer], moves.host_blocks)
+            h2d.gather(target[: len(moves.host_blocks)], self.pool("cpu", layer), moves.host_blocks)
         if staging.reads:
             part = target[staging.disk_start : staging.disk_stop]
-            raw = self._reads[slot][: len(part), : self.shape.block_bytes]
+            raw = self._raw(self._reads[slot], layer)[: len(part), : self.shape_of(layer).block_bytes]
             self._copy_blocks(h2d, part.view(torch.uint8).view(len(part), -1), raw, self._passing[0])
 
     def store(self, layer: int, slot: int, moves: Moves) -> None:
         """Copy new KV from the accelerator to host memory, for good or on its way to disk."""
-        source, d2h = self._staging[slot], self._tiers.d2h
+        source, d2h, shape = self.staging(slot, layer), self._tiers.d2h, self.shape_of(layer)
         assert self._passing[1] is not None, "there is no staging buffer"
         gathered, padded = self._passing[1].chunk(2)
         if len(moves.new_rows):
-            flat = source.view(-1, self.shape.width)
-            pool = self.pools["cpu"][layer].view(-1, self.shape.width)
+            flat = source.view(-1, shape.width)
+            pool = self.pool("cpu", layer).view(-1, shape.width)
             d2h.borrow(moves.new_rows)
             # Kernels are compiled for indices at multiples of 16 bytes.
             count = len(gathered) // flat[0].nbytes // 2 * 2
@@ -239,93 +296,66 @@ class KVCache:
         if len(moves.dirty):
             d2h.borrow(moves.dirty)
             blocks = source.view(torch.uint8).view(len(source), -1)
-            count = len(gathered) // self.shape.disk_block_bytes
-            raw = self._writes[slot][: len(moves.dirty), : self.shape.block_bytes]
+            count = len(gathered) // shape.disk_block_bytes
+            raw = self._raw(self._writes[slot], layer)[: len(moves.dirty), : shape.block_bytes]
             for target, dirty in zip(raw.split(count), moves.dirty.split(count), strict=True):
                 self._copy_blocks(d2h, target, _gathered(blocks, dirty, gathered), padded)
 
     def write(self, layer: int, slot: int, moves: Moves) -> None:
         """Write new KV to disk, in whole blocks. Raises BatchgenError."""
-        raw = self._writes[slot]
+        raw = self._raw(self._writes[slot], layer)
         if self._in_place:
-            self._transfer("write", layer, raw, moves.staging.writes)
+            self._on_disk.write(layer, raw, moves.staging.writes)
             return
         if self._tiers.links is None:
-            blocks = self._staging[slot].view(torch.uint8).view(len(self._staging[slot]), -1)
-            raw[: len(moves.dirty), : self.shape.block_bytes] = blocks.index_select(0, moves.dirty)
-        self._transfer("write", layer, raw, moves.writes)
+            source = self.staging(slot, layer)
+            blocks = source.view(torch.uint8).view(len(source), -1)
+            raw[: len(moves.dirty), : self.shape_of(layer).block_bytes] = blocks.index_select(0, moves.dirty)
+        self._on_disk.write(layer, raw, moves.writes)
 
     def prefault(self, most_bytes: int) -> None:
         """Begin to have pages provided for the pool that attention reads in place. most_bytes: bytes of all layers."""
         if pool := self.pools.get(self._tiers.compute_tier):
-            self._prefault = Prefault(pool, most_bytes)
+            self._prefault = Prefault(list(pool.values()), most_bytes)
 
     def reset_counts(self) -> None:
-        self.disk_bytes_read = self.disk_bytes_written = 0
+        if self._disk:
+            self._disk.reset_counts()
 
     def close(self) -> None:
         """Close the file, and let go of all memory. Counts stay."""
         if self._prefault:
             self._prefault.close()
-        if self._file:
-            self._file.close()
-        for held in (*self.pools.values(), self._staging, self._reads, self._writes):
-            held.clear()
+        if self._disk:
+            self._disk.close()
+        for pool in self.pools.values():
+            pool.clear()
+        for buffers in (self._staging, self._reads, self._writes):
+            buffers.clear()
         self._prefault, self._passing = None, [None, None]
 
     @property
     def _in_place(self) -> bool:
         """Tell whether the disk's buffers are the staging buffers."""
-        return bool(self._reads) and self._reads is self._writes
+        return bool(self._reads) and self._reads is self._staging
+
+    @property
+    def _on_disk(self) -> DiskPool:
+        assert self._disk is not None, "there is no KV on disk"
+        return self._disk
+
+    def _raw(self, buffer: Tensor, layer: int) -> Tensor:
+        """A buffer of the disk as blocks of a layer, uint8 [blocks, bytes]."""
+        size = self.shape_of(layer).disk_block_bytes
+        return buffer[: self._staging_blocks * size].view(self._staging_blocks, size)
 
     def _copy_blocks(self, link: Link, target: Tensor, source: Tensor, passing: Tensor | None) -> None:
-        """Copy between a staging buffer's blocks and the disk's buffers."""
-        if self.shape.block_bytes == self.shape.disk_block_bytes:
+        """Copy between a staging buffer's blocks and the disk's buffers, [blocks, bytes] each."""
+        if target.stride(0) == source.stride(0):
             link.copy(target, source)
         else:
             assert passing is not None, "padded blocks need a buffer to pass through"
             link.copy_rows(target, source, passing)
-
-    def _unpad(self, target: Tensor, raw: Tensor) -> None:
-        target.view(torch.uint8).view(len(target), -1).copy_(raw[: len(target), : self.shape.block_bytes])
-
-    def _transfer(self, verb: str, layer: int, raw: Tensor, runs: Sequence[Run], first: int = 0) -> None:
-        """Read or write runs of blocks of a layer.
-
-        Args:
-            verb: "read" or "write".
-            layer: The layer.
-            raw: Buffer in host memory, uint8 [blocks, bytes].
-            runs: Runs of blocks.
-            first: Block of their `staged` numbers that the buffer begins with.
-        """
-        stride = self.shape.disk_block_bytes
-        start, buffer = layer * self._num_disk_blocks, as_buffer(raw)
-        extents = [
-            ((start + run.block) * stride, buffer[(run.staged - first) * stride :][: run.count * stride])
-            for run in runs
-        ]
-        assert self._file is not None, "there is no KV on disk"
-        try:
-            if verb == "read":
-                self.disk_bytes_read += self._file.read(extents)
-            else:
-                self.disk_bytes_written += self._file.write(extents)
-        except OSError as error:
-            raise BatchgenError(
-                f"cannot {verb} KV at {self._file.path}: {error.strerror}: check the disk of --offload-dir; the"
-                " same command goes on from here"
-            ) from error
-
-    def _make_file(self, offload_dir: Path) -> DirectFile:
-        """Make a file without a name: nothing of it is left however the process ends."""
-        try:
-            return DirectFile(offload_dir, size_bytes=self.disk_bytes)
-        except OSError as error:
-            raise BatchgenError(
-                f"--offload-dir {offload_dir} does not take {format_bytes(self.disk_bytes)} of KV: {error.strerror};"
-                " free space, name another, or give less --disk-memory"
-            ) from error
 
 
 def _gathered(source: Tensor, index: Tensor, memory: Tensor) -> Tensor:

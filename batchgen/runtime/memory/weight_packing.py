@@ -12,6 +12,7 @@ from batchgen.core.kernel_choice import KernelChoice
 from batchgen.models.config import ModelConfig
 from batchgen.models.experts import split_experts
 from batchgen.models.layers import is_gated
+from batchgen.models.state import CONVOLUTION
 from batchgen.models.tensor_files.block_packer import BlockPacker
 from batchgen.models.tensor_files.rows_in_file import RowsInFile
 from batchgen.ops import dispatch as ops
@@ -110,8 +111,8 @@ class WeightPacker:
             return blocks.pack(self._bind_blocks(weight), gated=is_gated(name))
         if isinstance(weight, BlockWeight):
             return ops.pack_blocks(self._bind_blocks(weight), self._dtype, gated=is_gated(name))
-        if not isinstance(weight, Tensor) or not _is_matrix(weight):
-            return _copied(weight) if len(weight.shape) == 1 else weight
+        if not isinstance(weight, Tensor) or not _is_matrix(weight) or name == CONVOLUTION:
+            return _copied(weight) if len(weight.shape) == 1 or name == CONVOLUTION else weight
         return ops.pack_weight(weight, gated=is_gated(name), isa=self._isa(weight.shape, weight.dtype))
 
 

@@ -20,6 +20,7 @@ from batchgen.models.as_weights import as_weights
 from batchgen.models.checkpoint import Checkpoint
 from batchgen.models.config import ModelConfig
 from batchgen.models.experts import MATRICES, split_experts
+from batchgen.models.state import CONVOLUTION, STATE_TENSORS
 from batchgen.models.store.layout import WeightStore
 from batchgen.models.tensor_files.block_packer import BlockPacker
 from batchgen.ops import dispatch as ops
@@ -60,6 +61,7 @@ class Weights:
         store: WeightStore | None = None,
         tiers: Tiers | None = None,
         dequantized_slots: int = 1,
+        updates_on_host: bool = False,
         kernels: KernelChoice = PROCESS_SET,
         on_layer: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -75,6 +77,7 @@ class Weights:
                 all if given.
             tiers: Memories of the tiers; None: host memory alone.
             dequantized_slots: Layers whose dequantized 4-bit weights are in use at once.
+            updates_on_host: Whether the CPU updates states for an accelerator.
             kernels: Instruction set of each shape on the CPU.
             on_layer: Function that is called with (done, total) after each layer.
 
@@ -90,6 +93,7 @@ class Weights:
         self.output_matrix = OutputMatrix(config, self._packer)
         # fp32 [layers, heads] by type of device: the host attends, too.
         self._sinks: dict[str, Tensor] = {}
+        self._of_states: dict[int, Tensors] | None = {} if updates_on_host else None
         self._resident: list[Tensors] = []
         self._on_host: list[Tensors] = []  # what an accelerator is sent in every sweep
         with BlockPacker(dtype) as blocks:
@@ -138,7 +142,9 @@ class Weights:
             tensors = {**self._resident[layer], **brought, **self.dequantized.views(layer)}
             if self._packer.splits_experts:
                 tensors = split_experts(self.config, tensors, layer)
-            self._layers[layer, slot] = {name: self._packer.bind(tensor) for name, tensor in tensors.items()}
+            self._layers[layer, slot] = {
+                name: tensor if name == CONVOLUTION else self._packer.bind(tensor) for name, tensor in tensors.items()
+            }
         return self._layers[layer, slot]
 
     def read(self, layer: int, slot: int) -> None:
@@ -182,6 +188,11 @@ class Weights:
         """Attention sinks of a layer, fp32 [heads], in the memory of a device; None: the model has none."""
         return self._sinks[device.type][layer] if self._sinks else None
 
+    def of_states(self, layer: int) -> Tensors:
+        """The tensors of a state layer that the CPU updates states with for an accelerator, in host memory."""
+        assert self._of_states is not None, "the accelerator updates all states"
+        return self._of_states[layer]
+
     def reset_counts(self) -> None:
         """Count from now on."""
         self.disk.num_read_bytes = 0
@@ -192,14 +203,18 @@ class Weights:
         self.dequantized.close()
         self.output_matrix.close()
         self.source.close()
-        for held in (self._resident, self._on_host, self._layers, self.slots.buffers, self._sinks):
-            held.clear()
+        for held in (self._resident, self._on_host, self._layers, self.slots.buffers, self._sinks, self._of_states):
+            if held is not None:
+                held.clear()
         del self.embeddings, self.head
 
     def _load_layer(self, layer: int, blocks: BlockPacker) -> None:
         """Load what a layer has in memory: prepacked on the compute device, as it is stored in host memory."""
         in_memory = {group: tier for group, tier in self.residency.layers[layer].items() if tier != "disk"}
         groups = self.source.groups(layer, in_memory)
+        if self._of_states is not None and self.config.has_state(layer):
+            mixing = groups["qkv"] if "qkv" in groups else self.source.groups(layer, ["qkv"])["qkv"]
+            self._of_states[layer] = {name: mixing[name].clone() for name in STATE_TENSORS if name in mixing}
         resident: Tensors = {}
         on_host: Tensors = {}
         for group, tier in in_memory.items():

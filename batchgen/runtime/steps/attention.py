@@ -6,61 +6,78 @@ import torch
 from torch import Tensor
 
 from batchgen.core.kv_placement import KVPlacement
+from batchgen.models import layers
 from batchgen.ops import dispatch as ops
 from batchgen.ops.dispatch import CPU
 from batchgen.runtime.batch_state import BatchState
 from batchgen.runtime.steps.context import StepContext
+from batchgen.runtime.steps.state import send_projected, update_on_cpu, update_states
 from batchgen.schedule.step_graph import Step
 
 
 def attention(context: StepContext, step: Step, batch: BatchState) -> None:
-    """Write new KV, and attend on the compute device."""
+    """Write new KV, and attend on the compute device; in a state layer, update states."""
+    if context.config.has_state(step.layer):
+        update_states(context, step, batch)
+        return
     window = context.config.windows[step.layer]
     for placement, part in batch.parts.items():
         if placement is KVPlacement.CPU:
             continue
         if placement is KVPlacement.DEVICE:
-            kv = context.kv_cache.pools[context.compute_tier][step.layer]
+            kv = context.kv_cache.pool(context.compute_tier, step.layer)
         elif step.kv_slot is not None:
-            kv = context.kv_cache.staging(step.kv_slot)
+            kv = context.kv_cache.staging(step.kv_slot, step.layer)
         else:  # in this layer the host's pool lies on the device
-            part, kv = batch.part_in_place, context.kv_cache.pools["cpu"][step.layer]
+            part, kv = batch.part_in_place, context.kv_cache.pool("cpu", step.layer)
         options = context.rotary(step, batch.positions_of(part.tokens))
         qkv = batch.qkv if len(batch.parts) == 1 else batch.qkv[part.tokens]
-        kv_format = context.kv_cache.shape.format
-        q = ops.rotary_store(qkv, context.config.num_heads, kv, part.slots[window], kv_format, **options)
-        plan = part.plans[window]
-        batch.attended[placement] = ops.paged_attention(q, kv, plan, **context.softmax(step, context.device))
+        kv_format, plan = context.kv_cache.format, part.plans[window]
+        ungated, heads = layers.ungated(context.config, qkv), context.config.num_heads
+        q = ops.rotary_store(ungated, heads, kv, part.slots[window], kv_format, **options)
+        attended = ops.paged_attention(q, kv, plan, **context.softmax(step, context.device))
+        batch.attended[placement] = layers.gate_attention(context.config, qkv, attended)
 
 
 def send_qkv(context: StepContext, step: Step, batch: BatchState) -> None:
     """Send queries of sequences that the CPU attends to, and their new KV, to host memory."""
+    if context.config.has_state(step.layer):
+        send_projected(context, step, batch)
+        return
     # What is compute's here outlives this: before it is given up, compute waits for the CPU, which has waited for the
     # copies.
     part, d2h = batch.parts[KVPlacement.CPU], context.tiers.d2h
     q, k, v = qkv_for_host(context, step, batch.qkv[part.tokens], batch.positions_of(part.tokens))
-    pool = context.kv_cache.pools["cpu"][step.layer]
+    pool = context.kv_cache.pool("cpu", step.layer)
     flat = pool.view(-1, pool.shape[-1])
     for rows, new in zip(part.rows[context.config.windows[step.layer]], (k, v), strict=True):
         d2h.scatter(flat, rows, new.reshape(-1, pool.shape[-1]))
-    sent, attended = context.activations.exchange(len(q))
-    d2h.copy(sent, q.contiguous())
+    q = q.flatten(1).contiguous()
+    sent, attended = context.activations.exchange(len(q), q.shape[1], q.shape[1])
+    d2h.copy(sent, q)
     batch.for_cpu[step.layer], batch.from_cpu[step.layer] = (sent, attended), attended
 
 
 def cpu_attention(context: StepContext, step: Step, batch: BatchState) -> None:
-    """Attend on the CPU."""
-    kv = context.kv_cache.pools["cpu"][step.layer]
+    """Attend on the CPU; in a state layer, update states."""
+    if context.config.has_state(step.layer):
+        update_on_cpu(context, step, batch)
+        return
+    kv = context.kv_cache.pool("cpu", step.layer)
     plan = batch.parts[KVPlacement.CPU].plans[context.config.windows[step.layer]]
-    q, out = batch.for_cpu.pop(step.layer)
+    heads = context.config.num_heads
+    q, out = (x.view(len(x), heads, -1) for x in batch.for_cpu.pop(step.layer))
     ops.paged_attention(q, kv, plan, out=out, **context.softmax(step, CPU))
 
 
 def load_attention(context: StepContext, step: Step, batch: BatchState) -> None:
     """Copy the results of CPU attention to the accelerator."""
-    attended = batch.from_cpu.pop(step.layer).flatten(1)
+    attended = batch.from_cpu.pop(step.layer)
     target = torch.empty(attended.shape, dtype=attended.dtype, device=context.device)
-    batch.attended[KVPlacement.CPU] = context.tiers.h2d.copy(target, attended)
+    attended = context.tiers.h2d.copy(target, attended)
+    if not context.config.has_state(step.layer):
+        attended = layers.gate_attention(context.config, batch.qkv[batch.parts[KVPlacement.CPU].tokens], attended)
+    batch.attended[KVPlacement.CPU] = attended
 
 
 def qkv_for_host(context: StepContext, step: Step, qkv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,12 +86,13 @@ def qkv_for_host(context: StepContext, step: Step, qkv: Tensor, positions: Tenso
     Args:
         context: The model and its memory.
         step: A Step of the layer.
-        qkv: Output of the QKV matmul, [tokens, qkv size].
+        qkv: Result of `layers.pre_attention`.
         positions: Positions of the tokens, int64 [tokens].
     """
-    config, kv_format = context.config, context.kv_cache.shape.format
-    heads, options = (config.num_heads, config.num_kv_heads), context.rotary(step, positions)
-    q, k, v = ops.rotary(qkv, *heads, rotate_keys=kv_format.rotates_keys, **options)
+    attention, kv_format = context.config.attention_of(step.layer), context.kv_cache.format
+    heads, options = (attention.num_heads, attention.num_kv_heads), context.rotary(step, positions)
+    ungated = layers.ungated(context.config, qkv)
+    q, k, v = ops.rotary(ungated, *heads, rotate_keys=kv_format.rotates_keys, **options)
     if bits := kv_format.bits:
         k, v = ops.quantize(k, bits), ops.quantize(v, bits)
     return q, k, v

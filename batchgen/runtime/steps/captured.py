@@ -8,6 +8,7 @@ from batchgen.core.kv_placement import KVPlacement
 from batchgen.ops import dispatch as ops
 from batchgen.runtime.batch_state import BatchPart, BatchState
 from batchgen.runtime.graphs import DecodeGraphs, StaticBuffers
+from batchgen.runtime.state_indices import StateIndices
 from batchgen.runtime.steps.attention import attention
 from batchgen.runtime.steps.context import Handler, StepContext
 from batchgen.runtime.steps.layer import post, pre
@@ -25,13 +26,15 @@ def all_layers(context: StepContext, step: Step, batch: BatchState) -> None:
 def decode_graphs(context: StepContext, driver: Driver, most_tokens: int) -> DecodeGraphs | None:
     """Graphs of decode sweeps of at most `most_tokens` tokens; None: no kernel can attend in one."""
     config = context.config
-    group = config.num_heads // config.num_kv_heads
-    if not ops.can_capture(context.device, config.head_dim, group, context.kv_cache.shape.kv_block_size):
-        return None
+    for layer in config.attention_layers:
+        shape = context.kv_cache.shape_of(layer)
+        group = config.num_heads // shape.kv_heads
+        if not ops.can_capture(context.device, shape.head_dim, group, shape.kv_block_size):
+            return None
     return DecodeGraphs(
         partial(_launch_layers, context),
         driver.capture,
-        lambda plan: ops.cut_attention(plan, *context.attention_shape, device=context.device),
+        lambda plan, window: ops.cut_attention(plan, *context.attention_shape(window), device=context.device),
         most_tokens,
         config.hidden_size,
         context.weights.dtype,
@@ -41,7 +44,8 @@ def decode_graphs(context: StepContext, driver: Driver, most_tokens: int) -> Dec
 
 def _launch_layers(context: StepContext, buffers: StaticBuffers) -> None:
     """Launch all layers over static buffers: the Steps of a sweep whose weights and KV are on the device."""
-    part = BatchPart(slice(0, len(buffers.hidden)), buffers.slots, {}, buffers.plans)
+    states = None if buffers.states is None else StateIndices(*buffers.states)
+    part = BatchPart(slice(0, len(buffers.hidden)), buffers.slots, {}, buffers.plans, states)
     parts = {KVPlacement.DEVICE: part}
     positions = buffers.positions
     batch = BatchState(empty_batch(), positions, positions, None, parts, {}, False, hidden=buffers.hidden)

@@ -20,6 +20,7 @@ from batchgen.runtime.deferred import DeferredBatchState
 from batchgen.runtime.graphs import DecodeGraphs
 from batchgen.runtime.memory.activations import Activations
 from batchgen.runtime.memory.kv_cache import KVCache
+from batchgen.runtime.memory.state_cache import StateCache
 from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.weights import Weights
 from batchgen.runtime.sweep_options import OnLogits, SweepOptions
@@ -46,10 +47,17 @@ class StepContext:
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, kv_cache: KVCache, tiers: Tiers, options: SweepOptions
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        kv_cache: KVCache,
+        tiers: Tiers,
+        options: SweepOptions,
+        states: StateCache | None = None,
     ) -> None:
         """Make what all sweeps need: rotary tables and buffers for activations."""
         self.config, self.weights, self.kv_cache, self.options = config, weights, kv_cache, options
+        self._states = states
         self.tiers, self.device, self.compute_tier = tiers, tiers.device, tiers.compute_tier
         self.dedicated_core = tiers.dedicated_core
         self.activations = Activations(
@@ -70,12 +78,21 @@ class StepContext:
         self.vocabulary_chunks = self.one_batch = False
         self._logits: Tensor | None = None
 
-    @property
-    def attention_shape(self) -> tuple[int, int, int, int, torch.dtype, KVFormat]:
-        """The shape that attention plans are prepared for: heads, KV heads, head size, KV block, dtype, KV format."""
-        config, shape = self.config, self.kv_cache.shape
-        heads = config.num_heads, config.num_kv_heads, config.head_dim
+    def attention_shape(self, window: int | None) -> tuple[int, int, int, int, torch.dtype, KVFormat]:
+        """The shape that attention plans are prepared for: heads, KV heads, head size, KV block, dtype, KV format.
+
+        Args:
+            window: Sliding window of the layers, or None.
+        """
+        shape = self.kv_cache.shape_in(window)
+        heads = self.config.num_heads, shape.kv_heads, shape.head_dim
         return *heads, shape.kv_block_size, self.weights.dtype, shape.format
+
+    @property
+    def states(self) -> StateCache:
+        """The states of a model that has state layers."""
+        assert self._states is not None, "the model has no state layers"
+        return self._states
 
     def rotary(self, step: Step, positions: Tensor) -> dict[str, Any]:
         """Options of the rotary embedding in a Step's layer."""
@@ -86,7 +103,7 @@ class StepContext:
     def softmax(self, step: Step, device: torch.device) -> dict[str, Any]:
         """Options of `ops.paged_attention` in a Step's layer, on the device that attends."""
         return {
-            "bits": self.kv_cache.shape.format.bits,
+            "bits": self.kv_cache.format.bits,
             "softcap": self.config.attention_softcap,
             "sinks": self.weights.sinks(step.layer, device),
         }

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+from batchgen.models import layers
 from batchgen.ops.dispatch import CPU
 from batchgen.runtime.batch_state import BatchState
 from batchgen.runtime.steps.context import StepContext
+from batchgen.runtime.steps.state import update_deferred
 from batchgen.schedule.step_graph import Step
 
 
 def send_deferred(context: StepContext, step: Step, batch: BatchState) -> None:
-    """Send queries and new KV of a deferred batch to host memory."""
-    pool, window = context.kv_cache.pools["cpu"][step.layer], context.config.windows[step.layer]
+    """Send queries and new KV of a deferred batch to host memory, or what its states are updated by."""
+    pool = None if context.config.has_state(step.layer) else context.kv_cache.pool("cpu", step.layer)
     queries, _ = context.activations.deferred
-    context.deferred_of.pop(step.id).send(context.tiers.d2h, pool, window, queries)
+    context.deferred_of.pop(step.id).send(context.tiers.d2h, pool, context.config.windows[step.layer], queries)
 
 
 def attend_deferred(context: StepContext, step: Step, batch: BatchState) -> None:
-    """Attend on the CPU for a deferred batch."""
-    pool, window = context.kv_cache.pools["cpu"][step.layer], context.config.windows[step.layer]
-    softmax = context.softmax(step, CPU)
+    """Attend on the CPU for a deferred batch, or update its states."""
     deferred_batch = context.deferred_of.pop(step.id)
-    deferred_batch.attend(pool, window, context.activations.deferred, context.config.num_heads, **softmax)
+    if context.config.has_state(step.layer):
+        update_deferred(context, step, deferred_batch)
+        return
+    pool, window = context.kv_cache.pool("cpu", step.layer), context.config.windows[step.layer]
+    softmax, shape = context.softmax(step, CPU), context.config.attention_of(step.layer)
+    deferred_batch.attend(pool, window, context.activations.deferred, shape, **softmax)
 
 
 def join_deferred(context: StepContext, step: Step, batch: BatchState) -> None:
     """Copy a deferred batch's attention to the compute device, and let it go on with the micro-batch."""
     deferred_batch = context.deferred_of.pop(step.id)
-    _, attended = context.activations.deferred
-    deferred_batch.join(context.tiers.h2d, attended)
+    _, table = context.activations.deferred
+    attended = deferred_batch.join(context.tiers.h2d, table, context.config.mixed_size(step.layer))
+    if deferred_batch.projected is not None:
+        layers.gate_attention(context.config, deferred_batch.projected, attended)
+        deferred_batch.projected = None
     batch.joined.append(deferred_batch)

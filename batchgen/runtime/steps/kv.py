@@ -1,36 +1,54 @@
-"""Steps that move the KV of sequences of placement `streamed` and `disk`."""
+"""Steps that move the KV of sequences of placement `streamed` and `disk`, and in state layers their states."""
 
 from __future__ import annotations
 
 from batchgen.runtime.batch_state import BatchState
 from batchgen.runtime.memory.kv_cache import Moves
+from batchgen.runtime.memory.state_cache import StateMoves
 from batchgen.runtime.steps.context import StepContext
 from batchgen.schedule.step_graph import Step
 
 
 def read_cache(context: StepContext, step: Step, batch: BatchState) -> None:
-    """Read KV from disk."""
-    context.kv_cache.read(step.layer, step.kv_buffer, _moves(context, step, batch))
+    """Read KV or states from disk."""
+    if context.config.has_state(step.layer):
+        context.states.read(step.layer, step.kv_buffer, _state_moves(batch))
+    else:
+        context.kv_cache.read(step.layer, step.kv_buffer, _moves(context, step, batch))
 
 
 def load_cache(context: StepContext, step: Step, batch: BatchState) -> None:
-    """Copy the KV of earlier sweeps that a micro-batch reads in one layer from host memory to the accelerator.
+    """Copy the KV or the states that a micro-batch reads in one layer from host memory to the accelerator.
 
-    The Step names the layer and the staging buffer (`kv_slot`) that the KV goes to. KV on disk is in host memory by
+    The Step names the layer and the staging buffer (`kv_slot`) that they go to. What is on disk is in host memory by
     then.
     """
-    context.kv_cache.load(step.layer, step.kv_buffer, _moves(context, step, batch))
+    if context.config.has_state(step.layer):
+        context.states.load(step.layer, step.kv_buffer, _state_moves(batch))
+    else:
+        context.kv_cache.load(step.layer, step.kv_buffer, _moves(context, step, batch))
 
 
 def store_cache(context: StepContext, step: Step, batch: BatchState) -> None:
-    """Copy new KV from the staging buffer to host memory."""
-    context.kv_cache.store(step.layer, step.kv_buffer, _moves(context, step, batch))
+    """Copy new KV, or all states, from the staging buffer to host memory."""
+    if context.config.has_state(step.layer):
+        context.states.store(step.layer, step.kv_buffer, _state_moves(batch))
+    else:
+        context.kv_cache.store(step.layer, step.kv_buffer, _moves(context, step, batch))
 
 
 def write_cache(context: StepContext, step: Step, batch: BatchState) -> None:
-    """Write new KV to disk."""
-    context.kv_cache.write(step.layer, step.kv_buffer, _moves(context, step, batch))
+    """Write new KV, or all states, to disk."""
+    if context.config.has_state(step.layer):
+        context.states.write(step.layer, step.kv_buffer, _state_moves(batch))
+    else:
+        context.kv_cache.write(step.layer, step.kv_buffer, _moves(context, step, batch))
 
 
 def _moves(context: StepContext, step: Step, batch: BatchState) -> Moves:
     return batch.moves[context.config.windows[step.layer]]
+
+
+def _state_moves(batch: BatchState) -> StateMoves:
+    assert batch.state_moves is not None, "no state passes"
+    return batch.state_moves

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.models import layers
@@ -20,7 +21,7 @@ def pre(context: StepContext, step: Step, batch: BatchState) -> None:
     """Compute norm and QKV; deferred batches leave for their next attention."""
     tensors = context.weights.layer(step.layer, step.weight_slot)
     hidden = with_deferred(batch.hidden, [d.hidden for d in batch.joined])
-    batch.qkv = hidden.new_empty(hidden.shape[0], context.config.qkv_size)
+    batch.qkv = hidden.new_empty(hidden.shape[0], context.config.projected_width(step.layer))
     if len(hidden):
         for part, qkv in context.chunks(hidden, batch.qkv):
             layers.pre_attention(context.config, tensors, part, qkv, reduce=context.options.reduce)
@@ -38,7 +39,18 @@ def _leave(
     qkv, start = batch.qkv, len(hidden) - sum(len(d.rows) for d in leaving)
     batch.hidden, batch.qkv = batch.hidden[:start], qkv[:start]
     for deferred_batch, rows in zip(leaving, slices(start, leaving), strict=True):
-        deferred_batch.leave(hidden[rows], qkv_for_host(context, step, qkv[rows], deferred_batch.positions))
+        if context.config.has_state(step.layer):
+            deferred_batch.leave(hidden[rows], [_as_wide_as(context, qkv[rows])])
+            continue
+        q, k, v = qkv_for_host(context, step, qkv[rows], deferred_batch.positions)
+        gate = qkv[rows] if context.config.output_gate else None
+        deferred_batch.leave(hidden[rows], [_as_wide_as(context, q.flatten(1)), k, v], gate)
+
+
+def _as_wide_as(context: StepContext, sent: Tensor) -> Tensor:
+    """Rows for the table of queries, which is as wide as any layer needs."""
+    queries, _ = context.activations.deferred
+    return F.pad(sent, (0, queries.shape[1] - sent.shape[1]))
 
 
 def route(context: StepContext, step: Step, batch: BatchState) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from batchgen.core.errors import BatchgenError
 from batchgen.models.hf.config import config_of_hf
-from batchgen.runtime.memory.kv_cache import KVCache, kv_shape
+from batchgen.runtime.memory.kv_cache import KVCache, kv_shapes
 from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.transfers import Arena, Link
 from batchgen.schedule.staging import Run, Staging
@@ -48,7 +48,7 @@ def make_cache(config, tmp_path):
     def make(kv_format="float32", kv_block_size=16, accelerated=True, disk_blocks=DISK_BLOCKS, folder=tmp_path):
         blocks = {"cpu": HOST_BLOCKS, "disk": disk_blocks} | ({"gpu": 3} if accelerated else {})
         cache = KVCache(
-            config, kv_shape(config, kv_block_size, kv_format), blocks,
+            config, kv_block_size, kv_format, blocks,
             tiers=Tiers("gpu", links=(Link(), Link())) if accelerated else None, staging_blocks=STAGING,
             offload_dir=folder,
         )  # fmt: skip
@@ -99,17 +99,17 @@ def test_blocks_come_back_from_disk(make_cache, kv_format, kv_block_size, accele
     )
     written = []
     for layer in range(LAYERS):
-        written.append(fill(cache.staging(0), seed=layer))
+        written.append(fill(cache.staging(0, 0), seed=layer))
         write_out(cache, layer, 0, out)
     for layer in range(LAYERS):
-        fill(cache.staging(1), seed=9)
+        fill(cache.staging(1, 0), seed=9)
         read_in(cache, layer, 1, back)
-        found, sent = cache.staging(1), written[layer]
+        found, sent = cache.staging(1, 0), written[layer]
         assert torch.equal(found[first + 1 : first + 4], sent[first : first + 3])
         assert torch.equal(found[first], sent[first + 5])
         assert torch.equal(found[first + 5], sent[first + 4])
-    stride = cache.shape.disk_block_bytes
-    assert stride % 4096 == 0 and stride >= cache.shape.block_bytes
+    stride = cache.shape_of(0).disk_block_bytes
+    assert stride % 4096 == 0 and stride >= cache.shape_of(0).block_bytes
     assert cache.disk_bytes == LAYERS * DISK_BLOCKS * stride
     assert cache.disk_bytes_written == cache.disk_bytes_read == LAYERS * 5 * stride
 
@@ -118,7 +118,7 @@ def test_blocks_come_back_from_disk(make_cache, kv_format, kv_block_size, accele
 def test_new_tokens_go_home_to_the_host_and_blocks_come_from_there(make_cache, kv_format, kv_block_size):
     cache = make_cache(kv_format, kv_block_size)
     pool = cache.pools["cpu"][1]
-    before, source = fill(pool, seed=1), fill(cache.staging(0), seed=2)
+    before, source = fill(pool, seed=1), fill(cache.staging(0, 0), seed=2)
     # Three tokens: of staging blocks 2 and 4, to host blocks 6 and 0.
     new = [2 * kv_block_size, 2 * kv_block_size + 3, 4 * kv_block_size + kv_block_size - 1]
     host_slots = [6 * kv_block_size, 6 * kv_block_size + 3, kv_block_size - 1]
@@ -128,20 +128,20 @@ def test_new_tokens_go_home_to_the_host_and_blocks_come_from_there(make_cache, k
     changed[0, :, :, kv_block_size - 1] = source[4, :, :, kv_block_size - 1]
     assert torch.equal(pool, changed)
     cache.load(1, 1, cache.prepare(staging(host_blocks=[6, 0, 3], disk_start=3)))
-    assert torch.equal(cache.staging(1)[:3], changed[[6, 0, 3]])
+    assert torch.equal(cache.staging(1, 0)[:3], changed[[6, 0, 3]])
 
 
 @pytest.mark.parametrize(("kv_format", "kv_block_size"), FORMATS)
 def test_host_and_disk_in_one_buffer(make_cache, kv_format, kv_block_size):
     """One batch with sequences of both: each finds its own."""
     cache = make_cache(kv_format, kv_block_size)
-    fill(cache.staging(0), seed=3)
-    sent = cache.staging(0).clone()
+    fill(cache.staging(0, 0), seed=3)
+    sent = cache.staging(0, 0).clone()
     write_out(cache, 0, 0, cache.prepare(staging(writes=[Run(5, 4, 2)], disk_start=4)))
     pool = fill(cache.pools["cpu"][0], seed=4)
     read_in(cache, 0, 1, cache.prepare(staging(host_blocks=[4, 2], reads=[Run(5, 3, 2)], disk_start=3)))
-    assert torch.equal(cache.staging(1)[:2], pool[[4, 2]])
-    assert torch.equal(cache.staging(1)[3:5], sent[4:6])
+    assert torch.equal(cache.staging(1, 0)[:2], pool[[4, 2]])
+    assert torch.equal(cache.staging(1, 0)[3:5], sent[4:6])
 
 
 def open_files_in(folder):
@@ -163,11 +163,11 @@ def test_the_file_has_no_name_and_goes_with_the_cache(make_cache, tmp_path):
 
 
 def test_budgets_hold_for_pools_and_buffers(config):
-    shape = kv_shape(config, 16, "float32")
+    shape = kv_shapes(config, 16, "float32")[0]
 
     def make(budget):
         arenas = {"gpu": Arena("--gpu-memory", budget), "cpu": Arena("--cpu-memory")}
-        KVCache(config, shape, {"gpu": 4}, tiers=Tiers("gpu", arenas, (Link(), Link())), staging_blocks=3)
+        KVCache(config, 16, "float32", {"gpu": 4}, tiers=Tiers("gpu", arenas, (Link(), Link())), staging_blocks=3)
         return arenas["gpu"].allocated_bytes
 
     needed = (4 * LAYERS + 2 * 3 + 2 * 3) * shape.block_bytes  # staging buffers, and as much beside the link

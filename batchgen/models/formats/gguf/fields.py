@@ -13,7 +13,16 @@ from typing import Any
 from batchgen.core.dtypes import GGUF_FORMATS
 from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig
-from batchgen.models.families import ARCHITECTURES, GEMMA, HEAD_NORMS, OUTPUT_NORMS, PROJECTION_NORMS
+from batchgen.models.families import (
+    ARCHITECTURES,
+    DELTA_NETS,
+    GEMMA,
+    GRANITE_MIXTURES,
+    HEAD_NORMS,
+    OUTPUT_NORMS,
+    PROJECTION_NORMS,
+)
+from batchgen.models.formats.gguf.delta_net import STATE_MATRICES, STATE_VECTORS, name_in_layer, read_states
 from batchgen.models.formats.gguf.known_tokens import end_ids, special_id
 from batchgen.models.rope import RopeConfig
 from batchgen.models.scales import scales_of
@@ -34,11 +43,18 @@ GGUF_ARCHITECTURES = {
     "smollm3": "SmolLM3ForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+    "qwen3next": "Qwen3NextForCausalLM",
+    "qwen35": "Qwen3_5ForCausalLM",
+    "qwen35moe": "Qwen3_5MoeForCausalLM",
 }
 _LLAMA_MIXTURE = "MixtralForCausalLM"  # its GGUFs have architecture "llama", and experts
+_GRANITE_SHARED = "GraniteMoeSharedForCausalLM"  # its GGUFs have architecture "granitemoe", and a shared expert
 _OLMO_WITH_WINDOWS = "Olmo3ForCausalLM"  # its GGUFs have architecture "olmo2", and windows
 # Family -> whether the weights of the experts chosen add up to 1, where the file does not say.
-_NORM_TOPK = {"mixtral": True, "qwen2_moe": False, "qwen3_moe": True, "gpt_oss": True}
+_NORM_TOPK = {"mixtral": True, "qwen2_moe": False, "qwen3_moe": True, "gpt_oss": True, "olmoe": False}
+_NORM_TOPK |= dict.fromkeys((*GRANITE_MIXTURES, "qwen3_next", "qwen3_5_moe"), True)
 # Role of a matrix (`layouts.role`) -> its name in a layer; with experts gate, up and down have "_exps" behind theirs.
 _MATRICES = {
     "q": "attn_q",
@@ -51,6 +67,7 @@ _MATRICES = {
     "shared.gate": "ffn_gate_shexp",
     "shared.up": "ffn_up_shexp",
     "shared.down": "ffn_down_shexp",
+    **STATE_MATRICES,
 }
 _VECTORS = {
     "input_norm": "attn_norm",
@@ -59,6 +76,7 @@ _VECTORS = {
     "k_norm": "attn_k_norm",
     "router": "ffn_gate_inp",
     "shared_gate": "ffn_gate_inp_shexp",
+    **STATE_VECTORS,
 }
 _OUTPUT_NORMS = {"out_norm": "post_attention_norm", "down_norm": "post_ffw_norm"}
 # Matrices of Phi-3 that are one tensor, one after the other in its rows.
@@ -106,7 +124,9 @@ def place_of(config: ModelConfig, part: str, layer: int) -> Place:
         return Place(name, (expert, expert + 1, config.num_experts), is_expert=True)
     if config.family == "phi3" and stem in _FUSED:
         return Place(f"blk.{layer}.{_FUSED[stem]}.{suffix}", _fused_rows(config, stem))
-    if stem == "post_norm" and config.family in ("gpt_oss", "seed_oss"):
+    if (of_state := name_in_layer(part)) is not None:
+        return Place(f"blk.{layer}.{of_state}")
+    if stem == "post_norm" and config.family in ("gpt_oss", "seed_oss", *DELTA_NETS):
         return Place(f"blk.{layer}.post_attention_norm.{suffix}")
     return Place(f"blk.{layer}.{(_MATRICES | _VECTORS | _OUTPUT_NORMS)[stem]}.{suffix}")
 
@@ -158,7 +178,7 @@ def config_of_gguf(
     _refuse_unknown_norms(arch, family, tensors)
     hidden = _require_int(fields, "embedding_length")
     heads = _require_int(fields, "attention.head_count")
-    layers = _require_int(fields, "block_count")
+    layers = _require_int(fields, "block_count") - _get_or(fields, "nextn_predict_layers", 0)  # last, and not read
     if layers > len(tensors):
         raise InputError(
             f"the GGUF states {layers:,} layers (block_count) and has {len(tensors):,} tensors: fetch it again"
@@ -166,7 +186,7 @@ def config_of_gguf(
     head_dim = _get_or(fields, "attention.key_length", hidden // heads)
     if fields.get("attention.value_length", head_dim) != head_dim:
         raise InputError("GGUFs whose key and value heads differ in size are not supported")
-    if family != "phi3" and fields.get("rope.dimension_count", head_dim) != head_dim:
+    if family not in ("phi3", *DELTA_NETS) and fields.get("rope.dimension_count", head_dim) != head_dim:
         raise InputError(
             f"GGUFs of architecture {arch!r} that rotate part of each head (rope.dimension_count) are not supported"
         )
@@ -188,10 +208,11 @@ def config_of_gguf(
         **_scales(fields, family, hidden),
         activation="swiglu_oai" if gpt_oss else "gelu_tanh" if gemma else "silu",
         gated_mlp=True,
-        qkv_bias="blk.0.attn_q.bias" in tensors,
-        out_bias="blk.0.attn_output.bias" in tensors,
+        qkv_bias=any(name.endswith(".attn_q.bias") for name in tensors),
+        out_bias=any(name.endswith(".attn_output.bias") for name in tensors),
         mlp_bias=gpt_oss or "blk.0.ffn_down.bias" in tensors,
-        qk_norm=family in HEAD_NORMS and "blk.0.attn_q_norm.weight" in tensors,
+        qk_norm=family in HEAD_NORMS and any(name.endswith(".attn_q_norm.weight") for name in tensors),
+        **read_states(fields, family, tensors, layers),
         projection_norms=family in PROJECTION_NORMS,
         tied_embeddings="output.weight" not in tensors,
         rope=_rope(fields, family, head_dim, context, rope_factors or {}),
@@ -219,6 +240,8 @@ def _architecture(arch: str, fields: Mapping[str, Any], experts: int) -> str:
         return _LLAMA_MIXTURE
     if arch == "olmo2" and fields.get("attention.sliding_window"):
         return _OLMO_WITH_WINDOWS
+    if arch == "granitemoe" and fields.get("expert_shared_feed_forward_length"):
+        return _GRANITE_SHARED
     return GGUF_ARCHITECTURES[arch]
 
 
@@ -254,8 +277,8 @@ def _mlps(fields: Mapping[str, Any], family: str, tensors: Mapping[str, TensorIn
         raise InputError(
             "GGUFs whose experts are not chosen by a softmax (expert_gating_func), or scaled, are not supported"
         )
-    width = "feed_forward_length" if family == "mixtral" else "expert_feed_forward_length"
-    shared = "ffn_gate_shexp" if family == "qwen2_moe" else None
+    width = "feed_forward_length" if family in ("mixtral", "olmoe", *GRANITE_MIXTURES) else "expert_feed_forward_length"
+    shared = "ffn_gate_shexp" if family in ("qwen2_moe", "granitemoeshared", *DELTA_NETS) else None
     # A layer of one MLP has neither a router nor experts.
     dense = tuple(
         j
@@ -270,6 +293,7 @@ def _mlps(fields: Mapping[str, Any], family: str, tensors: Mapping[str, TensorIn
         "shared_expert_size": _get_or(fields, "expert_shared_feed_forward_length", _rows(tensors, shared))
         if shared
         else 0,
+        "shared_gate": family not in GRANITE_MIXTURES,
         "dense_layers": dense,
         "dense_size": _require_int(fields, "feed_forward_length") if dense else 0,
     }
@@ -362,6 +386,7 @@ def _rope(
         beta_slow=fields.get("rope.scaling.yarn_beta_slow", 1.0),
         truncate=family != "gpt_oss",
         factors=every,
+        rotated=_rotated(fields, head_dim) if family in DELTA_NETS else None,
     )
     extra = fields.get("rope.scaling.attn_factor")  # GGUF's multiplies yarn's own scaling
     if rope.kind != "yarn" or extra is None:
@@ -384,11 +409,8 @@ def _phi3_rope(
     kind = _get_or(fields, "rope.scaling.type", "none")
     if kind not in ("none", "longrope"):
         raise InputError(f"rope type {kind!r} of Phi-3 is not supported; supported: none, longrope")
-    rotated = _get_or(fields, "rope.dimension_count", head_dim)
     rope = RopeConfig(
-        theta=float(fields.get("rope.freq_base", 10000.0)),
-        rotated=None if rotated == head_dim else rotated,
-        factors=every,
+        theta=float(fields.get("rope.freq_base", 10000.0)), rotated=_rotated(fields, head_dim), factors=every
     )
     if kind == "none" and not (short or long):
         return rope
@@ -402,6 +424,12 @@ def _phi3_rope(
         "long_factors": long,
     }
     return RopeConfig(**{**rope.__dict__, **scaled})
+
+
+def _rotated(fields: Mapping[str, Any], head_dim: int) -> int | None:
+    """The number of values of a head that are rotated; None: all."""
+    rotated: int = _get_or(fields, "rope.dimension_count", head_dim)
+    return None if rotated == head_dim else rotated
 
 
 def _local_rope(fields: Mapping[str, Any], family: str) -> RopeConfig | None:

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig
+from batchgen.models.families import GRANITE_MIXTURES
 from batchgen.models.formats.base import NamedTensor, StoredPart, Tensors
 from batchgen.models.formats.gguf.fields import place_of
-from batchgen.models.formats.head_order import in_head_order
+from batchgen.models.formats.head_order import by_group, in_head_order, in_sections
 from batchgen.models.layouts import Shape, all_parts
+from batchgen.models.state_layers import DeltaNet
 from batchgen.models.tensor_files import reading
 from batchgen.models.tensor_files.headers import TensorInfo
 from batchgen.models.tensor_files.reading import read_ahead, read_by_threads, read_into
@@ -38,8 +40,12 @@ def gguf_parts(config: ModelConfig, tensors: Tensors) -> dict[tuple[str, int], S
     for part in all_parts(config, unfused=True):
         name, info = _find(config, tensors, part.name, part.layer)
         _check(name, info, part.shape)
-        stored = GgufPart(name, info, _interleaved_head_dim(config, part.name))
-        parts[part.name, part.layer] = in_head_order(config, part.name, stored)
+        stored: StoredPart = GgufPart(name, info, _interleaved_head_dim(config, part.name))
+        if isinstance(config.state, DeltaNet) and config.state.out_by_member:
+            stored = by_group(config.state, part.name, stored)
+        if part.name == "linear_attn.A_log":
+            stored = _LogOfRate(stored)
+        parts[part.name, part.layer] = in_head_order(config, part.name, in_sections(config, part.name, stored))
     return parts
 
 
@@ -72,7 +78,7 @@ def _check(name: str, info: TensorInfo, shape: Shape) -> None:
         raise InputError(f"{where} has the unsupported type {info.dtype}")
 
 
-_INTERLEAVED = ("llama", "mixtral", "granite", "smollm3")
+_INTERLEAVED = ("llama", "mixtral", "granite", "smollm3", *GRANITE_MIXTURES)
 
 
 def _interleaved_head_dim(config: ModelConfig, part: str) -> int | None:
@@ -129,6 +135,19 @@ class GgufPart(StoredPart):
         dim = self.interleaved
         order = (*range(0, dim, 2), *range(1, dim, 2)) if dim else None
         return FilePart(self.name, self.info, math.prod(self.info.shape[:-1]), order)
+
+
+@dataclass(frozen=True)
+class _LogOfRate(StoredPart):
+    """The logarithms of rates of decay, of which the file has the rates, below 0."""
+
+    part: StoredPart
+
+    def fill(self, out: Tensor) -> None:
+        self.part.fill(rates := torch.empty(out.shape))
+        if not bool((rates < 0).all()):
+            raise InputError("the GGUF has rates of decay (ssm_a) that are not below 0: fetch it again")
+        out.copy_((-rates).log())
 
 
 def read_layer_ahead(tensors: Mapping[str, TensorInfo], layer: int) -> None:
