@@ -22,6 +22,7 @@ from batchgen.models.formats.gguf.tensors import gguf_parts, read_layer_ahead
 from batchgen.models.hf.weight_files import ModelTensors
 from batchgen.models.hf.weights import hf_parts
 from batchgen.models.layouts import (
+    PER_LAYER,
     Layout,
     Stored,
     Which,
@@ -33,8 +34,9 @@ from batchgen.models.layouts import (
 )
 from batchgen.models.shard import Shard
 from batchgen.models.store.layout import StoreFile, WeightStore
-from batchgen.models.store.weight_store import load_extent, open_store, read_extent
+from batchgen.models.store.weight_store import load_extent, open_per_layer, open_store, read_extent
 from batchgen.models.tensor_files.rows_in_file import RowsInFile
+from batchgen.models.tensor_files.table_rows import TableRows
 from batchgen.ops import int8
 
 # (tensors to load, layer, compute dtype) -> tensors by name
@@ -69,6 +71,7 @@ class Checkpoint:
     weight_format: str | None = None
     load_stored: _Load | None = None
     load_unread: _LoadUnread | None = None
+    per_layer_rows: Callable[[], TableRows] | None = None
 
     def load_embeddings(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The tensors before the first layer, by name.
@@ -96,10 +99,18 @@ class Checkpoint:
             up                        [intermediate, hidden], without a gate
             down                      [hidden, intermediate]
             router                    [experts, hidden]
+            layer_scale               [1]: factor of the layer's output
+            per_layer_up              [per_layer_size, hidden], before the layer's per-layer embeddings are multiplied
+            per_layer_down            [hidden, per_layer_size], after it
+            per_layer_norm            [hidden]
             shared_gate               [1, hidden]: gate of the shared expert
             shared_gate_up            matrix of the shared expert, as gate_up
             shared_down               matrix of the shared expert, as down
+            router_norm, expert_scale [hidden], [experts]: norm of the router's input, factors of the experts' results
+            experts_norm, experts_out_norm, shared_out_norm
+                                      [hidden]: norms of the experts' input, and of both results
 
+        Layers that reuse the KV of another one have no keys and values, and some have values alone that are the keys.
         With experts, the rows of gate_up and of down are those of all experts, one expert after the other.
 
         Args:
@@ -135,6 +146,10 @@ class Checkpoint:
             return self.load_stored("layer", layer, dtype)
         tensors = self.load_layer(layer, dtype)
         return {name: int8.quantize(t) if is_quantized(name, tuple(t.shape)) else t for name, t in tensors.items()}
+
+    def open_per_layer(self) -> TableRows | None:
+        """The table of per-layer embeddings, whose rows are read one by one; None: the model has none."""
+        return self.per_layer_rows() if self.per_layer_rows is not None and self.config.per_layer_size else None
 
     def load_head(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The tensors after the last layer, by name.
@@ -247,6 +262,9 @@ class _Parts:
             for name, parts in layout.items()
         }
 
+    def per_layer_rows(self) -> TableRows:
+        return self.parts[f"{PER_LAYER}.weight", 0].table_rows()
+
     def _packed(self, which: Which, layer: int, dtype: torch.dtype) -> tuple[Layout, dict[str, Stored]]:
         """The parts of each tensor, and the form in which it is stored, if matrices stay in `packed_format`."""
         weight_format = self.packed_format
@@ -286,9 +304,10 @@ class _Parts:
 
 def _checkpoint_of(parts: _Parts) -> Checkpoint:
     if not parts.packed_format:
-        return Checkpoint(parts.config, parts.load)
+        return Checkpoint(parts.config, parts.load, per_layer_rows=parts.per_layer_rows)
     unread = parts.load_unread if parts.of_gguf and not parts.shard else None
-    return Checkpoint(parts.config, parts.load, parts.packed_format, parts.load_stored, unread)
+    packed = parts.packed_format, parts.load_stored, unread
+    return Checkpoint(parts.config, parts.load, *packed, per_layer_rows=parts.per_layer_rows)
 
 
 def _space(stored: Stored) -> Tensor:
@@ -354,7 +373,9 @@ class _StoreTensors:
 def _store_checkpoint(store: WeightStore, shard: Shard | None) -> Checkpoint:
     tensors = _StoreTensors(store, shard)
     config, packed_format = shard.config if shard else store.config, tensors.packed_format
-    return Checkpoint(config, tensors.load, packed_format, tensors.load_stored if packed_format else None)
+    load_stored = tensors.load_stored if packed_format else None
+    table = partial(open_per_layer, store)
+    return Checkpoint(config, tensors.load, packed_format, load_stored, per_layer_rows=table)
 
 
 def joined(config: ModelConfig, layer: int, name: str, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -29,8 +29,9 @@ _GATES = ("silu", "gelu_tanh", "swiglu_oai")
 # Fields of stages, of block formats and of few families, which are left out of JSON where they have their defaults.
 _SELDOM_STATED = (
     "first_layer", "model_layers", "layer_formats", "end_formats", "logit_scale", "unrotated_layers",
-    "state", "state_layers", "output_gate", "global_head_dim", "global_kv_heads", "shared_kv_layers",
-    "norm_place", "projection_norms", "shared_gate",
+    "state", "state_layers", "output_gate", "global_head_dim", "global_kv_heads", "shared_kv_layers", "value_norm",
+    "keys_are_values", "layer_scale", "mlp_beside_experts", "per_layer_size", "norm_place", "projection_norms",
+    "shared_gate", "query_growth", "query_growth_period",
 )  # fmt: skip
 
 
@@ -70,11 +71,15 @@ class LayerKind(NamedTuple):
         has_experts: Whether the layer has a mixture of experts instead of one MLP.
         attention: Shape of its attention; None: it is a state layer.
         owns_kv: Whether it has KV of its own, and so projects keys and values.
+        keys_are_values: Whether its values are its keys, which are projected once.
+        is_dense: Whether its MLP has the width `dense_size`.
     """
 
     has_experts: bool
     attention: AttentionShape | None
     owns_kv: bool
+    keys_are_values: bool
+    is_dense: bool
 
 
 @dataclass(frozen=True)
@@ -119,13 +124,16 @@ class ModelConfig:
         logit_scale: Factor of logits, before `logit_softcap`.
         unrotated_layers: Numbers of layers that do not rotate queries and keys (SmolLM3).
         query_scale: Factor of queries. None: head_dim ** -0.5.
+        query_growth, query_growth_period: Growth of queries with their positions (Ministral 3). A query at position p
+            is multiplied by 1 + query_growth * ln(1 + floor(p / query_growth_period)). 0: queries do not grow.
         attention_softcap, logit_softcap: Caps. An attention score or logit x becomes cap * tanh(x / cap). 0: no cap.
         num_experts: Number of experts of a layer: MLPs of which a router chooses some for each token. 0: one MLP.
         experts_per_token: Number of experts that the router chooses for each token.
         norm_topk: Whether the weights of a token's chosen experts are scaled to a sum of 1.
         shared_expert_size: Width of the shared expert, which all tokens go through. 0: there is none.
         shared_gate: Whether the shared expert's result is weighted by a gate of its own (Qwen2-MoE).
-        dense_layers: Numbers of layers with one MLP in a model whose other layers have experts.
+        dense_layers: Numbers of layers with one MLP whose width is `dense_size`: in a model whose other layers have
+            experts, or other widths.
         dense_size: Width of the MLP of `dense_layers`.
         router_bias: Whether the router has a bias.
         sinks: Whether each head has an attention sink: a further score that is part of the softmax's sum but has no
@@ -141,6 +149,14 @@ class ModelConfig:
         global_kv_heads: `num_kv_heads` of layers without a sliding window, if it differs. 0: it does not.
         shared_kv_layers: Number of the last layers that have no keys and values of their own. Each attends to those of
             the last layer before them that, like it, has a sliding window or has none (Gemma 4).
+        value_norm: Whether each head's values are normed, without a weight.
+        keys_are_values: Whether values are the keys, before their norm and rotation, in layers without a sliding
+            window. Such a layer projects them once.
+        layer_scale: Whether the output of each layer is multiplied with a number of the layer.
+        mlp_beside_experts: Whether the inputs of the shared expert, of the experts and of the router have norms of
+            their own, and so have the results of both (Gemma 4).
+        per_layer_size: Width of the embedding that each layer has of each token (Gemma 4's per-layer embeddings). 0:
+            there is none.
         layer_formats: For each layer, the block format (`core.dtypes.BLOCK_FORMATS`) of matrices by their role
             (`layouts.role`), if matrices differ in format. Matrices without an entry are stored as numbers.
         end_formats: Block formats of "embed" and "lm_head"; those without an entry are stored as numbers.
@@ -183,6 +199,8 @@ class ModelConfig:
     logit_scale: float = 1.0
     unrotated_layers: tuple[int, ...] = ()
     query_scale: float | None = None
+    query_growth: float = 0.0
+    query_growth_period: int = 0
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
     num_experts: int = 0
@@ -200,6 +218,11 @@ class ModelConfig:
     global_head_dim: int = 0
     global_kv_heads: int = 0
     shared_kv_layers: int = 0
+    value_norm: bool = False
+    keys_are_values: bool = False
+    layer_scale: bool = False
+    mlp_beside_experts: bool = False
+    per_layer_size: int = 0
     first_layer: int = 0
     model_layers: int = 0
     layer_formats: tuple[tuple[tuple[str, str], ...], ...] = ()
@@ -330,7 +353,11 @@ class ModelConfig:
 
     def attention_of(self, layer: int) -> AttentionShape:
         """The shape of the attention of layer number `layer`, which is not a state layer."""
-        if self.windows[layer] is not None:
+        return self.attention_within(self.windows[layer])
+
+    def attention_within(self, window: int | None) -> AttentionShape:
+        """The shape of the attention of layers with a sliding window, in positions, or without one (None)."""
+        if window is not None:
             return AttentionShape(self.num_heads, self.num_kv_heads, self.head_dim)
         return AttentionShape(
             self.num_heads, self.global_kv_heads or self.num_kv_heads, self.global_head_dim or self.head_dim
@@ -341,6 +368,15 @@ class ModelConfig:
         source = self._kv_source(layer)
         assert source is not None, f"layer {layer} has no keys and values"
         return source
+
+    @property
+    def kv_sources(self) -> tuple[int, ...]:
+        """For each layer, the layer whose KV it attends to; empty where each attends to its own."""
+        return tuple(map(self.kv_source, range(self.num_layers))) if self.shared_kv_layers else ()
+
+    def owns_kv(self, layer: int) -> bool:
+        """True where layer number `layer` has keys and values of its own."""
+        return layer in self.kv_layers
 
     def _kv_source(self, layer: int) -> int | None:
         if layer not in self._sharing_layers:
@@ -481,11 +517,19 @@ class ModelConfig:
     @cached_property
     def _kinds(self) -> dict[LayerKind, int]:
         """Number of layers of each kind."""
-        return dict(Counter(map(self._kind, range(self.num_layers))))
+        return dict(Counter(map(self.kind_of, range(self.num_layers))))
 
-    def _kind(self, layer: int) -> LayerKind:
+    def projections(self, layer: int) -> tuple[str, ...]:
+        """The parts of the fused projection in layer number `layer`, which attends: "q", "k" and "v", mostly."""
+        kind = self.kind_of(layer)
+        return ("q", "k", "v")[: 3 - kind.keys_are_values] if kind.owns_kv else ("q",)
+
+    def kind_of(self, layer: int) -> LayerKind:
+        """The kind of layer number `layer`: layers of one kind have tensors of the same sizes."""
         attention = None if self.has_state(layer) else self.attention_of(layer)
-        return LayerKind(self.has_experts(layer), attention, layer in self.kv_layers)
+        keys_are_values = self.keys_are_values and self.windows[layer] is None
+        is_dense = layer in self.dense_layers
+        return LayerKind(self.has_experts(layer), attention, layer in self.kv_layers, keys_are_values, is_dense)
 
     def _tensors(self, kind: LayerKind) -> dict[str, int]:
         """Number of weights in each group of `layer_tensors`, for a layer of a kind."""
@@ -498,11 +542,15 @@ class ModelConfig:
             for group, shapes in matrices.items()
         }
         sizes["up"] += self._router_params(kind.has_experts) + kind.has_experts * self.router_bias * self.num_experts
-        sizes["qkv"] += self._norms_of_layer * self._norm_params
+        sizes["qkv"] += self._norms_of_layer * self._norm_params + self.layer_scale
         if kind.attention is None:
             sizes["qkv"] += self._state_vector_params
         else:
-            sizes["qkv"] += sum(self.qk_norm_sizes(kind.attention))
+            sizes["qkv"] += sum(self.qk_norm_sizes(kind.attention)[: 1 + kind.owns_kv])
+        if kind.has_experts and self.mlp_beside_experts:  # norms of two results and two inputs, scales of results
+            sizes["up"] += 4 * self.hidden_size + self.num_experts
+        if self.per_layer_size:
+            sizes["qkv"] += self.hidden_size
         return sizes
 
     @property
@@ -528,11 +576,14 @@ class ModelConfig:
         for group in ("up", "down"):
             rows, columns = shapes[group]
             if not kind.has_experts:
-                matrices[group] = (shapes.get(f"dense_{group}", (rows, columns)),)
+                matrices[group] = (shapes[f"dense_{group}"] if kind.is_dense else (rows, columns),)
             elif self.shared_expert_size:
                 matrices[group] = ((self.num_experts * rows, columns), shapes[f"shared_{group}"])
             else:
                 matrices[group] = ((self.num_experts * rows, columns),)
+        if width := self.per_layer_size:
+            matrices["up"] += ((width, self.hidden_size),)
+            matrices["down"] += ((self.hidden_size, width),)
         return matrices
 
     def _projected_size(self, kind: LayerKind) -> int:
@@ -541,7 +592,9 @@ class ModelConfig:
             assert self.state is not None, "a state layer has a shape"
             return self.state.projected_size
         gate = kind.attention.q_size if self.output_gate else 0
-        return gate + (kind.attention.qkv_size if kind.owns_kv else kind.attention.q_size)
+        if not kind.owns_kv:
+            return gate + kind.attention.q_size
+        return gate + kind.attention.qkv_size - kind.keys_are_values * kind.attention.kv_size
 
     def _mixed_size(self, kind: LayerKind) -> int:
         """Number of values that attention, or the update of the state, gives for one token."""
@@ -552,7 +605,7 @@ class ModelConfig:
 
     def projected_size(self, layer: int) -> int:
         """Number of rows of the fused projection in layer number `layer`: queries, keys and values, mostly."""
-        return self._projected_size(self._kind(layer))
+        return self._projected_size(self.kind_of(layer))
 
     def sent_width(self, layer: int) -> int:
         """Number of values of a token that the CPU gets to attend in layer number `layer`, or to update its state.
@@ -570,7 +623,14 @@ class ModelConfig:
 
     def mixed_size(self, layer: int) -> int:
         """Number of values that layer number `layer` gives for a token by its attention or the update of its state."""
-        return self._mixed_size(self._kind(layer))
+        return self._mixed_size(self.kind_of(layer))
+
+    @property
+    def column_sections(self) -> int:
+        """Number of equal sections of the columns of a state layer's output projection, each with all key heads."""
+        if isinstance(self.state, DeltaNet) and self.state.out_by_member:
+            return self.state.value_heads // self.state.key_heads
+        return 1
 
     @cached_property
     def widest_projected(self) -> int:
@@ -643,7 +703,18 @@ class ModelConfig:
         if not self.has_embeddings:
             return 0
         positions = 0 if self.rope else (self.max_position + self.position_offset) * self.hidden_size
-        return self.vocab_size * self.embed_size + positions + self._projection_params
+        per_layer = self.per_layer_width * self.hidden_size + self.per_layer_size
+        return self.vocab_size * self.embed_size + positions + self._projection_params + per_layer
+
+    @property
+    def per_layer_width(self) -> int:
+        """Number of values in the embeddings that all layers together have of one token; 0: they have none."""
+        return self.num_layers * self.per_layer_size
+
+    @property
+    def per_layer_params(self) -> int:
+        """Number of weights in the table of per-layer embeddings, which is read by row and never held whole."""
+        return self.vocab_size * self.per_layer_width
 
     @property
     def head_params(self) -> int:
@@ -657,7 +728,12 @@ class ModelConfig:
     @property
     def num_params(self) -> int:
         """Number of all weights. A tied embedding counts once."""
-        return self.embedding_params + self.layer_params + self.head_params
+        return self.embedding_params + self.per_layer_params + self.layer_params + self.head_params
+
+    @property
+    def held_params(self) -> int:
+        """Number of weights that are held in a memory or brought from disk: all but those that are read by row."""
+        return self.num_params - self.per_layer_params
 
     @property
     def layer_params(self) -> int:
@@ -686,7 +762,7 @@ class ModelConfig:
         Args:
             context: Number of positions that the token attends to, its own included.
         """
-        weights = self._matmul_params
+        weights = self._matmul_params + self.per_layer_width * self.hidden_size
         weights += self.vocab_size * self.embed_size + 2 * self._projection_params
         seen = 0
         for layer in self.attention_layers:

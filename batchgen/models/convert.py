@@ -47,10 +47,13 @@ if TYPE_CHECKING:
     from batchgen.models.shard import Shard
     from batchgen.models.store.layout import Extent, StoreFile, WeightStore
 
+    Tensors = dict[str, Tensor | Iterator[Tensor]]  # by name; a table comes some rows at a time
+
 _LOCK = "convert.lock"
-_OWN_NAMES = re.compile(r"(embeddings|layer-\d{5,}|head)\.safetensors|tokenizer")
+_OWN_NAMES = re.compile(r"(embeddings|layer-\d{5,}|head|per-layer-embeddings)\.safetensors|tokenizer")
 # Bytes that manifest, tokenizer and the file system's own records may take beside the weights.
 _SMALL_FILES_BYTES = 8 << 20
+_TABLE_BYTES = 64 << 20  # of a table's rows, which are read and written together
 _DIRTY_BYTES = 256 << 20  # written before it is pushed to the disk
 
 
@@ -152,7 +155,7 @@ class _PlannedFile:
     """A file of the store that is to be written.
 
     Attributes:
-        which: "embeddings", "layer" or "head".
+        which: "embeddings", "layer", "head" or "per_layer".
         layer: Number of the layer.
         layout: Offsets of its tensors, without checksums.
         header: Bytes of the file before the first tensor.
@@ -171,7 +174,14 @@ class _PlannedFile:
 def _plan_files(checkpoint: Checkpoint, target: Path, dtype: str, weight_format: str) -> list[_PlannedFile]:
     """All files of the store, in the order in which they are written."""
     from batchgen.models.layouts import stored_tensors
-    from batchgen.models.store.layout import EMBEDDINGS_FILE, HEAD_FILE, lay_out, layer_file_name, layer_groups
+    from batchgen.models.store.layout import (
+        EMBEDDINGS_FILE,
+        HEAD_FILE,
+        PER_LAYER_FILE,
+        lay_out,
+        layer_file_name,
+        layer_groups,
+    )
 
     config = checkpoint.config
 
@@ -185,6 +195,7 @@ def _plan_files(checkpoint: Checkpoint, target: Path, dtype: str, weight_format:
         planned("embeddings", 0, EMBEDDINGS_FILE, dtype),
         *layers,
         planned("head", 0, HEAD_FILE, dtype),
+        *([planned("per_layer", 0, PER_LAYER_FILE, dtype)] if config.per_layer_size else ()),
     ]
 
 
@@ -270,7 +281,7 @@ class _Conversion:
 
     def _read(
         self, checkpoint: Checkpoint, dtype: torch.dtype
-    ) -> Iterator[tuple[_PlannedFile, dict[str, Tensor] | None, dict[str, Tensor]]]:
+    ) -> Iterator[tuple[_PlannedFile, Tensors | None, dict[str, Tensor]]]:
         """Load the tensors of the store's files, one file after the other.
 
         Yields:
@@ -288,16 +299,20 @@ class _Conversion:
             measured_layers = max(layers, default=0)
         measured = None
         for planned, absent in zip(self.planned, missing, strict=True):
-            measuring = planned.layer < measured_layers and planned.which != "head"
-            tensors: dict[str, Tensor] = {}
+            measuring = planned.layer < measured_layers and planned.which in ("embeddings", "layer")
+            tensors: Tensors = {}
             importance: dict[str, Tensor] = {}
-            if absent or measuring:
+            if absent and planned.which == "per_layer":
+                tensors = _table(checkpoint, planned, dtype)
+            elif absent or measuring:
                 tensors = self._load(checkpoint, planned, dtype)
             if measuring and measured is not None:
                 importance = measured.next_layer(tensors)
             elif measuring:
                 tokens, sinks = random_tokens(checkpoint.config), checkpoint.load_sinks(dtype)
-                measured = ChannelImportance(checkpoint.config, tensors, tokens, sinks)
+                measured = ChannelImportance(
+                    checkpoint.config, tensors, tokens, sinks, per_layer=checkpoint.open_per_layer()
+                )
             yield planned, tensors if absent else None, importance
 
     def _load(self, checkpoint: Checkpoint, planned: _PlannedFile, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -355,7 +370,27 @@ def _without_checksums(file: StoreFile) -> StoreFile:
     return replace(file, extents={name: replace(e, checksum=None) for name, e in file.extents.items()})
 
 
-def _write_file(planned: _PlannedFile, tensors: dict[str, Tensor], importance: dict[str, Tensor]) -> StoreFile:
+def _table(checkpoint: Checkpoint, planned: _PlannedFile, dtype: torch.dtype) -> Tensors:
+    """The table of per-layer embeddings, some rows at a time."""
+    import numpy as np
+
+    (extent,), opened = planned.layout.extents.values(), checkpoint.open_per_layer()
+    assert opened is not None, "the model has per-layer embeddings"
+    (stored,) = extent.tensors
+    num_rows = stored.shape[0]
+    step = max(1, _TABLE_BYTES * num_rows // stored.num_bytes)
+
+    def pieces() -> Iterator[Tensor]:
+        with contextlib.closing(opened) as table:
+            for first in range(0, num_rows, step):
+                count = min(step, num_rows - first)
+                packed = stored.dtype in PACKED_FORMATS
+                yield table.stored_rows(first, count) if packed else table.rows(np.arange(first, first + count), dtype)
+
+    return {stored.name: pieces()}
+
+
+def _write_file(planned: _PlannedFile, tensors: Tensors, importance: dict[str, Tensor]) -> StoreFile:
     """Write and sync one file of the store. Its name is only durable when the next manifest is written.
 
     Args:
@@ -387,7 +422,7 @@ def _drop_behind(out: BinaryIO) -> None:
     os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _write_extent(out: BinaryIO, extent: Extent, tensors: dict[str, Tensor], importance: dict[str, Tensor]) -> str:
+def _write_extent(out: BinaryIO, extent: Extent, tensors: Tensors, importance: dict[str, Tensor]) -> str:
     """Write one group of a file's tensors, with its padding.
 
     Returns:
@@ -415,9 +450,10 @@ def _write_extent(out: BinaryIO, extent: Extent, tensors: dict[str, Tensor], imp
     for stored in extent.tensors:
         put(bytes(stored.offset - position))
         values = tensors.pop(stored.name)
-        to_pack = stored.dtype == INT4 and values.is_floating_point()
-        packed = quantize(values, importance=importance[stored.name]) if to_pack else values
-        put(memoryview(packed.view(-1).view(torch.uint8).numpy()))
+        for piece in [values] if isinstance(values, torch.Tensor) else values:
+            to_pack = stored.dtype == INT4 and piece.is_floating_point()
+            packed = quantize(piece, importance=importance[stored.name]) if to_pack else piece
+            put(memoryview(packed.view(-1).view(torch.uint8).numpy()))
     put(bytes(extent.offset + extent.num_bytes - position))
     return digest.hexdigest()
 

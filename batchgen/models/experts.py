@@ -73,7 +73,7 @@ def _chunks(weight: ops.Weight, count: int) -> list[ops.Weight]:
 
 def is_of_experts(name: str) -> bool:
     """True for the name of a stored matrix that has rows of all experts, such as "gate_up.gate.weight"."""
-    stem, kind = name.split(".")[0], name.rsplit(".", 1)[1]
+    stem, kind = name.split(".")[0], name.rsplit(".", 1)[-1]
     return f"{stem}.{kind}" in MATRICES
 
 
@@ -83,14 +83,23 @@ def route(config: ModelConfig, weights: Weights, x: Tensor) -> Routes:
     Args:
         config: Configuration of the model.
         weights: Tensors of the layer, among them "router.weight" [experts, hidden] and perhaps "router.bias" [experts].
-        x: Input of the MLP, [tokens, hidden].
+            "expert_scale.weight" [experts], if it is there, has a factor of each expert's result.
+        x: Input of the router, [tokens, hidden]: that of the MLP, mostly.
 
     Returns:
         Weights of the chosen experts' results, fp32, and the experts' numbers, int64: each [tokens, experts_per_token].
     """
-    probs = ops.linear(x, weights["router.weight"], weights.get("router.bias"), out_dtype=torch.float32).softmax(-1)
+    scores = ops.linear(x, weights["router.weight"], weights.get("router.bias"), out_dtype=torch.float32)
+    if config.mlp_beside_experts:
+        scores.mul_(config.hidden_size**-0.5)
+    probs = scores.softmax(-1)
     shares, chosen = probs.topk(config.experts_per_token)
-    return (shares / shares.sum(-1, keepdim=True) if config.norm_topk else shares), chosen
+    if config.norm_topk:
+        shares = shares / shares.sum(-1, keepdim=True)
+    if (scale := weights.get("expert_scale.weight")) is not None:
+        assert isinstance(scale, Tensor), "factors are numbers"
+        shares = shares * scale.float()[chosen]
+    return shares, chosen
 
 
 def experts(
@@ -134,9 +143,8 @@ def experts(
     if on_input:
         on_input("down.weight", inner)
     results = _grouped(weights, "down", inner, counts, rows)  # over its own input
-    total = kernels.weighted_sums(
-        results, row_of_choice, shares, torch.float32 if config.shared_expert_size else x.dtype
-    )
+    sums_dtype = torch.float32 if _adds_shared(config) else x.dtype
+    total = kernels.weighted_sums(results, row_of_choice, shares, sums_dtype)
     return _with_shared(config, weights, x, total, on_input).to(x.dtype)
 
 
@@ -157,12 +165,17 @@ def _grouped(weights: Weights, name: str, x: Tensor, counts: Sequence[int], out:
     return ops.grouped_linear(x, matrices, [counts[e] for e in chosen], biases, out=out, **options)
 
 
+def _adds_shared(config: ModelConfig) -> bool:
+    """True for a model whose shared expert has the experts' input, and whose result is added to theirs."""
+    return config.shared_expert_size > 0 and not config.mlp_beside_experts
+
+
 def _with_shared(config: ModelConfig, weights: Weights, x: Tensor, total: Tensor, on_input: OnInput | None) -> Tensor:
     """`total`, fp32 [tokens, hidden], plus the result of the shared expert, weighted by the sigmoid of its gate if any.
 
     It is `total` itself if the model has no shared expert.
     """
-    if not config.shared_expert_size:
+    if not _adds_shared(config):
         return total
     inner = ops.linear(x, weights["shared_gate_up.weight"], activation=config.mlp_activation)
     if on_input:

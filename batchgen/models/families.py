@@ -11,12 +11,18 @@ ARCHITECTURES = {
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "Gemma3ForConditionalGeneration": "gemma3",
+    "Gemma4ForCausalLM": "gemma4",
+    "Gemma4ForConditionalGeneration": "gemma4",
+    "Gemma4UnifiedForCausalLM": "gemma4_unified",
+    "Gemma4UnifiedForConditionalGeneration": "gemma4_unified",
     "Phi3ForCausalLM": "phi3",
     "GraniteForCausalLM": "granite",
     "SmolLM3ForCausalLM": "smollm3",
     "SeedOssForCausalLM": "seed_oss",
     "Olmo2ForCausalLM": "olmo2",
     "Olmo3ForCausalLM": "olmo3",
+    "MinistralForCausalLM": "ministral",
+    "Ministral3ForCausalLM": "ministral3",
     "MixtralForCausalLM": "mixtral",
     "OlmoeForCausalLM": "olmoe",
     "GraniteMoeForCausalLM": "granitemoe",
@@ -33,12 +39,13 @@ ARCHITECTURES = {
 }
 # Families with norms around attention and MLP.
 GEMMA = ("gemma2", "gemma3")
+GEMMA4 = ("gemma4", "gemma4_unified")
 # Families without norms before attention and MLP: their outputs are normed.
 OUTPUT_NORMS = ("olmo2", "olmo3")
 # Families with Gated DeltaNet layers, whose attention has an output gate and rotates a part of each head.
 DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 # Families that norm the queries and keys of each head, and those that norm all heads' together.
-HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3", *DELTA_NETS)
+HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3", *GEMMA4, *DELTA_NETS)
 PROJECTION_NORMS = ("olmo2", "olmo3", "olmoe")
 # Families whose files have all experts of a layer in one tensor, and gate and up in one, and that have shared experts
 # without a gate.

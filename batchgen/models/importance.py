@@ -13,7 +13,19 @@ from torch import Tensor
 
 from batchgen.models.config import ModelConfig
 from batchgen.models.experts import Weights, split_experts
-from batchgen.models.layers import embed, post_attention, pre_attention, rope_table, rotary_options
+from batchgen.models.layers import (
+    embed,
+    gate_attention,
+    per_layer_inputs,
+    post_attention,
+    pre_attention,
+    query_growth_table,
+    rope_table,
+    rotary_options,
+    ungated,
+)
+from batchgen.models.state import StateViews, mix_state
+from batchgen.models.tensor_files.table_rows import TableRows
 from batchgen.ops import dispatch as ops
 
 _SEQS, _TOKENS, _SEED = 8, 64, 20231
@@ -34,7 +46,12 @@ class ChannelImportance:
     """
 
     def __init__(
-        self, config: ModelConfig, embeddings: Weights, token_ids: Tensor, sinks: Tensor | None = None
+        self,
+        config: ModelConfig,
+        embeddings: Weights,
+        token_ids: Tensor,
+        sinks: Tensor | None = None,
+        per_layer: TableRows | None = None,
     ) -> None:
         """Begin the measurement before the first layer.
 
@@ -43,6 +60,7 @@ class ChannelImportance:
             embeddings: Tensors before the first layer (`Checkpoint.load_embeddings`).
             token_ids: Tokens whose activations are measured, int64 [seqs, tokens].
             sinks: Attention sinks of all layers (`Checkpoint.load_sinks`); or None.
+            per_layer: Table of per-layer embeddings (`Checkpoint.open_per_layer`); or None.
         """
         self._config = config
         self._seqs, self._tokens = token_ids.shape
@@ -51,6 +69,12 @@ class ChannelImportance:
         assert not isinstance(table, ops.SplitWeight)
         self._hidden = embed(config, embeddings, token_ids.view(-1), self._positions, table.dtype)
         self._sinks = None if sinks is None else sinks.float().view(config.num_layers, config.num_heads)
+        self._per_layer = None
+        if per_layer is not None:
+            rows = per_layer.rows(token_ids.view(-1).numpy(), table.dtype)
+            self._per_layer = per_layer_inputs(config, embeddings, self._hidden, rows)
+        self._reused = {config.kv_source(j) for j in range(config.num_layers) if not config.owns_kv(j)}
+        self._kv: dict[int, tuple[Tensor, Tensor]] = {}  # of layers whose KV is reused
         self._layer = 0
 
     def next_layer(self, tensors: Weights) -> dict[str, Tensor]:
@@ -70,20 +94,51 @@ class ChannelImportance:
             seen[name] = _bounded(x.float().square().mean(0))
 
         with torch.inference_mode():
-            qkv = pre_attention(config, weights, self._hidden, on_input=on_input)
-            rope = config.rope_of(self._layer)
-            table = rope_table(rope, config.head_dim, self._tokens) if rope else None
-            options = rotary_options(config, weights, table, self._positions)
-            q, k, v = (
-                x.unflatten(0, (self._seqs, self._tokens)).transpose(1, 2)
-                for x in ops.rotary(qkv, config.num_heads, config.num_kv_heads, **options)
-            )
-            sinks = None if self._sinks is None else self._sinks[self._layer]
-            attended = _attend(q, k, v, config.windows[self._layer], config.attention_softcap, sinks)
-            attended = attended.transpose(1, 2).flatten(2).flatten(0, 1)
-            self._hidden = post_attention(config, weights, self._hidden, attended, on_input=on_input)
+            projected = pre_attention(config, weights, self._hidden, on_input=on_input)
+            if config.has_state(self._layer):
+                mixed = self._mix(weights, projected)
+            else:
+                mixed = gate_attention(config, projected, self._attention(weights, ungated(config, projected)))
+            per_layer = None if self._per_layer is None else self._per_layer[:, self._layer]
+            self._hidden = post_attention(config, weights, self._hidden, mixed, on_input=on_input, per_layer=per_layer)
         self._layer += 1
         return seen
+
+    def _attention(self, weights: Weights, qkv: Tensor) -> Tensor:
+        """Attention of all sequences, [tokens, heads * head_dim]."""
+        config = self._config
+        q, k, v = self._attention_inputs(weights, qkv)
+        sinks = None if self._sinks is None else self._sinks[self._layer]
+        attended = _attend(q, k, v, config.windows[self._layer], config.attention_softcap, sinks)
+        return attended.transpose(1, 2).flatten(2).flatten(0, 1)
+
+    def _attention_inputs(self, weights: Weights, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, and the keys and values that they meet, [seqs, heads, tokens, head_dim] each."""
+        config, layer = self._config, self._layer
+        rope, shape = config.rope_of(layer), config.attention_of(layer)
+        table = rope_table(rope, shape.head_dim, self._tokens) if rope else None
+        growth = query_growth_table(config, self._tokens)
+        options = rotary_options(config, layer, weights, table, self._positions, growth)
+        kv_heads = shape.num_kv_heads if config.owns_kv(layer) else 0
+        q, k, v = (
+            x.unflatten(0, (self._seqs, self._tokens)).transpose(1, 2)
+            for x in ops.rotary(qkv, config.num_heads, kv_heads, **options)
+        )
+        if not kv_heads:
+            k, v = self._kv[config.kv_source(layer)]
+        elif layer in self._reused:
+            self._kv[layer] = k, v
+        return q, k, v
+
+    def _mix(self, weights: Weights, projected: Tensor) -> Tensor:
+        """The result of a state layer for all sequences, [tokens, out_size]."""
+        state = self._config.state
+        assert state is not None, "the layer has states"
+        inputs = projected.new_zeros(self._seqs, state.channels, state.kernel - 1)
+        views = StateViews(inputs, torch.zeros(self._seqs, *state.matrix_shape))
+        target = torch.arange(self._seqs)
+        starts = torch.arange(0, self._seqs * self._tokens + 1, self._tokens)
+        return mix_state(self._config, weights, projected, views, torch.full_like(target, -1), target, starts)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float, sinks: Tensor | None) -> Tensor:

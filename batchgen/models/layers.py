@@ -16,7 +16,7 @@ from torch import Tensor
 
 from batchgen.models.config import ModelConfig
 from batchgen.models.experts import OnCounts, OnInput, Routes, Weights, experts, route
-from batchgen.models.families import GEMMA
+from batchgen.models.families import GEMMA, GEMMA4
 from batchgen.models.rope import RopeConfig
 from batchgen.ops import dispatch as ops
 
@@ -65,6 +65,14 @@ def rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> Rope:
     return F.pad(angles.cos() * scaling, rest, value=1.0), F.pad(angles.sin() * scaling, rest)
 
 
+def query_growth_table(config: ModelConfig, num_positions: int) -> Tensor | None:
+    """Factor of the queries at each position, fp32 [num_positions]; None: it is 1 everywhere."""
+    if not config.query_growth or num_positions <= config.query_growth_period:
+        return None
+    periods = torch.arange(num_positions) // config.query_growth_period
+    return 1 + config.query_growth * (1 + periods.float()).log()
+
+
 def embed(config: ModelConfig, weights: Weights, token_ids: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
     """Hidden states of tokens: their embeddings, with learned positions and a projection if the model has them.
 
@@ -81,7 +89,7 @@ def embed(config: ModelConfig, weights: Weights, token_ids: Tensor, positions: T
     hidden = ops.embedding(token_ids, weights["embed.weight"], dtype)
     if config.embedding_scale != 1:
         scale = config.embedding_scale
-        if config.family in GEMMA:  # rounded to the dtype first, as the models were trained
+        if config.family in (*GEMMA, *GEMMA4):  # rounded to the dtype first, as the models were trained
             scale = torch.tensor(scale, dtype=hidden.dtype).item()
         hidden = hidden * scale
     if "embed_proj.weight" in weights:
@@ -89,6 +97,25 @@ def embed(config: ModelConfig, weights: Weights, token_ids: Tensor, positions: T
     if "positions.weight" in weights:
         hidden = hidden + F.embedding(positions + config.position_offset, weights["positions.weight"])
     return hidden
+
+
+def per_layer_inputs(config: ModelConfig, weights: Weights, hidden: Tensor, rows: Tensor) -> Tensor:
+    """The inputs of all layers beside activations, from tokens' per-layer embeddings and embeddings (Gemma 3n, 4).
+
+    Args:
+        config: Configuration of the model.
+        weights: Tensors before the first layer, by name.
+        hidden: Embeddings of the tokens (`embed`), [tokens, hidden].
+        rows: Their rows of the table of per-layer embeddings, [tokens, layers * per_layer_size].
+
+    Returns:
+        Inputs of the layers, [tokens, layers, per_layer_size].
+    """
+    shape = len(hidden), config.num_layers, config.per_layer_size
+    projected = linear(weights, "per_layer_proj", hidden).mul_(config.hidden_size**-0.5).view(shape)
+    projected = norm(config, weights, "per_layer_proj_norm", projected, projected)
+    scale = torch.tensor(config.per_layer_size**0.5, dtype=rows.dtype).item()  # rounded, as the models were trained
+    return projected.add_(rows.view(shape) * scale).mul_(2**-0.5)
 
 
 def pre_attention(
@@ -111,9 +138,9 @@ def pre_attention(
         reduce: All-reduce over tensor-parallel ranks, which norms of all heads together need; or None.
 
     Returns:
-        Queries, keys and values [tokens, (heads + 2 kv_heads) head_dim], after the output gate [tokens, heads head_dim]
-        if the model has one (`ungated`). For a state layer what `state.mix_state` takes, [tokens,
-        `state.projected_width`].
+        Queries, keys and values [tokens, (heads + 2 kv_heads) head_dim], as far as the layer projects them, after the
+        output gate [tokens, heads head_dim] if the model has one (`ungated`). For a state layer what `state.mix_state`
+        takes, [tokens, `state.projected_width`].
     """
     x = norm(config, weights, "input_norm", hidden) if config.input_norms else hidden
     if "ba.weight" not in weights:
@@ -125,7 +152,7 @@ def pre_attention(
     out = x.new_empty(len(x), config.state.projected_width) if out is None else out
     fused = config.state.projected_size
     linear(weights, "qkv", x, on_input, out=out[:, :fused])
-    linear(weights, "ba", x, on_input, out=out[:, fused:])
+    linear(weights, "ba", x, out=out[:, fused:])
     return out
 
 
@@ -175,21 +202,31 @@ def gate_attention(config: ModelConfig, projected: Tensor, attended: Tensor) -> 
     return ops.gated(attended, projected[:, : attended.shape[1]], attended) if config.output_gate else attended
 
 
-def rotary_options(config: ModelConfig, weights: Weights, rope: Rope | None, positions: Tensor) -> dict[str, Any]:
+def rotary_options(
+    config: ModelConfig, layer: int, weights: Weights, rope: Rope | None, positions: Tensor, growth: Tensor | None
+) -> dict[str, Any]:
     """The arguments of `ops.rotary` and `ops.rotary_store` that follow from a layer and its tokens' positions.
 
     Args:
         config: Configuration of the model.
+        layer: Number of the layer.
         weights: Tensors of the layer, by name.
         rope: Cos and sin of the layer's rotary positions (`rope_table`); None: positions are learned.
         positions: Position of each token, int64 [tokens].
+        growth: Factor of the queries at each position (`query_growth_table`); None: 1.
     """
+    norms = None
+    if config.qk_norm:  # without keys the second one is not used
+        norms = weights["q_norm.weight"], weights.get("k_norm.weight", weights["q_norm.weight"])
     return {
         "scale": config.attention_scale,
+        "growth": growth,
         "rope": rope,
         "positions": positions,
-        "norms": (weights["q_norm.weight"], weights["k_norm.weight"]) if config.qk_norm else None,
+        "norms": norms,
         "eps": config.norm_eps,
+        "value_norm": config.value_norm,
+        "keys_are_values": config.kind_of(layer).keys_are_values,
     }
 
 
@@ -201,6 +238,7 @@ def post_attention(
     out: Tensor | None = None,
     on_input: OnInput | None = None,
     *,
+    per_layer: Tensor | None = None,
     reduce: Reduce | None = None,
     on_counts: OnCounts | None = None,
 ) -> Tensor:
@@ -213,6 +251,8 @@ def post_attention(
         attention: Result of the attention, [tokens, heads * head_dim].
         out: Tensor for the output, which may be `hidden`. None: a new tensor.
         on_input: Function that is called with the name of each weight and its input; or None.
+        per_layer: The tokens' input of this layer (`per_layer_inputs`), [tokens, per_layer_size]; None: the model has
+            none.
         reduce: All-reduce over tensor-parallel ranks, which is called for the output projection and for the MLP. None:
             the weights are those of the whole layer.
         on_counts: Function that is called with the number of tokens of each expert; or None.
@@ -221,15 +261,15 @@ def post_attention(
         Output of the layer, [tokens, hidden].
     """
     hidden = _with_attention(config, weights, hidden, attention, out, on_input, reduce)
-    x = _mlp_input(config, weights, hidden)
     if "router.weight" in weights:
-        y = experts(config, weights, x, on_input, on_counts=on_counts)
-        if reduce:
-            reduce(y)
-        return torch.add(hidden, y, out=out)
+        y = _experts_output(config, weights, hidden, None, on_input, reduce, on_counts)
+        return _layer_output(config, weights, torch.add(hidden, y, out=out), per_layer, on_input)
+    x = _mlp_input(config, weights, hidden)
     x = linear(weights, "gate_up" if config.gated_mlp else "up", x, on_input, activation=config.mlp_activation)
     hidden = _added(config, weights, "down", x, hidden, out, on_input, reduce)
-    return norm(config, weights, "post_norm", hidden, out) if config.norm_place == "sums" else hidden
+    if config.norm_place == "sums":
+        hidden = norm(config, weights, "post_norm", hidden, out)
+    return _layer_output(config, weights, hidden, per_layer, on_input)
 
 
 def route_tokens(
@@ -248,7 +288,7 @@ def route_tokens(
         Weights of each token's experts, fp32, and their numbers, int64: each [tokens, experts_per_token].
     """
     hidden = _with_attention(config, weights, hidden, attention, hidden, reduce=reduce)
-    return route(config, weights, _mlp_input(config, weights, hidden))
+    return route(config, weights, _router_input(config, weights, hidden))
 
 
 def add_experts(
@@ -256,6 +296,7 @@ def add_experts(
     weights: Weights,
     hidden: Tensor,
     routes: Routes,
+    per_layer: Tensor | None = None,
     reduce: Reduce | None = None,
     on_counts: OnCounts | None = None,
 ) -> None:
@@ -266,13 +307,64 @@ def add_experts(
         weights: Tensors of the layer, by name.
         hidden: Sum of input and attention, [tokens, hidden], from `route_tokens`.
         routes: Result of `route_tokens`.
+        per_layer: The tokens' input of this layer, [tokens, per_layer_size]; or None.
         reduce: All-reduce over tensor-parallel ranks; or None.
         on_counts: Function that is called with the number of tokens of each expert; or None.
     """
-    y = experts(config, weights, _mlp_input(config, weights, hidden), routes=routes, on_counts=on_counts)
+    y = _experts_output(config, weights, hidden, routes, None, reduce, on_counts)
+    _layer_output(config, weights, torch.add(hidden, y, out=hidden), per_layer, None)
+
+
+def _experts_output(
+    config: ModelConfig,
+    weights: Weights,
+    hidden: Tensor,
+    routes: Routes | None,
+    on_input: OnInput | None,
+    reduce: Reduce | None,
+    on_counts: OnCounts | None,
+) -> Tensor:
+    """The summand of `hidden` that a mixture of experts gives, with the MLP beside it if the model has one.
+
+    Args:
+        config: Configuration of the model.
+        weights: Tensors of the layer, by name.
+        hidden: Sum of input and attention, [tokens, hidden].
+        routes: Result of `route_tokens`; None: experts are chosen here.
+        on_input: Function that is called with the name of each weight and its input; or None.
+        reduce: All-reduce over tensor-parallel ranks; or None.
+        on_counts: Function that is called with the number of tokens of each expert; or None.
+    """
+    x = _mlp_input(config, weights, hidden)
+    if not config.mlp_beside_experts:
+        y = experts(config, weights, x, on_input, routes=routes, on_counts=on_counts)
+        if reduce:
+            reduce(y)
+        return y
+    inner = linear(weights, "shared_gate_up", x, on_input, activation=config.mlp_activation)
+    of_mlp = linear(weights, "shared_down", inner, on_input)
+    routes = route(config, weights, _router_input(config, weights, hidden)) if routes is None else routes
+    x = norm(config, weights, "experts_norm", hidden)
+    of_experts = experts(config, weights, x, on_input, routes=routes, on_counts=on_counts)
     if reduce:
-        reduce(y)
-    torch.add(hidden, y, out=hidden)
+        reduce(of_mlp)
+        reduce(of_experts)
+    y = norm(config, weights, "shared_out_norm", of_mlp, of_mlp)
+    y.add_(norm(config, weights, "experts_out_norm", of_experts, of_experts))
+    return norm(config, weights, "down_norm", y, y)
+
+
+def _layer_output(
+    config: ModelConfig, weights: Weights, hidden: Tensor, per_layer: Tensor | None, on_input: OnInput | None
+) -> Tensor:
+    """The output of a layer from the sum after its MLP, [tokens, hidden], in place: per-layer input and scale."""
+    if per_layer is not None:
+        x = linear(weights, "per_layer_up", hidden, on_input, activation=config.activation)
+        y = linear(weights, "per_layer_down", x.mul_(per_layer), on_input)
+        hidden.add_(norm(config, weights, "per_layer_norm", y, y))
+    if config.layer_scale:
+        hidden.mul_(weights["layer_scale.weight"])
+    return hidden
 
 
 def _with_attention(
@@ -290,6 +382,12 @@ def _with_attention(
 
 def _mlp_input(config: ModelConfig, weights: Weights, hidden: Tensor) -> Tensor:
     return norm(config, weights, "post_norm", hidden) if config.input_norms else hidden
+
+
+def _router_input(config: ModelConfig, weights: Weights, hidden: Tensor) -> Tensor:
+    if config.mlp_beside_experts:
+        return norm(config, weights, "router_norm", hidden)
+    return _mlp_input(config, weights, hidden)
 
 
 def _added(

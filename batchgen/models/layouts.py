@@ -30,11 +30,13 @@ from batchgen.models.families import GRANITE_MIXTURES
 from batchgen.models.state_layers import DeltaNet
 
 Shape = tuple[int, ...]
-# Tensors that are loaded together: before the layers, of a layer, after the layers, or the attention's sinks alone.
-Which = Literal["embeddings", "layer", "head", "sinks"]
+# Tensors that are loaded together: before the layers, of a layer, after the layers, or the attention's sinks alone; and
+# the table of per-layer embeddings, which is not loaded but read by row.
+Which = Literal["embeddings", "layer", "head", "sinks", "per_layer"]
 # name of a tensor -> the parts stacked in its rows, each with its shape
 Layout = dict[str, tuple[tuple[str, Shape], ...]]
 
+PER_LAYER = "per_layer_embed"
 _OF_EXPERT = re.compile(r"experts\.\d+\.")
 
 
@@ -46,7 +48,17 @@ def embedding_layout(config: ModelConfig) -> Layout:
         layout |= _linear("positions", {"positions": rows}, config.hidden_size, bias=False)
     if config.embed_size != config.hidden_size:
         layout |= _linear("embed_proj", {"embed_proj": config.hidden_size}, config.embed_size, bias=False)
+    if width := config.per_layer_width:
+        layout |= _linear("per_layer_proj", {"per_layer_proj": width}, config.hidden_size, bias=False)
+        layout |= _vector("per_layer_proj_norm.weight", config.per_layer_size)
     return layout
+
+
+def per_layer_layout(config: ModelConfig) -> Layout:
+    """The table of per-layer embeddings: for each token, the embeddings of all layers, one after the other."""
+    if not config.per_layer_width:
+        return {}
+    return _linear(PER_LAYER, {PER_LAYER: config.vocab_size}, config.per_layer_width, bias=False)
 
 
 def layer_layout(config: ModelConfig, layer: int, *, unfused: bool = False) -> Layout:
@@ -68,6 +80,12 @@ def layer_layout(config: ModelConfig, layer: int, *, unfused: bool = False) -> L
     if config.output_norms:
         layout |= _norm(config, "out_norm") | _norm(config, "down_norm")
     layout |= _norm(config, "post_norm") if before else {}
+    if config.layer_scale:
+        layout |= _vector("layer_scale.weight", 1, "block.layer_scalar")
+    if width := config.per_layer_size:
+        layout |= _linear("per_layer_up", {"per_layer_up": width}, hidden, bias=False)
+        layout |= _linear("per_layer_down", {"per_layer_down": hidden}, width, bias=False)
+        layout |= _norm(config, "per_layer_norm")
     if config.has_experts(layer):
         return layout | _experts_layout(config, unfused)
     if config.gated_mlp:
@@ -82,13 +100,14 @@ def _attention_layout(config: ModelConfig, layer: int, fused: bool) -> Layout:
 
     The part "q" has the rows of the output gate too, before those of the queries, if the model has one.
     """
-    hidden, q, kv = config.hidden_size, config.q_size, config.kv_size
-    heads = {"qkv": config.qkv_size} if fused else {"q": q * (1 + config.output_gate), "k": kv, "v": kv}
+    hidden, shape, projections = config.hidden_size, config.attention_of(layer), config.projections(layer)
+    rows = {"q": shape.q_size * (1 + config.output_gate), "k": shape.kv_size, "v": shape.kv_size}
+    heads = {"qkv": shape.qkv_size} if fused else {part: rows[part] for part in projections}
     layout = _linear("qkv", heads, hidden, config.qkv_bias)
-    for part, size in zip(("q_norm", "k_norm"), config.qk_norm_sizes(config.attention_of(layer)), strict=True):
-        if size:
-            layout[f"{part}.weight"] = ((f"{part}.weight", (size,)),)
-    return layout | _linear("out", {"out": hidden}, q, config.out_bias)
+    for part, size in zip(("q", "k"), config.qk_norm_sizes(shape), strict=True):
+        if size and part in projections:
+            layout |= _vector(f"{part}_norm.weight", size)
+    return layout | _linear("out", {"out": hidden}, shape.q_size, config.out_bias)
 
 
 def _state_layout(config: ModelConfig, unfused: bool) -> Layout:
@@ -110,20 +129,23 @@ def _experts_layout(config: ModelConfig, unfused: bool) -> Layout:
     """Parts of the tensors of a mixture of experts: the router, the stacked experts, and the shared expert."""
     hidden, inner, experts = config.hidden_size, config.intermediate_size, range(config.num_experts)
     layout = _linear("router", {"router": config.num_experts}, hidden, bias=config.router_bias)
-    biased = config.family == "gpt_oss"
-    if biased and not unfused:
-        return layout | _fused_experts_layout(config)
-    gate_up = {f"experts.{e}.{part}": inner for e in experts for part in ("gate", "up")}
-    layout |= _linear("gate_up", gate_up, hidden, bias=biased)
-    layout |= _linear("down", {f"experts.{e}.down": hidden for e in experts}, inner, bias=biased)
-    if shared := config.shared_expert_size:
-        if config.shared_gate:
-            layout |= _linear("shared_gate", {"shared_gate": 1}, hidden, bias=False)
+    biased, shared = config.family == "gpt_oss", config.shared_expert_size
+    if config.mlp_beside_experts:
+        layout |= _vector("router_norm.weight", hidden, "router_input.scale")
+        layout |= _vector("expert_scale.weight", config.num_experts, "router_input.per_expert_scale")
+        for name in ("experts_norm", "experts_out_norm", "shared_out_norm"):
+            layout |= _norm(config, name)
+    if shared:
+        layout |= _linear("shared_gate", {"shared_gate": 1}, hidden, bias=False) if config.shared_gate else {}
         fused = config.family in GRANITE_MIXTURES and not unfused
         parts = {"shared.gate_up": 2 * shared} if fused else {"shared.gate": shared, "shared.up": shared}
         layout |= _linear("shared_gate_up", parts, hidden, bias=False)
         layout |= _linear("shared_down", {"shared.down": hidden}, shared, bias=False)
-    return layout
+    if biased and not unfused:
+        return layout | _fused_experts_layout(config)
+    gate_up = {f"experts.{e}.{part}": inner for e in experts for part in ("gate", "up")}
+    layout |= _linear("gate_up", gate_up, hidden, bias=biased)
+    return layout | _linear("down", {f"experts.{e}.down": hidden for e in experts}, inner, bias=biased)
 
 
 def _fused_experts_layout(config: ModelConfig) -> Layout:
@@ -160,6 +182,11 @@ def _linear(name: str, rows: dict[str, int], columns: int, bias: bool) -> Layout
     return layout
 
 
+def _vector(name: str, size: int, part: str = "") -> Layout:
+    """A tensor of one part, which has another name if `part` is given."""
+    return {name: ((part or name, (size,)),)}
+
+
 def _norm(config: ModelConfig, name: str) -> Layout:
     kinds = ("weight", "bias") if config.norm == "layer" else ("weight",)
     return {f"{name}.{kind}": ((f"{name}.{kind}", (config.hidden_size,)),) for kind in kinds}
@@ -175,7 +202,7 @@ def layout_of(config: ModelConfig, which: Which, layer: int, *, unfused: bool = 
 
     Args:
         config: Configuration of the model.
-        which: "embeddings", "layer", "head", or "sinks" (only the attention sinks).
+        which: "embeddings", "layer", "head", "sinks" (only the attention sinks) or "per_layer".
         layer: Number of the layer.
         unfused: Whether each part is a single matrix of one expert, even if the family's own files fuse experts.
     """
@@ -183,6 +210,8 @@ def layout_of(config: ModelConfig, which: Which, layer: int, *, unfused: bool = 
         return layer_layout(config, layer, unfused=unfused)
     if which == "embeddings":
         return embedding_layout(config)
+    if which == "per_layer":
+        return per_layer_layout(config)
     head = head_layout(config)
     return {"sinks.weight": head["sinks.weight"]} if which == "sinks" else head
 
@@ -211,6 +240,7 @@ def all_parts(config: ModelConfig, *, unfused: bool = False) -> Iterator[Part]:
         unfused: Whether each part is a single matrix of one expert, even if the family's own files fuse experts.
     """
     layouts = [(embedding_layout(config), 0, False), (head_layout(config), 0, False)]
+    layouts.append((per_layer_layout(config), 0, False))
     of_layers = range(config.num_layers)
     layouts += [(layout_of(config, "layer", layer, unfused=unfused), layer, True) for layer in of_layers]
     for layout, layer, in_layer in layouts:
@@ -323,7 +353,7 @@ def layer_sizes(config: ModelConfig, dtype: str, weight_format: str) -> tuple[Ma
     sizes: dict[tuple[object, ...], Mapping[str, int]] = {}  # layers that are alike, once
     layers = []
     for j in range(config.num_layers):
-        kind = config.has_experts(j), config.has_state(j), config.layer_formats[j] if weight_format == MIXED else ()
+        kind = config.kind_of(j), config.layer_formats[j] if weight_format == MIXED else ()
         if kind not in sizes:
             tensors = stored_tensors(config, "layer", j, dtype, weight_format)
             sizes[kind] = {name: stored.num_bytes for name, stored in tensors.items()}

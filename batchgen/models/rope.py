@@ -10,7 +10,7 @@ import numpy as np
 
 from batchgen.core.errors import InputError
 
-RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
 ROPE_KINDS: tuple[str, ...] = get_args(RopeKind)
 
 
@@ -32,6 +32,7 @@ class RopeConfig:
         short_factors, long_factors: Divisors of each frequency for contexts within original_max_position, and for
             longer contexts (longrope); or None.
         rotated: Number of values at the beginning of a head that are rotated. None: all; 0: none.
+        share: Share of a head's pairs of values that are rotated, those with the highest frequencies (proportional).
     """
 
     theta: float
@@ -50,6 +51,7 @@ class RopeConfig:
     short_factors: tuple[float, ...] | None = None
     long_factors: tuple[float, ...] | None = None
     rotated: int | None = None
+    share: float = 1.0
 
     def __post_init__(self) -> None:
         if self.kind not in ROPE_KINDS:
@@ -62,11 +64,13 @@ class RopeConfig:
             raise InputError("rope_type 'longrope' needs short_factor and long_factor")
         if self.rotated is not None and (self.rotated < 0 or self.rotated % 2):
             raise InputError(f"rotary positions need an even number of rotated values, not {self.rotated}")
+        if not 0 < self.share <= 1:
+            raise InputError(f"partial_rotary_factor must be above 0 and at most 1, not {self.share}")
         if self.kind == "llama3" and not self.high_freq_factor > self.low_freq_factor:
             raise InputError("rope_type 'llama3' needs high_freq_factor above low_freq_factor")
 
     def inv_freq(self, head_dim: int, context: int = 0) -> tuple[float, ...]:
-        """Radians per position of each rotated pair of values: head_dim // 2 or rotated // 2 float32 numbers.
+        """Radians per position of each rotated pair of values: at most head_dim // 2 float32 numbers.
 
         The computation follows transformers operation by operation in float32. Powers are correctly rounded. Those of
         torch may differ in the last place between instruction sets.
@@ -81,7 +85,9 @@ class RopeConfig:
         exponents = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
         powers = np.power(self.theta, exponents.astype(np.float64)).astype(np.float32)  # [head_dim / 2]
         freqs: np.ndarray = 1.0 / powers
-        if self.kind == "linear":
+        if self.kind == "proportional":
+            freqs = freqs[: int(self.share * head_dim // 2)] / self.factor
+        elif self.kind == "linear":
             freqs = freqs / self.factor
         elif self.kind == "llama3":
             freqs = self._llama3(freqs)

@@ -4,7 +4,8 @@ All ranks compute every layer together (Megatron-LM: Shoeybi et al., 2019, secti
 value projections are split by heads, and the rows of gate and up by columns of the MLP's hidden state. So each rank has
 the attention of its own heads, and its own part of that hidden state. The matrices "out" and "down" are split by
 columns. Each rank computes one summand of their output, and an all-reduce adds the summands. Every expert is split in
-this way. Only the first rank has the biases of "out" and "down". All other tensors are whole on every rank.
+this way. Only the first rank has the biases of "out" and "down". Gated DeltaNet layers are split by key heads with
+their value heads. All other tensors are whole on every rank.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from batchgen.core.dtypes import (
 )
 from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig
+from batchgen.models.state_layers import DeltaNet
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_BY_ROWS = ("qkv", "gate_up", "up", "shared_gate_up", "sinks")
+_BY_ROWS = ("qkv", "gate_up", "up", "shared_gate_up", "sinks", "ba", "conv", "a_log", "dt_bias")
 _QK_NORMS = ("q_norm", "k_norm")  # which are of all heads together, or of each head
 _BY_COLUMNS = ("out", "down", "shared_down")
 
@@ -51,11 +53,15 @@ class Shard:
     @property
     def config(self) -> ModelConfig:
         """Configuration of the rank's part: the model with fewer heads and a narrower MLP. The vocabulary is whole."""
-        whole, size = self.whole, self.size
+        whole, size, state = self.whole, self.size, self.whole.state
+        if isinstance(state, DeltaNet):
+            state = replace(state, key_heads=state.key_heads // size, value_heads=state.value_heads // size)
         return replace(
             whole,
+            state=state,
             num_heads=whole.num_heads // size,
             num_kv_heads=whole.num_kv_heads // size,
+            global_kv_heads=whole.global_kv_heads // size,
             intermediate_size=whole.intermediate_size // size,
             shared_expert_size=whole.shared_expert_size // size,
             dense_size=whole.dense_size // size,
@@ -73,7 +79,10 @@ class Shard:
         values = CODE_GROUP if weight_format == INT4 else BLOCK_FORMATS[block_format(weight_format)][0]
         columns = [share.intermediate_size]
         if weight_format not in EXPERT_FORMATS:
-            columns += [share.num_heads * share.head_dim, share.shared_expert_size, share.dense_size]
+            columns += [share.attention_of(layer).q_size for layer in share.attention_layers]
+            columns += [share.shared_expert_size, share.dense_size]
+            if share.state is not None:
+                columns.append(share.state.out_size // share.column_sections)
         return all(count % values == 0 for count in columns)
 
     def cut(self, name: str, part: str) -> Cut:
@@ -83,18 +92,26 @@ class Shard:
             name: Name of the tensor in a layout (`layouts.py`).
             part: Name of the part.
         """
-        stem, kind = name.rsplit(".", 1)
+        stem = name.removesuffix(".weight").removesuffix(".bias")
         if stem in _BY_ROWS or (stem in _QK_NORMS and self.whole.projection_norms):
             return Cut(self.rank, self.size, sections=self._sections(part))
         if stem not in _BY_COLUMNS:
             return Cut(self.rank, self.size)
-        if kind == "bias":
+        if name.endswith(".bias"):
             return Cut(self.rank, self.size, zero=self.rank > 0)
-        return Cut(self.rank, self.size, by_columns=True)
+        sections = self.whole.column_sections if part.startswith("state_out.") else 1
+        return Cut(self.rank, self.size, by_columns=True, column_sections=sections)
 
     def _sections(self, part: str) -> tuple[int, ...]:
         """Number of rows of each section of a part; each section is split by itself. (0,): the part is one section."""
         whole, stem = self.whole, part.rsplit(".", 1)[0]
+        if isinstance(state := whole.state, DeltaNet):
+            sizes = state.key_size, state.key_size, state.out_size, state.out_size
+            of_states = {"in_qkv": sizes[:3], "conv": sizes[:3], "in_qkvz": sizes, "ba": (state.value_heads,) * 2}
+            if stem in of_states:
+                return of_states[stem]
+        if stem == "q" and whole.output_gate:
+            return whole.q_size, whole.q_size
         if stem == "qkv":
             heads = whole.num_heads, whole.num_kv_heads, whole.num_kv_heads
             return tuple(count * whole.head_dim for count in heads)
@@ -117,6 +134,7 @@ class Cut:
         sections: Number of rows of each section; the rows of each section are split among the ranks. (0,): all rows are
             one section. Empty: rows are not split.
         by_columns: Whether columns are split.
+        column_sections: Number of equal sections of the columns; the columns of each section are split among the ranks.
         zero: Whether the rank's share is zeros, as for a bias that only the first rank has.
     """
 
@@ -124,6 +142,7 @@ class Cut:
     size: int
     sections: tuple[int, ...] = ()
     by_columns: bool = False
+    column_sections: int = 1
     zero: bool = False
 
     @property
@@ -158,12 +177,15 @@ class Cut:
 
         Of block-quantized rows it has whole blocks.
         """
-        if self.by_columns:
+        if self.by_columns and self.column_sections == 1:
             return tensor.chunk(self.size, dim=1)[self.rank]
         if self.is_stretch:
             return tensor.chunk(self.size)[self.rank]
         import torch
 
+        if self.by_columns:
+            of_sections = tensor.chunk(self.column_sections, dim=1)
+            return torch.cat([section.chunk(self.size, dim=1)[self.rank] for section in of_sections], dim=1)
         sections = tensor.split(self.sections)
         return torch.cat([section.chunk(self.size)[self.rank] for section in sections])
 
@@ -181,9 +203,11 @@ def shard_of(config: ModelConfig, rank: int, size: int) -> Shard:
     """
     counts = {
         "key/value heads": config.num_kv_heads,
+        "key/value heads of layers without a window": config.global_kv_heads,
         "values of an MLP": config.intermediate_size,
         "values of a shared expert": config.shared_expert_size,
         "values of an MLP in some layers": config.dense_size,
+        "key heads of linear attention": config.state.key_heads if isinstance(config.state, DeltaNet) else 0,
     }
     for what, count in counts.items():
         if count % size:

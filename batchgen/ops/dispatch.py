@@ -405,7 +405,10 @@ def rotary(  # the operands of one kernel
     positions: Tensor | None = None,
     norms: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
+    value_norm: bool = False,
+    keys_are_values: bool = False,
     rotate_keys: bool = False,
+    growth: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split fused QKV into queries, keys and values; norm and rotate queries and keys; scale queries.
 
@@ -414,17 +417,22 @@ def rotary(  # the operands of one kernel
     Args:
         qkv: Output of the QKV projection, [tokens, (heads + 2 kv_heads) * head_dim].
         heads: Number of query heads.
-        kv_heads: Number of key and value heads.
+        kv_heads: Number of key and value heads. 0: there are queries alone.
         scale: Factor of queries, usually head_dim ** -0.5, so that attention need not scale scores.
         rope: Tables of cos and sin, each fp32 [positions, head_dim / 2]. None: the model has no rotary positions.
         positions: Position of each token, int64 [tokens].
         norms: RMSNorm weights for each head's queries and keys, each [head_dim]. None: they are not normed.
         eps: Epsilon of these norms.
+        value_norm: Whether each head's values are normed, without a weight.
+        keys_are_values: Whether the values are the keys before their norm and rotation. Then the rows of qkv end with
+            the keys.
         rotate_keys: Whether queries and keys are also multiplied by the matrix of `rotation`, for int5 and int4 KV.
+        growth: Further factor of the queries at each position, fp32 [positions]; None: 1.
 
     Returns:
         Queries [tokens, heads, head_dim]; keys and values, each [tokens, kv_heads, head_dim].
     """
+    qkv = _with_values(qkv, heads, kv_heads, eps, value_norm=value_norm, keys_are_values=keys_are_values)
     head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
     options: dict[str, Any] = {
         "scale": scale,
@@ -434,15 +442,46 @@ def rotary(  # the operands of one kernel
         "eps": eps,
         "rotation": rotation(head_dim, qkv.device) if rotate_keys else None,
     }
-    if _has_kernels(qkv, head_dim):
-        return kernels.rotary_store(qkv, heads, kv_heads, head_dim, **options)
     triton_kernels = _device_kernels(qkv.device)
-    if triton_kernels and triton_kernels.supports_rotary(head_dim, rotate_keys, qkv.device):
-        return triton_kernels.rotary_store(qkv, heads, kv_heads, **options)
-    return reference.rotary(qkv, heads, kv_heads, **options)
+    if _has_kernels(qkv, head_dim):
+        q, k, v = kernels.rotary_store(qkv, heads, kv_heads, head_dim, **options)
+    elif triton_kernels and triton_kernels.supports_rotary(head_dim, rotate_keys, qkv.device):
+        q, k, v = triton_kernels.rotary_store(qkv, heads, kv_heads, **options)
+    else:
+        q, k, v = reference.rotary(qkv, heads, kv_heads, **options)
+    return _grown(q, positions, growth), k, v
 
 
-def rotary_store(qkv: Tensor, heads: int, kv: Tensor, slots: Tensor, kv_format: KVFormat, **options: Any) -> Tensor:
+def _grown(q: Tensor, positions: Tensor | None, growth: Tensor | None) -> Tensor:
+    """Queries [tokens, heads, head_dim], multiplied in place by the factors of their positions."""
+    return q if growth is None or positions is None else q.mul_(growth[positions].view(-1, 1, 1))
+
+
+def _with_values(
+    qkv: Tensor, heads: int, kv_heads: int, eps: float, *, value_norm: bool, keys_are_values: bool
+) -> Tensor:
+    """QKV whose rows have values as they are stored. `rotary` describes the arguments."""
+    if not kv_heads or not (value_norm or keys_are_values):
+        return qkv
+    kv_size = qkv.shape[1] // (heads + (2 - keys_are_values) * kv_heads) * kv_heads
+    values = qkv[:, -kv_size:].reshape(len(qkv), kv_heads, -1)
+    if value_norm:
+        values = norm(values, torch.ones(values.shape[-1], dtype=qkv.dtype, device=qkv.device), None, eps)
+    rest = qkv if keys_are_values else qkv[:, :-kv_size]
+    return torch.cat((rest, values.flatten(1)), dim=1)
+
+
+def rotary_store(  # what `rotary` takes, and where keys and values go
+    qkv: Tensor,
+    heads: int,
+    kv: Tensor,
+    slots: Tensor,
+    kv_format: KVFormat,
+    *,
+    value_norm: bool = False,
+    keys_are_values: bool = False,
+    **options: Any,
+) -> Tensor:
     """Compute `rotary` of fused QKV, store the new keys and values in a layer's KV, and return the queries.
 
     Args:
@@ -452,11 +491,18 @@ def rotary_store(qkv: Tensor, heads: int, kv: Tensor, slots: Tensor, kv_format: 
         slots: Place of each token in the KV, int64 [tokens]: block number * kv_block_size + offset in the block. Where
             `can_capture` is true, a token with a slot below 0 is not stored.
         kv_format: Format in which the KV is stored.
-        options: Further arguments of `rotary`, except `rotate_keys`.
+        value_norm, keys_are_values, options: Further arguments of `rotary`, except `rotate_keys`.
 
     Returns:
         Queries [tokens, heads, head_dim].
     """
+    growth, eps = options.pop("growth", None), options.get("eps", 0.0)
+    qkv = _with_values(qkv, heads, kv.shape[2], eps, value_norm=value_norm, keys_are_values=keys_are_values)
+    q = _rotary_store(qkv, heads, kv, slots, kv_format, **options)
+    return _grown(q, options.get("positions"), growth)
+
+
+def _rotary_store(qkv: Tensor, heads: int, kv: Tensor, slots: Tensor, kv_format: KVFormat, **options: Any) -> Tensor:
     kv_heads, bits, rotate_keys = kv.shape[2], kv_format.bits, kv_format.rotates_keys
     head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
     matrix = rotation(head_dim, qkv.device) if rotate_keys else None

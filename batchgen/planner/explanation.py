@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from batchgen.core.errors import InputError
-from batchgen.core.plan import STAGES, Plan, Stage, first_batch_cpu_share
+from batchgen.core.plan import STAGES, Plan, PlannedStates, Stage, first_batch_cpu_share
 from batchgen.core.units import format_bytes, format_seconds
 
 LANE_NAMES = {
@@ -87,6 +87,8 @@ class Explanation:
         search_gap: `Prediction.search_gap`.
         cost: cost of the whole job, in the currency of the price that was given.
         energy_kwh: energy of the whole job, with the power that was given.
+        smaller_states_s: seconds saved if states are kept in 16 bits and the job is re-planned; None where that was not
+            looked for.
     """
 
     total_s: float
@@ -101,6 +103,7 @@ class Explanation:
     search_gap: float
     cost: float | None = None
     energy_kwh: float | None = None
+    smaller_states_s: float | None = None
 
 
 def explanation_of(
@@ -109,6 +112,7 @@ def explanation_of(
     price_per_hour: float | None = None,
     watts: float | None = None,
     replanned_s: Mapping[str, float] | None = None,
+    smaller_states_s: float | None = None,
 ) -> Explanation:
     """Explain a plan.
 
@@ -117,6 +121,7 @@ def explanation_of(
         price_per_hour: The machine's price, in any currency.
         watts: Power that the machine takes.
         replanned_s: lane or tier -> seconds that more of it saves if the job is re-planned.
+        smaller_states_s: Seconds saved with states in 16 bits if the job is re-planned.
 
     Raises:
         InputError: A price or a power is not above 0.
@@ -144,6 +149,7 @@ def explanation_of(
             *([plan.weights_reason] if plan.weights_reason else []),
             *_weight_sentences(plan),
             *_kv_sentences(plan),
+            *_state_sentences(plan),
             *_batch_sentences(plan),
             *_activation_sentences(plan),
         ),
@@ -151,6 +157,7 @@ def explanation_of(
         search_gap=predicted.search_gap,
         cost=None if price_per_hour is None else price_per_hour * hours,
         energy_kwh=None if watts is None else watts / 1000 * hours,
+        smaller_states_s=smaller_states_s,
     )
 
 
@@ -188,11 +195,45 @@ def _kv_sentences(plan: Plan) -> list[str]:
         words = words | {
             "streamed": f"keep their KV in GPU memory in {stay} of {layers} layers, and {_STREAMED_LAYERS}"
         }
+    if plan.states:
+        words = {name: _with_states(text) for name, text in words.items()}
     described = [(counts[c], words[c]) for c in words if counts.get(c)]
     return [
         f"1 sequence {text.replace('keep their', 'keeps its')}." if n == 1 else f"{n:,} sequences {text}."
         for n, text in described
     ]
+
+
+def _with_states(text: str) -> str:
+    """What is said of the KV of sequences, said of their KV and states."""
+    for kv, both in (
+        ("keep their KV", "keep their KV and states"),
+        ("it comes", "they come"),
+        ("it is read", "they are read and written back"),
+        ("it is attended to", "they are used"),
+        ("attends to it", "attends to them"),
+    ):
+        text = text.replace(kv, both)
+    return text
+
+
+def _state_sentences(plan: Plan) -> list[str]:
+    """A sentence on states: what a sequence's take, and how many there are."""
+    if plan.states is None:
+        return []
+    states, tiers = plan.states, {"gpu": "in GPU memory", "cpu": "in host memory", "disk": "on disk"}
+    as_kv = f", as much as the KV of {tokens:,.0f} tokens" if (tokens := _as_kv_tokens(states)) else ""
+    slots = " and ".join(f"{count:,} {tiers[tier]}" for tier, count in states.slots.items())
+    seqs = sum(plan.policy.kv_seqs.values())
+    snapshots = sum(states.slots.values()) - seqs
+    return [
+        f"The states of a sequence take {format_bytes(states.seq_bytes)} ({plan.policy.state_dtype}){as_kv}.",
+        f"There are slots for {slots}: {seqs:,} for sequences, {snapshots:,} for snapshots at forks of prompts.",
+    ]
+
+
+def _as_kv_tokens(states: PlannedStates) -> float:
+    return states.seq_bytes / states.kv_token_bytes if states.kv_token_bytes else 0.0
 
 
 def _batch_sentences(plan: Plan) -> list[str]:
@@ -282,6 +323,14 @@ def price_lines(explained: Explanation) -> list[str]:
         + ("" if price.replanned_s is None else f", re-planned {_saved(price.replanned_s, explained)}")
         for price in explained.prices
     ]
+
+
+def smaller_states_lines(explained: Explanation) -> list[str]:
+    """A line that says what states in 16 bits would save; none where that was not looked for, or is nothing."""
+    saved_s = explained.smaller_states_s
+    if not saved_s or saved_s < 0.001 * explained.total_s:
+        return []
+    return [f"--state-dtype bfloat16 would save {_saved(saved_s, explained)}, and rounds states after every token"]
 
 
 def _saved(seconds: float, explained: Explanation) -> str:

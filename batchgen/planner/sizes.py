@@ -214,10 +214,13 @@ class Sizes:
 
         They are queries, with keys and values as they are stored, or the inputs of the update.
         """
-        return tuple(
-            sent_values(self.model, j) * self.element_bytes + size / self.kv_block_size
-            for j, size in enumerate(self.layer_block_bytes)
-        )
+        blocks = zip(self.layer_query_bytes, self.layer_block_bytes, strict=True)
+        return tuple(queries + block / self.kv_block_size for queries, block in blocks)
+
+    @cached_property
+    def layer_query_bytes(self) -> tuple[float, ...]:
+        """Bytes of one token's queries, or of what its state is updated by, in each layer."""
+        return tuple(self.model.sent_width(j) * self.element_bytes for j in range(self.model.num_layers))
 
     def kv_blocks(self, tokens: float) -> int:
         """KV blocks that hold so many tokens."""
@@ -294,6 +297,7 @@ def activation_bytes(
     """
     heads = _widest_projection(config)
     per_token = dtype_bytes * (2 * config.hidden_size + heads + 2 * config.widest_mixed)
+    per_token += dtype_bytes * 2 * config.per_layer_width  # rows of the table, and the inputs of all layers
     if config.state is not None:  # the convolution's results, and the gates in fp32
         per_token += dtype_bytes * config.state.channels + 8 * config.state.matrix_shape[0]
     kept = 0  # from layer to layer
@@ -429,24 +433,16 @@ def sent_bytes(config: ModelConfig, dtype_bytes: int, batch_seqs: int) -> int:
     return batch_seqs * _widest_projection(config) * (2 * dtype_bytes + 16)
 
 
-def sent_values(config: ModelConfig, layer: int) -> int:
-    """Numbers of one token, beside keys and values, that the CPU needs to attend or to update the state in a layer."""
-    return config.projected_width(layer) if config.has_state(layer) else config.mixed_size(layer)
-
-
 @lru_cache(maxsize=64)
 def exchanged_values(config: ModelConfig, *, kv: bool) -> int:
-    """Numbers of one token that are sent to the CPU in a layer, and those that come back: in the layer with most.
+    """Numbers of one token that are sent to the CPU in a layer, and those that come back: the most of both.
 
     Args:
         config: The model's configuration.
         kv: Whether keys and values are among them.
     """
-    sent = (
-        (config.projected_width(j) if kv else sent_values(config, j)) + config.mixed_size(j)
-        for j in range(config.num_layers)
-    )
-    return max(sent)
+    layers = range(config.num_layers)
+    return max(map(config.projected_width if kv else config.sent_width, layers)) + config.widest_mixed
 
 
 @lru_cache(maxsize=64)

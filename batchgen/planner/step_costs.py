@@ -45,7 +45,8 @@ def streams_of(plan: Plan, config: ModelConfig) -> Streams:
     residency = WeightResidency.of_policy(plan.policy, config)
     on_device = kv_on_device(len(residency.layers), plan.policy.kv_layers)
     compute_tier = "gpu" if "gpu" in plan.budgets else "cpu"
-    return residency.streams(compute_tier, on_device, embeds=config.embeds, has_head=config.has_head)
+    layers = {"state_layers": config.state_layers, "kv_sources": config.kv_sources}
+    return residency.streams(compute_tier, on_device, **layers, embeds=config.embeds, has_head=config.has_head)
 
 
 # Placements that the CPU attends to beside an accelerator.
@@ -527,11 +528,16 @@ def _attended_seqs(step: Step, load: BatchLoad) -> int:
 
 
 def _sent_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
-    return _attended_seqs(step, load) * costs.inputs.layer_sent_bytes[step.layer]
+    s = costs.inputs
+    sent = s.layer_sent_bytes[step.layer]
+    if step.deferred_batch is not None:  # in a table that is as wide as in any layer
+        sent += max(s.layer_query_bytes) - s.layer_query_bytes[step.layer]
+    return _attended_seqs(step, load) * sent
 
 
 def _result_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
-    return _attended_seqs(step, load) * costs.inputs.layer_result_bytes[step.layer]
+    results = costs.inputs.layer_result_bytes
+    return _attended_seqs(step, load) * (results[step.layer] if step.deferred_batch is None else max(results))
 
 
 # The bytes of each kind of Step that copies between the host's memory and an accelerator's.

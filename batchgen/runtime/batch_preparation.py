@@ -81,7 +81,7 @@ def _prepared_plans(context: StepContext, segment: Segment, device: torch.device
     """Attention plans of a segment by sliding window, on the device that attends."""
 
     def prepared(plan: AttentionPlan, window: int | None) -> ops.PreparedAttention:
-        isa = context.options.attention_isa
+        isa = context.options.attention_isa.get(context.config.attention_within(window), "")
         return ops.prepare_attention(plan, *context.attention_shape(window), device=device, isa=isa)
 
     return {window: prepared(plan, window) for window, plan in _of_layers(context, segment.plans).items()}

@@ -35,6 +35,7 @@ class DeferredBatchState:
         sending: row of the table of queries, and in layers with attention k and v, on their way to the CPU.
         projected: projections that hold the output gate of attention; None: there is no output gate.
         attended: results of attention, [rows, heads * head_dim].
+        per_layer: inputs of all layers from per-layer embeddings, [rows, layers, per_layer_size]; None: there are none.
     """
 
     rows: list[LogitsRow]
@@ -48,14 +49,15 @@ class DeferredBatchState:
     sending: tuple[Tensor, ...] | None = None
     projected: Tensor | None = None
     attended: Tensor | None = None
+    per_layer: Tensor | None = None
 
     def leave(self, hidden: Tensor, sending: Sequence[Tensor], projected: Tensor | None = None) -> None:
         """Leave the micro-batch, and keep what the sequences need until they join one again.
 
         Args:
             hidden: Activations, [rows, hidden]; they are copied.
-            sending: Rows of the table of queries, then in layers with attention keys and values, in the format of the
-                host's KV pool.
+            sending: Rows of the table of queries, then in layers with KV of their own keys and values, in the format of
+                the host's KV pool.
             projected: Projections of the layer, if they have an output gate; they are copied.
         """
         self.hidden, self.projected = hidden.clone(), None if projected is None else projected.clone()
@@ -67,7 +69,7 @@ class DeferredBatchState:
 
         Args:
             to_host: Link from the accelerator to host memory.
-            pool: Host's pool of the layer; None: it is a state layer.
+            pool: Host's pool of the layer; None: it has no KV of its own.
             window: Sliding window of the layer; None: full attention.
             queries: Table of queries, [slots, width].
         """

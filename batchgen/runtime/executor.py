@@ -80,6 +80,7 @@ class Executor:
             tiers.compute_tier,
             kv_cache.on_device,
             config.state_layers,
+            config.kv_sources,
             embeds=config.embeds,
             has_head=config.has_head,
         )
@@ -90,7 +91,8 @@ class Executor:
         if options.captured_tokens and tiers.driver:
             self.context.graphs = decode_graphs(self.context, tiers.driver, options.captured_tokens)
         # Tokens can be taken over from one sweep to the next where embeddings need nothing of the host.
-        if tiers.driver is not None and not options.serial and weights.embeds_on_device:
+        on_device = weights.embeds_on_device and weights.per_layer is None
+        if tiers.driver is not None and not options.serial and on_device:
             self.context.tokens = TokenTable(tiers.device)
         self._batch_of: dict[int, BatchState] = {}  # Step -> the micro-batch that it works on
         self._deferred_batches: dict[int, DeferredBatchState] = {}  # under way, by number

@@ -19,7 +19,7 @@ from batchgen.runtime.lanes import OnStep
 from batchgen.runtime.memory.kv_cache import KVCache
 from batchgen.runtime.memory.weights import Weights
 from batchgen.runtime.sampler import sample
-from batchgen.runtime.sweep_options import SweepOptions
+from batchgen.runtime.sweep_options import SweepOptions, attention_isas
 from batchgen.runtime.warm_up import dummy_sweeps
 from batchgen.schedule.block_manager import BlockManager
 from batchgen.schedule.packed_batch import pack
@@ -59,9 +59,11 @@ def in_memory(
     kv_cache = KVCache(config, kv_block_size, name, {tier: num_blocks}, tiers=tiers)
     if tiers.driver:
         torch.cuda.synchronize()  # memory is zeroed on another stream than it is used on
-    attention_isa = kernels.attention_isa(config.num_heads, config.num_kv_heads, config.head_dim, name)
     options = SweepOptions(
-        config.max_position, captured_tokens=captured_tokens, attention_isa=attention_isa, on_step=on_step
+        config.max_position,
+        captured_tokens=captured_tokens,
+        attention_isa=attention_isas(config, kernels, name),
+        on_step=on_step,
     )
     executor = Executor(config, weights, kv_cache, tiers, options)
     if tiers.driver:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
+from batchgen.core.kernel_choice import KernelChoice
+from batchgen.models.config import AttentionShape, ModelConfig
 from batchgen.models.layers import Reduce
 from batchgen.runtime.lanes import OnStep
 from batchgen.schedule.sequence import LogitsRow
@@ -41,7 +43,7 @@ class SweepOptions:
         logit_rows: rows whose logits are made together; None: a micro-batch.
         captured_tokens: most tokens of a decode sweep that becomes a CUDA graph (`graphs`), for models whose weights
             and KV are all on the device; 0: none does.
-        attention_isa: instruction set that attends on the CPU; "": the process's.
+        attention_isa: instruction set that attends on the CPU, by the shape of attention; others: the process's.
         reduce: all-reduce over the ranks, on tensors of the compute device; None: there is one rank.
         makes_logits: Whether this rank is asked for logits.
         adjacent_ranks: ranks of the previous and the next pipeline stage; None: there is one stage.
@@ -58,7 +60,7 @@ class SweepOptions:
     chunk_tokens: int | None = None
     logit_rows: int | None = None
     captured_tokens: int = 0
-    attention_isa: str = ""
+    attention_isa: Mapping[AttentionShape, str] = field(default_factory=dict)
     reduce: Reduce | None = None
     makes_logits: bool = True
     adjacent_ranks: AdjacentRanks | None = None
@@ -71,3 +73,15 @@ class SweepOptions:
         """The adjacent ranks of a stage that has any."""
         assert self.adjacent_ranks is not None, "there is one stage"
         return self.adjacent_ranks
+
+
+def attention_isas(config: ModelConfig, kernels: KernelChoice, dtype: str) -> dict[AttentionShape, str]:
+    """The instruction set for each shape of attention that a model has.
+
+    Args:
+        config: Configuration of the model.
+        kernels: Instruction set of each shape.
+        dtype: Dtype of queries.
+    """
+    shapes = map(config.attention_of, config.attention_layers)
+    return {shape: kernels.attention_isa(*shape, dtype) for shape in shapes}

@@ -19,20 +19,22 @@ _BEFORE = 1 << 40  # Steps that warm up are numbered so far below the others
 
 
 def layers_that_differ(context: StepContext) -> list[int]:
-    """One layer of each kind, by where its weights are and what it attends to; and the last one."""
+    """One layer of each kind, by where its weights are and what it attends to; the last one; those of reused KV."""
     kinds: dict[tuple[Any, ...], int] = {}
     config, on_device = context.config, context.kv_cache.on_device or (False,) * context.config.num_layers
     for layer, tiers in enumerate(context.weights.residency.layers):
-        kind = config.windows[layer], config.has_state(layer), config.has_experts(layer), on_device[layer]
+        kind = config.windows[layer], config.kind_of(layer), on_device[layer]
         kinds.setdefault((*kind, *sorted(tiers.items())), layer)
-    return sorted({*kinds.values(), config.num_layers - 1})
+    layers = {*kinds.values(), config.num_layers - 1}
+    return sorted(layers | set(map(config.kv_source, layers)))
 
 
 def sweeps_of_layers(context: StepContext, layers: Sequence[int]) -> Sweeps:
     """Sweeps of a model that has only these layers."""
     on_device = [context.kv_cache.on_device[j] for j in layers if context.kv_cache.on_device]
     states = [i for i, layer in enumerate(layers) if context.config.has_state(layer)]
-    return Sweeps(context.weights.residency.of_layers(layers).streams(context.compute_tier, on_device, states))
+    sources = [layers.index(context.config.kv_source(layer)) for layer in layers]
+    return Sweeps(context.weights.residency.of_layers(layers).streams(context.compute_tier, on_device, states, sources))
 
 
 def numbered_before(steps: Iterable[Step], layers: Sequence[int]) -> Iterator[Step]:
@@ -54,10 +56,10 @@ def clear_kv(context: StepContext, batches: Iterable[PackedBatch], layers: Seque
             tier = context.compute_tier if segment.placement is KVPlacement.DEVICE else "cpu"
             for layer in layers:
                 if context.config.has_state(layer):
-                    _clear(context.states.pools[tier], layer, _state_slots(packed, segment))
+                    _clear(context.states.pools.get(tier, {}), layer, _state_slots(packed, segment))
                 elif layer in context.config.kv_layers:
                     slots = _kv_slots(packed, segment, context.config.windows[layer])
-                    _clear(context.kv_cache.pools[tier], layer, slots // context.kv_cache.kv_block_size)
+                    _clear(context.kv_cache.pools.get(tier, {}), layer, slots // context.kv_cache.kv_block_size)
 
 
 def _kv_slots(packed: PackedBatch, segment: Segment, window: int | None) -> np.ndarray:
@@ -75,6 +77,7 @@ def _state_slots(packed: PackedBatch, segment: Segment) -> np.ndarray:
 
 
 def _clear(pools: Mapping[int, Tensor], layer: int, rows: np.ndarray) -> None:
+    """Set rows of a layer's pool to zero; a tier that only passed sequences of the disk has no pool, and no rows."""
     unique = torch.from_numpy(np.unique(rows).astype(np.int64))
     if len(unique):
         pools[layer].index_fill_(0, unique.to(pools[layer].device), 0)

@@ -60,6 +60,7 @@ class WeightResidency:
         compute_tier: str,
         kv_on_device: Sequence[bool] = (),
         state_layers: Sequence[int] = (),
+        kv_sources: Sequence[int] = (),
         *,
         embeds: bool = True,
         has_head: bool = True,
@@ -70,6 +71,7 @@ class WeightResidency:
             compute_tier: Tier of the device's own memory.
             kv_on_device: For each layer, whether KV that is streamed in others is on the device; empty: in none.
             state_layers: Numbers of the state layers.
+            kv_sources: For each layer, the layer whose KV it attends to; empty: each attends to its own.
             embeds: Whether this is the first stage of a pipeline.
             has_head: Whether this is its last stage.
         """
@@ -85,6 +87,7 @@ class WeightResidency:
             vocabulary_chunks=VOCABULARY_CHUNKS if accelerated and self.head != "gpu" and has_head else 0,
             kv_on_device=tuple(kv_on_device),
             state_layers=tuple(state_layers),
+            kv_sources=tuple(kv_sources),
             on_demand=tuple(map(self._has_experts_on_disk, range(len(self.layers)))) if on_demand_tokens else (),
             on_demand_tokens=on_demand_tokens,
             receives=not embeds,

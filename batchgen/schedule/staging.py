@@ -37,6 +37,9 @@ class Staging:
         host_slots: their slots there, int64.
         reads: runs of blocks on disk that hold KV of earlier sweeps.
         writes: runs of blocks with new tokens that go to disk.
+        all_host_blocks: blocks of the host's pool that layers which reuse KV bring to staging blocks 0, 1, ..., int64:
+            those with new tokens alone are among them.
+        all_reads: runs of all blocks on disk, likewise.
         disk_start: first staging block of sequences whose KV is on disk.
         disk_stop: staging block after their last one.
     """
@@ -47,6 +50,8 @@ class Staging:
     host_slots: np.ndarray
     reads: tuple[Run, ...]
     writes: tuple[Run, ...]
+    all_host_blocks: np.ndarray
+    all_reads: tuple[Run, ...]
     disk_start: int
     disk_stop: int
 
@@ -96,6 +101,7 @@ def _stage_layers(
                 staged_of.setdefault(block, len(staged_of))
     tables: dict[Sequence, np.ndarray] = {}
     new_slots, host_slots = [], []
+    all_host_blocks = list(staged_of)
     num_blocks = len(staged_of)
     for s in on_host:
         sequence = s.sequence
@@ -103,18 +109,20 @@ def _stage_layers(
         own = sequence.table(windowed)
         table = [staged_of.get(b, NULL_BLOCK) for b in own[:old]] + list(range(num_blocks, num_blocks + used - old))
         num_blocks += used - old
+        all_host_blocks += own[old:used]
         tables[sequence] = np.array(table, dtype=np.int32)
         for position in range(sequence.num_computed, s.num_keys):
             block, offset = divmod(position, kv_block_size)
             new_slots.append(table[block] * kv_block_size + offset)
             host_slots.append(own[block] * kv_block_size + offset)
     disk_start = num_blocks
-    reads, writes = [], []
+    reads, all_reads, writes = [], [], []
     for s in on_disk:
         sequence = s.sequence
         used, old = -(-s.num_keys // kv_block_size), -(-sequence.num_computed // kv_block_size)
         tables[sequence] = np.arange(num_blocks, num_blocks + used, dtype=np.int32)
         reads += _runs(sequence.block_table[:old], num_blocks)
+        all_reads += _runs(sequence.block_table[:used], num_blocks)
         dirty = sequence.num_computed // kv_block_size
         writes += _runs(sequence.block_table[dirty:used], num_blocks + dirty)
         num_blocks += used
@@ -125,6 +133,8 @@ def _stage_layers(
         host_slots=np.array(host_slots, dtype=np.int64),
         reads=tuple(reads),
         writes=tuple(writes),
+        all_host_blocks=np.array(all_host_blocks, dtype=np.int64),
+        all_reads=tuple(all_reads),
         disk_start=disk_start,
         disk_stop=num_blocks,
     )

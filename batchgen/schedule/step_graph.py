@@ -87,6 +87,7 @@ class Streams:
             at once (two, with sequences that the CPU attends to).
         vocabulary_chunks: chunks in which the output matrix comes over; 0: it stays on the device.
         kv_on_device: for each layer, whether KV that is streamed in others is on the device; empty: in none.
+        kv_sources: for each layer, the layer whose KV it attends to; empty: each attends to its own.
         state_layers: numbers of the layers that keep a state, which their attention writes too, instead of KV.
         on_demand: for each layer, whether it has experts on disk that can be read once it is known which ones the
             tokens are routed to; empty: none has.
@@ -102,6 +103,7 @@ class Streams:
     vocabulary_chunks: int = 0
     kv_on_device: tuple[bool, ...] = ()
     state_layers: tuple[int, ...] = ()
+    kv_sources: tuple[int, ...] = ()
     on_demand: tuple[bool, ...] = ()
     on_demand_tokens: int = 0
     receives: bool = False
@@ -113,7 +115,11 @@ class Streams:
 
     def stages_kv(self, layer: int) -> bool:
         """Tell whether streamed KV passes through a staging buffer in this layer."""
-        return not self.kv_on_device or not self.kv_on_device[layer]
+        return not self.kv_on_device or not self.kv_on_device[self.kv_source(layer)]
+
+    def kv_source(self, layer: int) -> int:
+        """The layer whose KV this layer attends to: itself, mostly."""
+        return self.kv_sources[layer] if self.kv_sources else layer
 
 
 @dataclass(frozen=True)

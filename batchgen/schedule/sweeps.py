@@ -188,9 +188,9 @@ class Sweeps:
         if KVPlacement.CPU in batch.placements:
             send = self._step("send_qkv", j, k, weight_slot=weight_slot, after=(pre.id,))
             yield send
-            attend = self._step("cpu_attention", j, k, after=(send.id, *self._stored[j].values()))
+            attend = self._step("cpu_attention", j, k, after=(send.id, *self._kv_there(j, flow)))
             yield attend
-            flow.note_stored(send)
+            self._note_stored(send, flow)
             if j in self.streams.state_layers:
                 flow.note_stored(attend)
             flow.attended[at] = attend.id
@@ -209,7 +209,7 @@ class Sweeps:
             # What has gone to the host's memory before has done so in the lane of `send`.
             attend = self._step("attend_deferred", j, k, after=(send.id,), deferred_batch=deferred_batch.number)
             yield attend
-            flow.note_stored(send)
+            self._note_stored(send, flow)
             if j in self.streams.state_layers:
                 flow.note_stored(attend)
             deferred_batch.layer, deferred_batch.attention, deferred_batch.sweep = j, attend.id, self._sweep
@@ -358,27 +358,36 @@ class Sweeps:
             self._users[self._count(layer)] = step_id
 
     def _load_caches(self, most: int, batches: Sequence[BatchFlow], flow: _Flow) -> Iterator[Step]:
-        """Load KV, in the order of its use, until so many staging buffers are in use: as far ahead as these allow."""
+        """Load KV, in the order of its use, until so many staging buffers are in use: as far ahead as these allow.
+
+        KV that a layer reuses has new tokens, which its own layer computes and stores first.
+        """
         while flow.to_stage and len(flow.staged) < most:
+            j, k = flow.to_stage[0]
+            if (source := self.streams.kv_source(j)) != j and (source, k) not in flow.kept:
+                return
             yield from self._load_cache(flow.to_stage.popleft(), batches, flow)
 
     def _load_cache(self, at: LayerBatch, batches: Sequence[BatchFlow], flow: _Flow) -> Iterator[Step]:
         """Brings a batch's KV into a staging buffer of the compute device."""
         j, k = at
-        batch = batches[k]
+        batch, there = batches[k], self._kv_there(j, flow)
         slot = self._num_staged % KV_SLOTS
         self._num_staged += 1
         ready = self._staging_users.get(slot, ())
-        if batch.disk_read:
+        history, disk_read = batch.history, batch.disk_read
+        if self.streams.kv_source(j) != j:  # its new tokens come, too
+            history, disk_read = True, batch.disk_read or batch.disk_write
+        if disk_read:
             free = self._read_users.get(slot, ()) if self.streams.accelerated else ready
-            read = self._step("read_cache", j, k, kv_slot=slot, after=(*free, *self._stored[j].values()))
+            read = self._step("read_cache", j, k, kv_slot=slot, after=(*free, *there))
             yield read
             ready = (*ready, read.id)
-        if batch.history and self.streams.accelerated:
-            load = self._step("load_cache", j, k, kv_slot=slot, after=(*ready, *self._stored[j].values()))
+        if history and self.streams.accelerated:
+            load = self._step("load_cache", j, k, kv_slot=slot, after=(*ready, *there))
             yield load
             ready = (load.id,)
-            if batch.disk_read:
+            if disk_read:
                 self._read_users[slot] = ready
         flow.staged[at] = (slot, ready)
 
@@ -386,6 +395,10 @@ class Sweeps:
         """Takes new KV of staged sequences to its tier, behind the computation."""
         j, k = at
         users = (attention,)
+        flow.kept.add(at)
+        if self.streams.kv_source(j) != j:  # there is none
+            self._staging_users[slot] = users
+            return
         if batch.stored or self.streams.accelerated:
             free = self._write_users.get(slot, ()) if batch.disk_write else ()
             store = self._step("store_cache", j, k, kv_slot=slot, after=(attention, *free))
@@ -401,6 +414,20 @@ class Sweeps:
             else:
                 users = (write.id,)
         self._staging_users[slot] = users
+
+    def _kv_there(self, layer: int, flow: _Flow) -> tuple[int, ...]:
+        """The last Steps that stored what a layer's attention finds in its pool.
+
+        They are Steps of earlier sweeps, and if it reuses the KV of an earlier layer, that one's in this sweep too.
+        """
+        source = self.streams.kv_source(layer)
+        new = flow.stored.get(source, {}) if source != layer else {}
+        return *self._stored[source].values(), *new.values()
+
+    def _note_stored(self, send: Step, flow: _Flow) -> None:
+        """Note a Step that sends queries and new KV to the host, if the layer has KV of its own."""
+        if self.streams.kv_source(send.layer) == send.layer:
+            flow.note_stored(send)
 
 
 @dataclass(frozen=True)
@@ -433,6 +460,7 @@ class _Flow:
     before_attention: dict[LayerBatch, tuple[int, ...]] = field(default_factory=dict)
     attended: dict[LayerBatch, int] = field(default_factory=dict)  # CPU attention
     staged: dict[LayerBatch, tuple[int, tuple[int, ...]]] = field(default_factory=dict)  # slot, and what fills it
+    kept: set[LayerBatch] = field(default_factory=set)  # whose new KV that passed through a staging buffer goes home
     stored: dict[int, dict[Lane, int]] = field(default_factory=dict)  # per layer and lane, the last Step that stores KV
     num_fetched: int = 0  # activations brought from host memory, and the Steps after which their slots were free
     left: list[int] = field(default_factory=list)

@@ -19,6 +19,7 @@ from tiny_models import (
     FAMILIES,
     GGUF_FAMILIES,
     GGUF_MODELS,
+    MODELS,
     make_tiny_model,
     make_tiny_tokenizer,
     round_as_gguf,
@@ -45,6 +46,7 @@ VARIANTS = [
     ("gemma2", {"tie_word_embeddings": False}),
     ("qwen2_moe", {"mlp_only_layers": [1]}),
     ("qwen3_moe", {"decoder_sparse_step": 2}),
+    *(model for model in MODELS.values() if model[0] == "gemma4" and model[1]),
 ]
 
 
@@ -55,7 +57,7 @@ def expected_tensors(model) -> tuple[dict, list[dict], dict]:
     decoder = model.model.decoder if opt else model.model
 
     def params(module, name):
-        one = name.endswith("norm") and family.startswith("gemma")  # which multiply with 1 + w
+        one = name.endswith("norm") and family.startswith(("gemma2", "gemma3"))  # which multiply with 1 + w
         return {f"{name}.{kind}": value.detach() + one for kind, value in module.named_parameters()}
 
     def fused(name, *modules):
@@ -70,7 +72,8 @@ def expected_tensors(model) -> tuple[dict, list[dict], dict]:
         if family == "phi3":
             tensors = params(attention.qkv_proj, "qkv")
         else:
-            tensors = fused("qkv", attention.q_proj, attention.k_proj, attention.v_proj)
+            projections = (getattr(attention, f"{part}_proj", None) for part in ("q", "k", "v"))
+            tensors = fused("qkv", *filter(None, projections))
         if opt:
             tensors |= params(layer.self_attn_layer_norm, "input_norm")
             tensors |= params(layer.final_layer_norm, "post_norm")
@@ -81,9 +84,10 @@ def expected_tensors(model) -> tuple[dict, list[dict], dict]:
                 tensors |= params(module, name)
             tensors |= params(attention.o_proj, "out")
             tensors |= expected_mlp(layer, family, params, fused)
-        if hasattr(attention, "q_norm"):
-            tensors |= params(attention.q_norm, "q_norm") | params(attention.k_norm, "k_norm")
-        layers.append(tensors)
+        for name in ("q_norm", "k_norm"):
+            if hasattr(attention, name):
+                tensors |= params(getattr(attention, name), name)
+        layers.append(tensors | expected_gemma4_tensors(layer, params))
     if opt:
         embeddings |= params(decoder.embed_positions, "positions")
         if decoder.project_in is not None:
@@ -92,6 +96,9 @@ def expected_tensors(model) -> tuple[dict, list[dict], dict]:
         if decoder.final_layer_norm is not None:
             head |= params(decoder.final_layer_norm, "final_norm")
     else:
+        if hasattr(decoder, "per_layer_model_projection"):
+            embeddings |= params(decoder.per_layer_model_projection, "per_layer_proj")
+            embeddings |= params(decoder.per_layer_projection_norm, "per_layer_proj_norm")
         head |= params(decoder.norm, "final_norm")
         if family == "gpt_oss":
             head["sinks.weight"] = torch.cat([layer.self_attn.sinks.detach() for layer in decoder.layers])
@@ -106,6 +113,8 @@ def expected_mlp(layer, family: str, params, fused) -> dict:
         return expected_granite_mlp(layer)
     if hasattr(layer.mlp, "experts"):
         return expected_experts(layer.mlp)
+    if hasattr(layer, "experts"):
+        return expected_gemma4_experts(layer)
     if family == "phi3":
         return params(layer.mlp.gate_up_proj, "gate_up") | params(layer.mlp.down_proj, "down")
     return fused("gate_up", layer.mlp.gate_proj, layer.mlp.up_proj) | params(layer.mlp.down_proj, "down")
@@ -136,6 +145,34 @@ def expected_experts(mlp) -> dict:
         found["shared_gate.weight"] = mlp.shared_expert_gate.weight
         found["shared_gate_up.weight"] = torch.cat([shared.gate_proj.weight, shared.up_proj.weight])
         found["shared_down.weight"] = shared.down_proj.weight
+    return {name: tensor.detach() for name, tensor in found.items()}
+
+
+def expected_gemma4_tensors(layer, params) -> dict:
+    """What layers of Gemma 4 have beside attention and MLP."""
+    found = {"layer_scale.weight": layer.layer_scalar.detach()} if hasattr(layer, "layer_scalar") else {}
+    if hasattr(layer, "per_layer_input_gate"):
+        found |= params(layer.per_layer_input_gate, "per_layer_up")
+        found |= params(layer.per_layer_projection, "per_layer_down")
+        found |= params(layer.post_per_layer_input_norm, "per_layer_norm")
+    return found
+
+
+def expected_gemma4_experts(layer) -> dict:
+    """Experts, the MLP beside them as a shared expert, and what the router and both have before and behind them."""
+    mlp, router = layer.mlp, layer.router
+    found = {
+        "router.weight": router.proj.weight,
+        "router_norm.weight": router.scale,
+        "expert_scale.weight": router.per_expert_scale,
+        "gate_up.weight": layer.experts.gate_up_proj.flatten(0, 1),
+        "down.weight": layer.experts.down_proj.flatten(0, 1),
+        "shared_gate_up.weight": torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]),
+        "shared_down.weight": mlp.down_proj.weight,
+        "experts_norm.weight": layer.pre_feedforward_layernorm_2.weight,
+        "experts_out_norm.weight": layer.post_feedforward_layernorm_2.weight,
+        "shared_out_norm.weight": layer.post_feedforward_layernorm_1.weight,
+    }
     return {name: tensor.detach() for name, tensor in found.items()}
 
 

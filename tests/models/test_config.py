@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tiny_models import DELTA_NETS, FAMILIES, classes_of, make_tiny_model
+from tiny_models import DELTA_NETS, FAMILIES, GEMMA4, MODELS, classes_of, make_tiny_model
 
 from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig, RopeConfig
-from batchgen.models.families import ARCHITECTURES
 from batchgen.models.files import ModelFiles, read_config
 from batchgen.models.hf.config import config_of_hf
 from batchgen.models.hf.keys import FIXED, IGNORED, KEYS, READ_APART
@@ -74,6 +73,7 @@ VARIANTS = [
     ("qwen3_next", {"decoder_sparse_step": 2, "full_attention_interval": 3}),
     ("qwen3_5", {"tie_word_embeddings": True, "linear_num_value_heads": 16, "linear_conv_kernel_dim": 2}),
     ("qwen3_5", {"layer_types": ["full_attention"] * 4}),
+    *(model for model in MODELS.values() if model[0] in GEMMA4),
 ]
 
 
@@ -83,14 +83,17 @@ def hf_model(family: str, **overrides):
     fields = {"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
     fields |= {"ffn_dim": 96} if family == "opt" else {"intermediate_size": 96, "num_key_value_heads": 2}
     fields |= {"num_hidden_layers": 4} if family in DELTA_NETS else {}  # the last one attends
+    fields |= {"vocab_size_per_layer_input": 320} if family == "gemma4" else {}
     fields |= {"pad_token_id": 0} if family in ("phi3", "smollm3") else {}  # whose own is beyond this vocabulary
-    fields |= attention_alone(family, overrides.get("num_hidden_layers", 3))
+    fields |= what_must_be_stated(family, overrides.get("num_hidden_layers", 3))
     with torch.device("meta"):
         return model_class(config_class(**{**fields, **overrides}))
 
 
-def attention_alone(family: str, layers: int) -> dict:
-    """The types of layers that a config must state, because the default is of layers that batchgen refuses."""
+def what_must_be_stated(family: str, layers: int) -> dict:
+    """What a config must state, because batchgen refuses the default, or transformers cannot run it."""
+    if family == "ministral":
+        return {"head_dim": 16}
     return {"layer_types": ["full_attention"] * layers} if family == "granitemoehybrid" else {}
 
 
@@ -104,11 +107,12 @@ def test_parameter_count_is_that_of_transformers(family, overrides):
     model = hf_model(family, **overrides)
     config = config_of(model)
     assert config.family == family
-    assert config.num_params == sum(p.numel() for p in model.parameters())
+    scales = config.layer_scale * config.num_layers  # which transformers does not count among its parameters
+    assert config.num_params == sum(p.numel() for p in model.parameters()) + scales
     layers = model.model.decoder.layers if family == "opt" else model.model.layers
     sinks = config.sinks * config.num_heads  # which are loaded with the head
-    sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
-    if config.state is None:
+    sizes = [sum(p.numel() for p in layer.parameters()) + config.layer_scale for layer in layers]
+    if len(set(map(config.kind_of, range(config.num_layers)))) == 1:
         assert config.params_per_layer + sinks == sizes[0]
     else:  # the largest size of each group
         assert config.params_per_layer >= max(sizes)
@@ -167,15 +171,42 @@ def test_old_and_new_spelling_mean_the_same():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_config_that_states_only_shapes_takes_the_defaults_of_transformers(family):
     fields = {"architectures": [classes_of(family)[1].__name__], "hidden_size": 64, "num_hidden_layers": 2}
-    fields |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}
-    fields |= {"ffn_dim": 96} if family == "opt" else {"intermediate_size": 96}
-    fields |= attention_alone(family, 2)
+    fields |= {"num_attention_heads": 4, "vocab_size": 300}
+    fields |= {"ffn_dim": 96} if family == "opt" else {"intermediate_size": 96, "num_key_value_heads": 2}
+    fields |= what_must_be_stated(family, 2)
     fields |= {"num_hidden_layers": 4} if family in DELTA_NETS else {}
+    fields |= {"vocab_size_per_layer_input": 300} if family == "gemma4" else {}
     assert config_of_hf(fields) == config_of(hf_model(family, **fields))
 
 
 # What published files have beside the plain keys.
+_GEMMA4_ROPES = {
+    "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+    "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+}
 PUBLISHED = {
+    "gemma4": {
+        "attention_k_eq_v": True,
+        "global_head_dim": 512,
+        "num_global_key_value_heads": 2,
+        "use_bidirectional_attention": "vision",
+        "enable_moe_block": True,
+        "num_experts": 128,
+        "top_k_experts": 8,
+        "moe_intermediate_size": 704,
+        "hidden_size_per_layer_input": 0,
+        "rope_parameters": _GEMMA4_ROPES,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma4_unified": {
+        "attention_k_eq_v": True,
+        "global_head_dim": 512,
+        "num_global_key_value_heads": 1,
+        "rope_parameters": _GEMMA4_ROPES,
+        "final_logit_softcapping": 30.0,
+        "vocab_size_per_layer_input": 262144,
+        "hidden_size_per_layer_input": 0,
+    },
     "opt": {
         "activation_dropout": 0.0,
         "prefix": "</s>",
@@ -265,6 +296,23 @@ PUBLISHED = {
             "rope_type": "yarn",
         },
         "rope_theta": 500000,
+    },
+    "ministral": {"sliding_window": 32768, "head_dim": 128, "rope_theta": 1e8, "rms_norm_eps": 1e-05},
+    "ministral3": {
+        "head_dim": 128,
+        "rope_parameters": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 16.0,
+            "llama_4_scaling_beta": 0.1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 16384,
+            "rope_theta": 1000000.0,
+            "rope_type": "yarn",
+            "type": "yarn",
+        },
+        "sliding_window": None,
     },
     "olmoe": {"clip_qkv": None, "norm_topk_prob": False, "rope_scaling": None, "router_aux_loss_coef": 0.01},
     "granitemoe": {"attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "output_router_logits": False},
@@ -510,14 +558,16 @@ GPT_OSS = {"architectures": ["GptOssForCausalLM"]}
 GEMMA, GEMMA_3 = ({"architectures": [f"Gemma{n}ForCausalLM"]} for n in (2, 3))
 PHI = {"architectures": ["Phi3ForCausalLM"], "rope_scaling": None}
 REFUSED = [
-    ({"architectures": ["MambaForCausalLM"]}, ["MambaForCausalLM", *ARCHITECTURES]),
+    ({"architectures": ["MambaForCausalLM"]}, ["MambaForCausalLM", "Qwen3NextForCausalLM"]),
+    ({"rope_gain": 2.0}, ["rope_gain", "2.0", "(llama)"]),
+    ({"attention_sink_tokens": [4]}, ["attention_sink_tokens", "[4]"]),
     (GPT_OSS | {"swiglu_limit": 5.0}, ["swiglu_limit", "5.0", "7.0"]),
     (GPT_OSS | {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32}}, ["gpt_oss", "AWQ"]),
     (MIXTRAL | {"num_experts_per_tok": 9}, ["9 of 8 experts"]),
     (QWEN_MOE | {"mlp_only_layers": "1"}, ["mlp_only_layers", "list"]),
     (QWEN_MOE | {"decoder_sparse_step": 0}, ["decoder_sparse_step", "at least 1"]),
     ({"architectures": [], "model_type": "gemma3n"}, ["gemma3n"]),
-    ({"architectures": ["Mistral3ForConditionalGeneration"]}, ["Mistral3ForConditionalGeneration", "GGUF"]),
+    ({"architectures": ["PaliGemmaForConditionalGeneration"]}, ["PaliGemmaForConditionalGeneration", "GGUF", "Gemma3"]),
     ({"architectures": "LlamaForCausalLM"}, ["architectures", "list"]),
     ({"model_type": "granite"}, ["model_type", "'granite'", "LlamaForCausalLM"]),
     ({"embedding_multiplier": 12.0}, ["embedding_multiplier", "12.0"]),
@@ -620,20 +670,21 @@ class TestKeysAreThoseOfTransformers:
         config_class = classes_of(family)[0]
         fields = {field.name: field for field in dataclasses.fields(config_class)}
         apart = {"rope_theta", "rope_local_base_freq", "sliding_window_pattern", "head_dim", "layer_types"}
-        apart |= {"full_attention_interval"}
+        apart |= {"full_attention_interval", "global_head_dim", "num_global_key_value_heads", "per_layer_config"}
         for name, key in KEYS[family].items():
             if name not in fields:
                 assert name in apart, name
                 continue
             assert (key.default, type(key.default)) == (fields[name].default, type(fields[name].default)), name
             assert key.nullable == ("None" in str(fields[name].type)) or (family, name) in NULL_FAILS, name
-        if family not in ("opt", "gpt_oss", "gemma3"):
+        if family not in ("opt", "gpt_oss", "gemma3", *GEMMA4):
             assert KEYS[family]["rope_theta"].default == config_class.default_theta
 
 
 # Null is allowed by their types, and stops their models.
 NULL_FAILS = {
     ("qwen2_moe", "num_key_value_heads"),
+    ("ministral", "sliding_window"),
     *itertools.product(
         ("granitemoe", "granitemoeshared", "granitemoehybrid"),
         (
@@ -659,10 +710,11 @@ def test_what_is_no_number_is_refused_by_its_key(name, text, tmp_path):
             read_config(ModelFiles(tmp_path, "hf", "any"))
 
 
+ROPES_APART = ("opt", "ministral3", "gemma3", "olmo3", "phi3")
 QWEN_CARD = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("opt", "gemma3", "olmo3", "phi3")])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in (*ROPES_APART, *GEMMA4)])
 class TestScalingBesideRopeParameters:
     """Qwen's model cards advise it, in files of transformers 5, which then forgets the base that was in the others."""
 
@@ -675,7 +727,7 @@ class TestScalingBesideRopeParameters:
 
     def test_it_is_taken_where_both_ways_of_reading_it_are_one(self, family):
         stated = {"architectures": [classes_of(family)[1].__name__], "rope_scaling": QWEN_CARD | {"rope_theta": 5e6}}
-        stated |= attention_alone(family, 32)
+        stated |= what_must_be_stated(family, 32)
         rope = config_of_hf(stated | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}}).rope
         assert (rope.kind, rope.factor, rope.theta) == ("yarn", 4.0, 5e6)
 
@@ -696,7 +748,7 @@ def test_values_of_the_wrong_kind_are_input_errors(family, tmp_path):
     """Whatever stands in a config.json, it is a model or one line that names the place and the key."""
     path = tmp_path / "config.json"
     base = {"architectures": [classes_of(family)[1].__name__], "num_hidden_layers": 2, "dtype": "float32"}
-    base |= attention_alone(family, 2)
+    base |= what_must_be_stated(family, 2)
     base |= {"full_attention_interval": 2} if family in DELTA_NETS else {}
     for key in sorted({*KEYS[family], *FIXED[family], *READ_APART, "quantization_config", "model_type", "layer_types"}):
         for value in ("x", -1, 2.5, ["x"], {"a": {}}, True, None, 10**12):

@@ -8,7 +8,11 @@ from plain_model import PlainModel
 from tiny_models import DELTA_NETS, make_tiny_model, round_as_gguf, write_tiny_gguf
 
 from batchgen.models.checkpoint import open_checkpoint
-from batchgen.models.files import resolve_model
+from batchgen.models.convert import convert
+from batchgen.models.files import read_config, resolve_model
+from batchgen.models.shard import shard_of
+from batchgen.ops import cpp
+from batchgen.ops import dispatch as ops
 
 VARIANTS = [
     *((family, {}) for family in DELTA_NETS),
@@ -67,3 +71,49 @@ def test_packed_ggufs_equal_their_dequantized_model(family, tmp_path):
     path = write_tiny_gguf(model, tmp_path / "model.gguf", tensor_type="Q8_0")
     checkpoint = open_checkpoint(resolve_model(str(path)))
     assert_same_logits(round_as_gguf(model, "Q8_0"), PlainModel(checkpoint, 3), model.config.vocab_size)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A model of each family, with value heads in groups, from safetensors, GGUF and weight store."""
+    by_name = {}
+    for family in DELTA_NETS:
+        folder = tmp_path_factory.mktemp(family)
+        widths = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+        widths = {"intermediate_size": 128} if family == "qwen3_5" else widths
+        model = make_tiny_model(family, folder / "hf", linear_value_head_dim=32, linear_num_key_heads=4,
+                                linear_num_value_heads=8, **widths)  # fmt: skip
+        by_name[family, "safetensors"] = resolve_model(str(folder / "hf"))
+        path = write_tiny_gguf(model, folder / "model.gguf", tensor_type="Q8_0")
+        by_name[family, "gguf"] = resolve_model(str(path))
+        for kind in ("safetensors", "gguf"):
+            convert(by_name[family, kind], folder / f"store of {kind}", dtype="float32")
+            by_name[family, f"store of {kind}"] = resolve_model(str(folder / f"store of {kind}"))
+    return by_name
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "gguf", "store of safetensors", "store of gguf"])
+@pytest.mark.parametrize("family", DELTA_NETS)
+@torch.inference_mode()
+def test_results_of_ranks_add_up(family, kind, files):
+    """Each tensor-parallel rank has some key heads with their value heads, and a part of the output projection."""
+    config = read_config(files[family, kind])
+    whole = PlainModel(open_checkpoint(files[family, kind]), 2)
+    ranks = [PlainModel(open_checkpoint(files[family, kind], shard=shard_of(config, rank, 2)), 2) for rank in range(2)]
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(80, config.hidden_size, generator=generator)
+    for layer in range(config.num_layers):
+        expected, *parts = (
+            ops.linear(each.mix(layer, hidden, [0, 1], [70, 10]), each.layers[layer]["out.weight"])
+            for each in (whole, *ranks)
+        )
+        torch.testing.assert_close(sum(parts), expected, atol=1e-4, rtol=1e-4)
+    if kind.endswith("gguf"):  # packed rows are cut like numbers
+        for rank in range(2):
+            checkpoint = open_checkpoint(files[family, kind], shard=shard_of(config, rank, 2))
+            for layer in range(config.num_layers):
+                numbers = checkpoint.load_layer(layer, torch.float32)
+                for name, rows in checkpoint.load_stored("layer", layer, torch.float32).items():
+                    if rows.dtype == torch.uint8:
+                        rows = cpp.unpack_blocks("Q8_0", rows, torch.empty_like(numbers[name]))
+                    assert torch.equal(rows, numbers[name]), name

@@ -23,6 +23,13 @@ INPUTS = {
         "gate_up": "mlp.gate_proj",
         "down": "mlp.down_proj",
     },
+    # Layers with attention, and those with a state.
+    "qwen3_5": {
+        "qkv": ("self_attn.q_proj", "linear_attn.in_proj_qkv"),
+        "out": ("self_attn.o_proj", "linear_attn.out_proj"),
+        "gate_up": "mlp.gate_proj",
+        "down": "mlp.down_proj",
+    },
     "opt": {"qkv": "self_attn.q_proj", "out": "self_attn.out_proj", "up": "fc1", "down": "fc2"},
 }
 
@@ -49,8 +56,9 @@ def test_the_inputs_of_every_matrix(tiny_models, family):
         found = measured.next_layer(checkpoint.load_layer(j, torch.float32))
         of_experts = {"gate_up.weight", "down.weight"} if checkpoint.config.num_experts else set()
         assert set(found) == {f"{name}.weight" for name in INPUTS[family]} | of_experts
-        for name, module in INPUTS[family].items():
-            (expected,) = (x for full, x in seen.items() if f"layers.{j}.{module}" in full)
+        for name, modules in INPUTS[family].items():
+            either = (modules,) if isinstance(modules, str) else modules
+            (expected,) = (x for full, x in seen.items() if any(f"layers.{j}.{each}" in full for each in either))
             assert found[f"{name}.weight"].min() > 0
             # Channels that are never used are held above zero.
             torch.testing.assert_close(

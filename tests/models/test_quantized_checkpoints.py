@@ -12,7 +12,7 @@ from command_line import invoke
 from quantized_checkpoints import awq, compressed, e4m3, fp8, gptq, pack_quantized, requantize, state
 from safetensors.torch import load_file, save_file
 from thorough import covering
-from tiny_models import FAMILIES, make_tiny_model
+from tiny_models import DELTA_NETS, FAMILIES, make_tiny_model
 
 from batchgen.core.device import parse_device
 from batchgen.core.dtypes import DEQUANTIZED, FORMAT_BYTES, FP8_FORMATS, GROUP_FORMATS
@@ -25,7 +25,7 @@ from batchgen.models.formats.schemes import read_scheme
 from batchgen.models.layouts import is_quantized
 from batchgen.models.store.weight_store import load_extent
 from batchgen.ops import cpp
-from batchgen.planner.sizes import group_bytes
+from batchgen.planner.sizes import group_bytes_of_layers
 
 FP8_FLOATS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 # name -> (quantization_config, what makes a matrix), and what it is kept as where columns are multiples of its groups
@@ -68,7 +68,9 @@ INNER = {
     "qwen2_moe": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 128},
     "qwen3_moe": {"moe_intermediate_size": 64},
 }
-ALL = [family for family in FAMILIES if family != "gpt_oss"]
+INNER |= {family: INNER["qwen2_moe"] | {"linear_value_head_dim": 48, "head_dim": 48} for family in DELTA_NETS}
+INNER["qwen3_5"] = {"linear_value_head_dim": 48, "head_dim": 48}
+ALL = [family for family in (*FAMILIES, *DELTA_NETS) if family != "gpt_oss"]
 
 
 def make(tmp_path, family, scheme, **sizes):
@@ -119,8 +121,8 @@ def assert_same_model(files, plain, kept, tmp_path):
                     rows = cpp.unpack_blocks(kept.upper(), rows, torch.empty_like(numbers[name]))
                 assert torch.equal(rows, numbers[name]), name
     if kept:
-        groups = group_bytes(store.config, "float32", kept)
-        assert sum(groups.values()) == sum(t.num_bytes for e in store.layers[0].extents.values() for t in e.tensors)
+        written = [{e.name: sum(t.num_bytes for t in e.tensors) for e in f.extents.values()} for f in store.layers]
+        assert [*group_bytes_of_layers(store.config, "float32", kept)] == written
 
 
 def test_the_last_group_of_a_row_may_be_shorter(tmp_path):

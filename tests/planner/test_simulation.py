@@ -535,10 +535,11 @@ def test_no_torch_is_needed():
 # Against the engine.
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
+@pytest.fixture(scope="module", params=["llama", "qwen3_next"])
+def model_path(tmp_path_factory, request):
+    """A model with attention in all layers, and one whose layers mostly keep a state."""
     path = tmp_path_factory.mktemp("model")
-    make_tiny_model("llama", path)
+    make_tiny_model(request.param, path)
     return path
 
 

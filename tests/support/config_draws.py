@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_models import DELTA_NETS, FAMILIES, classes_of, randomize
+from tiny_models import DELTA_NETS, FAMILIES, GEMMA4, classes_of, randomize
 
 from batchgen.core.errors import InputError
 from batchgen.core.request import Request, SamplingParams
@@ -125,8 +125,8 @@ def draw(model: str, seed: int) -> Draw:
 
 def _needs_head_dim(family: str, stated: dict[str, Any]) -> bool:
     """Where it is left out, transformers' Mixtral cannot do YaRN, and its Mistral no layer types."""
-    if family == "mistral":
-        return "layer_types" in stated
+    if family in ("mistral", "ministral"):
+        return family == "ministral" or "layer_types" in stated
     tables = (stated.get(name) for name in ("rope_parameters", "rope_scaling"))
     return family == "mixtral" and any(isinstance(t, dict) and "yarn" in t.values() for t in tables)
 
@@ -219,7 +219,7 @@ def without_ignored(stated: dict[str, Any]) -> dict[str, Any]:
 
 
 # Transformers cannot collect what routers say where some layers have none.
-_NO_MORE_OUTPUTS = {model: {"output_router_logits": False} for model in ("qwen2_moe", "qwen3_moe")}
+_NO_MORE_OUTPUTS = {model: {"output_router_logits": False} for model in ("granitemoehybrid", "qwen2_moe", "qwen3_moe")}
 
 
 def _compare(given: Draw, folder: Path, model) -> Outcome:
@@ -292,6 +292,7 @@ def _ordinary(family: str, rng: random.Random) -> dict[str, Any]:
     if family == "granitemoehybrid":
         drawn |= {"layer_types": rng.choice((["attention"] * layers, ["full_attention"] * layers))}
         drawn |= {"position_embedding_type": maybe("rope", None), "mamba_d_conv": maybe(4, 3)}
+        drawn |= {"mamba_n_heads": 2}
     if family.startswith("granite"):
         drawn |= {"embedding_multiplier": maybe(1.0, 12), "residual_multiplier": maybe(0.22, 1)}
         drawn |= {"logits_scaling": maybe(1.0, 6), "attention_multiplier": maybe(0.0625, 0.3)}
@@ -301,6 +302,7 @@ def _ordinary(family: str, rng: random.Random) -> dict[str, Any]:
         drawn |= {"attention_out_bias": maybe(True, False)}
     drawn |= _states(layers, rng) if family in DELTA_NETS else _windows(family, layers, rng)
     drawn |= _experts(family, layers, rng)
+    drawn |= _gemma4(family, drawn, rng) if family in GEMMA4 else {}
     if family.startswith("gemma"):
         drawn.pop("hidden_act")
         drawn |= {"hidden_activation": maybe("gelu_pytorch_tanh"), "query_pre_attn_scalar": maybe(24, 32)}
@@ -310,6 +312,31 @@ def _ordinary(family: str, rng: random.Random) -> dict[str, Any]:
     if family == "gpt_oss":
         drawn |= {"hidden_act": maybe("silu"), "swiglu_alpha": maybe(1.702), "swiglu_limit": maybe(7.0)}
     return drawn | _rope(family, drawn, rng)
+
+
+def _gemma4(family: str, drawn: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """Keys of Gemma 4: heads of two sizes, reused KV, per-layer embeddings, experts beside an MLP."""
+    heads, layers = drawn["num_attention_heads"], drawn["num_hidden_layers"]
+    shared = rng.choice((_LEFT_OUT, 0, 1)) if layers > 1 else _LEFT_OUT
+    types = ["sliding_attention"] * (layers - 1) + ["full_attention"]
+    if shared == 1:  # each layer that reuses KV needs one of its kind
+        types[layers - 2] = "full_attention"
+    made = {
+        "head_dim": rng.choice((8, 16)), "sliding_window": rng.choice((6, 20)), "global_head_dim": rng.choice((16, 24)),
+        "layer_types": types, "num_kv_shared_layers": shared,
+        "num_global_key_value_heads": rng.choice((_LEFT_OUT, None, 1, heads)),
+        "attention_k_eq_v": rng.choice((_LEFT_OUT, True, False)),
+        "use_double_wide_mlp": rng.choice((_LEFT_OUT, True, False)),
+    }  # fmt: skip
+    if family == "gemma4":
+        size = rng.choice((8, 12) if shared == 1 else (0, 8, 12))  # without which transformers cannot reuse KV here
+        made |= {"hidden_size_per_layer_input": size, "vocab_size_per_layer_input": _VOCAB}
+        made |= {"enable_moe_block": rng.choice((_LEFT_OUT, True, False))}
+        made |= {"num_experts": rng.choice((4, 8)), "top_k_experts": rng.choice((1, 3))}
+        made |= {"moe_intermediate_size": rng.choice((24, 40))}
+        if made["enable_moe_block"] is True:
+            made["use_double_wide_mlp"] = False
+    return made
 
 
 def _of_no_matter(config_class: type, rng: random.Random) -> dict[str, Any]:
@@ -325,8 +352,10 @@ def _of_no_matter(config_class: type, rng: random.Random) -> dict[str, Any]:
         "use_bidirectional_attention": (False,),
     }  # fmt: skip
     own = _fields(config_class)
+    if config_class.model_type.startswith("gemma4"):
+        values["use_bidirectional_attention"] = (None, "vision")
     drawn = {name: rng.choice((_LEFT_OUT, *choices)) for name, choices in values.items() if name in own}
-    return drawn | {"some_note": rng.choice((_LEFT_OUT, "of nobody"))}
+    return drawn | {"unsloth_version": rng.choice((_LEFT_OUT, "2026.1"))}
 
 
 def _fields(config_class: type) -> dict[str, Any]:
@@ -337,7 +366,9 @@ def _fields(config_class: type) -> dict[str, Any]:
 def _windows(family: str, layers: int, rng: random.Random) -> dict[str, Any]:
     window = rng.choice((_LEFT_OUT, 6, 20))
     types = rng.choice((_LEFT_OUT, None, [rng.choice(("sliding_attention", "full_attention")) for _ in range(layers)]))
-    if family in ("mistral", "mixtral", "phi3"):
+    if family == "ministral":
+        return {"sliding_window": window, "layer_types": types}
+    if family in ("mistral", "ministral3", "mixtral", "phi3"):
         drawn = {"sliding_window": rng.choice((window, None))}
         if family == "mistral" and drawn["sliding_window"] is not None:
             drawn["layer_types"] = types
@@ -403,9 +434,13 @@ def _experts(family: str, layers: int, rng: random.Random) -> dict[str, Any]:
 
 def _rope(family: str, drawn: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     """Rotary positions, in one of the spellings."""
+    if family in GEMMA4:
+        return _gemma4_rope(rng)
     theta = rng.choice((_LEFT_OUT, 5000.0, 1e5))
     of_theta = {} if theta is _LEFT_OUT else {"rope_theta": theta}
     scaled = _phi3_scaling(drawn, rng) if family == "phi3" else _scaling(rng)
+    if family == "ministral3":
+        scaled |= {"llama_4_scaling_beta": rng.choice((0.1, 0.5)), "original_max_position_embeddings": 8}
     around = {}
     if family == "phi3":
         around = {"original_max_position_embeddings": 16 if "long_factor" in scaled else rng.choice((_LEFT_OUT, 64))}
@@ -426,6 +461,17 @@ def _rope(family: str, drawn: dict[str, Any], rng: random.Random) -> dict[str, A
         both = {"full_attention": {**scaled, **of_theta}, "sliding_attention": local}
         return {"rope_parameters": rng.choice((both, both, None, {"full_attention": both["full_attention"]}))}
     return {"rope_parameters": rng.choice(({**scaled, **of_theta}, {**scaled, **of_theta}, None)), **around}
+
+
+def _gemma4_rope(rng: random.Random) -> dict[str, Any]:
+    """Rotary positions of both types of layers, of which those without a window rotate a part of each head."""
+    part = rng.choice((0.25, 0.5, 1.0))
+    full = {"rope_type": "proportional", "partial_rotary_factor": part, "rope_theta": rng.choice((5000.0, 1e6))}
+    full |= rng.choice(({}, {"factor": 2.0}))
+    full = rng.choice((full, full, {"rope_type": "default", "rope_theta": 1e4}))
+    local = {"rope_type": "default", "rope_theta": rng.choice((5000.0, 1e4))}
+    both = {"full_attention": full, "sliding_attention": local}
+    return {"rope_parameters": rng.choice((_LEFT_OUT, None, both, both, both))}
 
 
 def _scaling(rng: random.Random) -> dict[str, Any]:

@@ -520,19 +520,23 @@ def run_on(
 
 def _give_memory(executor, device):
     """What an accelerator holds from beginning to end is the device's, and the links are a real device's."""
-    weights, cache = executor.weights, executor.kv_cache
+    weights = executor.weights
+    caches = [cache for cache in (executor.kv_cache, executor.states) if cache is not None]
+    stays = dict(enumerate(executor.kv_cache.on_device))
     held = [
-        *cache.pools.get("gpu", ()),
-        *(pool for pool, stays in zip(cache.pools.get("cpu", ()), cache.on_device, strict=False) if stays),
-        *cache._staging,
+        *(pool for cache in caches for pool in cache.pools.get("gpu", {}).values()),
+        *(pool for cache in caches for layer, pool in cache.pools.get("cpu", {}).items() if stays.get(layer)),
+        *(buffer for cache in caches for buffer in cache._staging),
         *weights.output_matrix.buffers,
         *(table for rope in executor.context.ropes.values() for table in rope or ()),
     ]
-    held += [*filter(torch.is_tensor, cache._passing), *executor.context.activations.on_device]
+    held += [*filter(torch.is_tensor, executor.kv_cache._passing), *executor.context.activations.on_device]
     tensors = [*weights._resident, *weights.slots.buffers, *weights.dequantized.buffers]
     tensors.append({n: t for n, t in weights.head.items() if n != OUTPUT_MATRIX or weights.residency.head == "gpu"})
     if weights.embeds_on_device:
         tensors.append(weights.embeddings)
     device.memory.keep([*held, *(t for named in tensors for t in named.values())])
     links = CudaLink(device, to_gpu=True), CudaLink(device, to_gpu=False)
-    executor._tiers = executor.context.tiers = cache._tiers = weights._tiers = replace(executor._tiers, links=links)
+    executor._tiers = executor.context.tiers = weights._tiers = replace(executor._tiers, links=links)
+    for cache in caches:
+        cache._tiers = executor._tiers

@@ -37,30 +37,35 @@ class PlainModel:
     def __call__(self, tokens: dict[int, list[int]]) -> dict[int, torch.Tensor]:
         """Logits [tokens, vocabulary] of new tokens, by slot."""
         config, slots, counts = self.config, list(tokens), [len(ids) for ids in tokens.values()]
-        positions = torch.cat([torch.arange(n) + self.lengths[slot] for slot, n in zip(slots, counts, strict=True)])
+        positions = self._positions(slots, counts)
         ids = torch.tensor([i for each in tokens.values() for i in each])
         hidden = layers.embed(config, self.embeddings, ids, positions, self.dtype)
-        starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()])
         for layer, weights in enumerate(self.layers):
-            projected = layers.pre_attention(config, weights, hidden)
-            if config.has_state(layer):
-                target = torch.tensor(slots)
-                source = torch.tensor([slot if self.lengths[slot] else -1 for slot in slots])
-                mixed = mix_state(config, weights, projected, self.states[layer], source, target, starts)
-            else:
-                mixed = self._attend(layer, projected, positions, slots, counts)
-            hidden = layers.post_attention(config, weights, hidden, mixed)
+            hidden = layers.post_attention(config, weights, hidden, self.mix(layer, hidden, slots, counts))
         for slot, count in zip(slots, counts, strict=True):
             self.lengths[slot] += count
         matrix = self.head.get("lm_head.weight", self.embeddings["embed.weight"])
         logits = layers.logits(config, layers.before_logits(config, self.head, hidden), matrix)
         return dict(zip(slots, logits.split(counts), strict=True))
 
-    def _attend(self, layer, projected, positions, slots, counts):
-        config = self.config
+    def mix(self, layer: int, hidden: torch.Tensor, slots: list[int], counts: list[int]) -> torch.Tensor:
+        """What a layer's output projection takes. The next tokens of each slot are packed in `hidden`."""
+        projected = layers.pre_attention(self.config, self.layers[layer], hidden)
+        if not self.config.has_state(layer):
+            return self._attend(layer, projected, slots, counts)
+        target = torch.tensor(slots)
+        source = torch.tensor([slot if self.lengths[slot] else -1 for slot in slots])
+        starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()])
+        return mix_state(self.config, self.layers[layer], projected, self.states[layer], source, target, starts)
+
+    def _positions(self, slots: list[int], counts: list[int]) -> torch.Tensor:
+        return torch.cat([torch.arange(n) + self.lengths[slot] for slot, n in zip(slots, counts, strict=True)])
+
+    def _attend(self, layer, projected, slots, counts):
+        config, positions = self.config, self._positions(slots, counts)
         rope = config.rope_of(layer)
         table = layers.rope_table(rope, config.head_dim, config.max_position) if rope else None
-        options = layers.rotary_options(config, self.layers[layer], table, positions)
+        options = layers.rotary_options(config, layer, self.layers[layer], table, positions, None)
         qkv = ops.rotary(layers.ungated(config, projected), config.num_heads, config.num_kv_heads, **options)
         results = []
         for slot, q, k, v in zip(slots, *(x.split(counts) for x in qkv), strict=True):

@@ -18,12 +18,16 @@ FAMILIES = (
     "qwen3",
     "gemma2",
     "gemma3",
+    "gemma4",
+    "gemma4_unified",
     "phi3",
     "granite",
     "smollm3",
     "seed_oss",
     "olmo2",
     "olmo3",
+    "ministral",
+    "ministral3",
     "mixtral",
     "olmoe",
     "granitemoe",
@@ -33,13 +37,14 @@ FAMILIES = (
     "qwen3_moe",
     "gpt_oss",
 )
+GEMMA4 = ("gemma4", "gemma4_unified")
 GRANITE_MIXTURES = ("granitemoe", "granitemoeshared", "granitemoehybrid")
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "olmoe", *GRANITE_MIXTURES)
 DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 # What must hold for every model holds for each of these: families as they are, and with the switches that change what a
 # layer reads. name -> (family, fields of the transformers config). A test keeps it complete (test_token_identity.py).
 MODELS = {
-    **{family: (family, {}) for family in FAMILIES},
+    **{family: (family, {}) for family in (*FAMILIES, *DELTA_NETS)},
     "opt, norm after": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32, "num_hidden_layers": 2}),
     "llama, tied, one KV head": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     "llama, head size 24": ("llama", {"num_key_value_heads": 4, "head_dim": 24}),
@@ -52,6 +57,19 @@ MODELS = {
             "full_attention": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0},
             "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
         },
+    }),
+    "gemma4, six layers, windows that reuse KV": ("gemma4", {
+        "num_hidden_layers": 6, "num_kv_shared_layers": 3, "layer_types": ["sliding_attention", "full_attention"] * 3,
+    }),
+    "gemma4, experts, keys are values": ("gemma4", {
+        "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 40,
+        "attention_k_eq_v": True, "num_key_value_heads": 4, "num_global_key_value_heads": 2, "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0, "use_double_wide_mlp": False,
+    }),
+    "gemma4, keys are values, biases, a cap": ("gemma4", {
+        "attention_k_eq_v": True, "num_global_key_value_heads": 4, "num_kv_shared_layers": 0, "attention_bias": True,
+        "hidden_size_per_layer_input": 0, "final_logit_softcapping": 5.0, "tie_word_embeddings": False,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
     }),
     "phi3, part of each head, windows": ("phi3", {"head_dim": 24, "sliding_window": 20, "rope_parameters": {
         "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
@@ -73,6 +91,10 @@ MODELS = {
             "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
         },
     }),
+    "ministral, windows in some layers": ("ministral", {
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    }),
+    "ministral3, windows": ("ministral3", {"sliding_window": 20}),
     "mixtral, one of 16, windows": ("mixtral", {
         "num_local_experts": 16, "num_experts_per_tok": 1, "sliding_window": 20, "num_hidden_layers": 2,
     }),
@@ -137,6 +159,7 @@ def classes_of(family: str) -> tuple[type, type]:
         "gpt_oss": "GptOss",
         "smollm3": "SmolLM3",
         "seed_oss": "SeedOss",
+        "gemma4_unified": "Gemma4Unified",
         "granitemoe": "GraniteMoe",
         "granitemoeshared": "GraniteMoeShared",
         "granitemoehybrid": "GraniteMoeHybrid",
@@ -144,7 +167,7 @@ def classes_of(family: str) -> tuple[type, type]:
         "qwen3_5": "Qwen3_5",
         "qwen3_5_moe": "Qwen3_5Moe",
     }.get(family, family.capitalize())
-    text = "Text" if family in ("gemma3", "qwen3_5", "qwen3_5_moe") else ""
+    text = "Text" if family in ("gemma3", *GEMMA4, "qwen3_5", "qwen3_5_moe") else ""
     return getattr(transformers, f"{prefix}{text}Config"), getattr(transformers, f"{prefix}ForCausalLM")
 
 
@@ -152,6 +175,10 @@ _FACTORS = {
     "embedding_multiplier": 6.0, "residual_multiplier": 0.375, "logits_scaling": 0.75, "attention_multiplier": 0.125,
 }  # fmt: skip
 _GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 20, "tie_word_embeddings": True}
+# Heads of two sizes; the last layer reuses KV, and has a wider MLP.
+_GEMMA4 = {
+    "head_dim": 32, "global_head_dim": 64, "sliding_window": 20, "num_kv_shared_layers": 1, "use_double_wide_mlp": True,
+}  # fmt: skip
 _QWEN_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 _SHARED = {**_QWEN_EXPERTS, "shared_expert_intermediate_size": 72}
 _DELTA_NET = {
@@ -165,11 +192,18 @@ _FIELDS = {
     "seed_oss": {"head_dim": 32},
     "mistral": {"sliding_window": None},
     "olmo3": {"sliding_window": 20},
+    "ministral": {"sliding_window": 20, "head_dim": 16},
+    "ministral3": {"head_dim": 32, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e6, "factor": 8.0, "original_max_position_embeddings": 8, "beta_fast": 32.0,
+        "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4,
+    }},
     # Small caps, so that they change the tokens; only "eager" knows them.
     "gemma2": {
         **_GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0, "attn_implementation": "eager",
     },
     "gemma3": _GEMMA,
+    "gemma4": {**_GEMMA4, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCAB_SIZE},
+    "gemma4_unified": _GEMMA4,
     "granite": _FACTORS,
     "granitemoe": {**_GRANITE_EXPERTS},
     "granitemoeshared": {**_GRANITE_EXPERTS, "shared_intermediate_size": 72},
@@ -198,8 +232,11 @@ def _layer_types(family: str, layers: int) -> dict[str, list[str]]:
         return {"layer_types": ["sliding_attention"] * (layers - 1) + ["full_attention"]}
     if family == "granitemoehybrid":
         return {"layer_types": ["full_attention"] * layers}
+    if family in GEMMA4:
+        windows = ["sliding_attention"] if layers > 2 else []  # the last layer reuses the KV of one of its kind
+        return {"layer_types": windows + ["full_attention"] * (layers - len(windows))}
     if family in DELTA_NETS:
-        return {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+        return {"layer_types": [("linear_attention", "full_attention")[i % 2] for i in range(layers)]}
     return {}
 
 
@@ -244,6 +281,9 @@ NORMS_LESS_ONE = ("gemma2", "gemma3", *DELTA_NETS)  # which add 1 to the weights
 def randomize(model, family: str, std: float = 0.2) -> None:
     """Makes every weight random, biases and norms too; matrices so wide that one token clearly wins."""
     with torch.no_grad():
+        for name, weight in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                weight.uniform_(0.6, 1.4)
         for name, weight in model.named_parameters():
             if name.endswith("A_log"):  # with `dt_bias` decays from 0.01 to 0.999
                 weight.copy_(torch.empty_like(weight).uniform_(math.log(0.01), math.log(3.0)))
@@ -251,6 +291,8 @@ def randomize(model, family: str, std: float = 0.2) -> None:
                 weight.normal_(std=1.0)
             elif name.endswith("conv1d.weight"):
                 weight.normal_(std=0.5)
+            elif family in GEMMA4 and weight.ndim == 1 and any(part in name for part in ("norm", "scale")):
+                weight.normal_(mean=1.0, std=0.4)
             elif weight.ndim == 1:
                 of_norm = name.endswith("norm.weight") and (
                     name.endswith("linear_attn.norm.weight") or family not in NORMS_LESS_ONE
@@ -329,12 +371,14 @@ GGUF_FAMILIES = (
     "gpt_oss",
     "gemma2",
     "gemma3",
+    "gemma4",
     "phi3",
     "granite",
     "smollm3",
     "seed_oss",
     "olmo2",
     "olmo3",
+    "ministral3",
     "olmoe",
     "granitemoe",
     "granitemoeshared",
@@ -403,6 +447,15 @@ GGUF_MODELS = {
             "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
         },
     }),
+    "gemma4, windows that reuse KV": ("gemma4", {
+        "num_hidden_layers": 6, "num_kv_shared_layers": 3, "layer_types": ["sliding_attention", "full_attention"] * 3,
+    }),
+    "gemma4, experts, keys are values": ("gemma4", {
+        **MODELS["gemma4, experts, keys are values"][1], "moe_intermediate_size": 64,
+    }),
+    "gemma4, keys are values, an output of its own": ("gemma4", {
+        **MODELS["gemma4, keys are values, biases, a cap"][1], "attention_bias": False,
+    }),
     "gemma3, every second window": ("gemma3", {"sliding_window_pattern": 2}),
     "phi3, windows": ("phi3", {"sliding_window": 20}),
     "smollm3, a layer without rope": ("smollm3", {"num_hidden_layers": 4}),
@@ -467,6 +520,25 @@ _OUTPUT_NORM_NAMES = {
     "post_attention_layernorm": "post_attention_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+_GEMMA4_GGUF_NAMES = {
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+    "router.proj": "ffn_gate_inp",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+}
+_GEMMA4_GGUF_TENSORS = {
+    ".layer_scalar": "layer_output_scale.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight",
+}
 _GEMMA_GGUF_NAMES = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -491,6 +563,7 @@ def as_q4_k_m(num_layers: int) -> Callable[[str], str]:
 
 # Rows of whole blocks of any format in every family of `GGUF_FAMILIES`.
 MIXED_SIZES = {
+    "hidden_size_per_layer_input": 256,
     "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "moe_intermediate_size": 256,
     "shared_expert_intermediate_size": 256, "shared_intermediate_size": 256, "num_hidden_layers": 2,
 }  # fmt: skip
@@ -537,21 +610,20 @@ def write_tiny_gguf(  # a line for each key and each name of the format
     from gguf_blocks import random_rows
 
     config, family = model.config, model.config.model_type.removesuffix("_text")
-    arch = {**_GGUF_MIXTURES, "olmo3": "olmo2", "qwen3_5": "qwen35"}.get(family, family)
+    arch = {**_GGUF_MIXTURES, "olmo3": "olmo2", "ministral3": "mistral3", "qwen3_5": "qwen35"}.get(family, family)
     writer = gguf.GGUFWriter(str(path), arch, split_max_tensors=tensors_per_part)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    if family != "qwen3_5_moe":
-        writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     rope = config.rope_parameters
     writer.add_rope_freq_base((rope.get("full_attention") or rope)["rope_theta"])
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    head_dim = 0
+    if family == "gemma4":
+        rope_freqs = _write_gemma4(writer, config)
+    else:
+        head_dim = _write_sizes(writer, config, family)
     if family in _GGUF_MIXTURES:
         _write_mixture(writer, config, family)
     elif family in ("gemma2", "gemma3"):
@@ -560,6 +632,10 @@ def write_tiny_gguf(  # a line for each key and each name of the format
         _write_phi3(writer, config, head_dim)
     elif family == "olmo3":
         _write_olmo3(writer, config)
+    elif family == "ministral3":
+        _write_yarn(writer, config.rope_parameters)
+        writer.add_rope_scaling_yarn_log_mul(config.rope_parameters["mscale_all_dim"])
+        writer.add_attn_temperature_scale(config.rope_parameters["llama_4_scaling_beta"])
     if family.startswith("granite"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
@@ -572,7 +648,10 @@ def write_tiny_gguf(  # a line for each key and each name of the format
     if rope_freqs is not None:
         writer.add_tensor("rope_freqs.weight", np.array(rope_freqs, dtype=np.float32))
     for name, values in _gguf_tensors(model, family):
-        if arch in ("llama", "granite", "granitemoe", "smollm3") and name.split(".")[-2] in ("attn_q", "attn_k"):
+        if arch in ("llama", "granite", "granitemoe", "smollm3", "mistral3") and name.split(".")[-2] in (
+            "attn_q",
+            "attn_k",
+        ):
             heads = values.shape[0] // head_dim
             halves = values.reshape(heads, 2, head_dim // 2, *values.shape[1:])
             values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
@@ -675,6 +754,47 @@ def _write_gemma(writer, config, family: str) -> None:
         writer.add_attention_scale(config.query_pre_attn_scalar**-0.5)
 
 
+def _write_sizes(writer, config, family: str) -> int:
+    """Writes the sizes of MLPs and heads that all layers have; returns that of a head."""
+    if family != "qwen3_5_moe":
+        writer.add_feed_forward_length(config.intermediate_size)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    return head_dim
+
+
+def _write_gemma4(writer, config) -> list[float]:
+    """Writes the keys of Gemma 4; returns the divisors of frequencies in layers without a window."""
+    has_window = [kind == "sliding_attention" for kind in config.layer_types]
+    by_layer = [config.per_layer_config[layer] for layer in range(len(has_window))]
+    full, local = by_layer[-1], by_layer[has_window.index(True)] if True in has_window else by_layer[-1]
+    wide = len(has_window) - (config.num_kv_shared_layers if config.use_double_wide_mlp else 0)
+    lengths = [config.intermediate_size * (1 + (layer >= wide)) for layer in range(len(has_window))]
+    heads = [layer.num_key_value_heads for layer in by_layer]
+    writer.add_feed_forward_length(lengths if config.use_double_wide_mlp else config.intermediate_size)
+    writer.add_head_count_kv(heads if len(set(heads)) > 1 else heads[0])
+    for add, of_layers in (("", full), ("_swa", local)):
+        getattr(writer, f"add_key_length{add}")(of_layers.head_dim)
+        getattr(writer, f"add_value_length{add}")(of_layers.head_dim)
+        getattr(writer, f"add_rope_dimension_count{add}")(of_layers.head_dim)
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern(has_window)
+    if config.final_logit_softcapping:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if config.enable_moe_block:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.top_k_experts)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    pairs = full.head_dim // 2
+    rotated = int(pairs * config.rope_parameters["full_attention"]["partial_rotary_factor"])
+    return [1.0] * rotated + [1e30] * (pairs - rotated)
+
+
 def _write_olmo3(writer, config) -> None:
     writer.add_sliding_window(config.sliding_window)
     writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
@@ -713,6 +833,7 @@ def _gguf_tensors(model, family: str):
     has_other_name = family in ("gpt_oss", "seed_oss", *DELTA_NETS)
     names = _GGUF_NAMES | ({"post_attention_layernorm": "post_attention_norm"} if has_other_name else {})
     gemma = family.startswith("gemma")
+    names |= _GEMMA4_GGUF_NAMES if family == "gemma4" else {}
     names |= _GEMMA_GGUF_NAMES if gemma else _OUTPUT_NORM_NAMES if family in ("olmo2", "olmo3") else {}
     for full_name, tensor in model.state_dict().items():
         stem, suffix = full_name.rsplit(".", 1)
@@ -726,6 +847,9 @@ def _gguf_tensors(model, family: str):
             yield f"{names[stem]}.{suffix}", values
             continue
         layer, own = parts[2], ".".join(parts[3:])
+        if f"{own}.{suffix}" in _GEMMA4_GGUF_TENSORS:
+            yield f"blk.{layer}.{_GEMMA4_GGUF_TENSORS[f'{own}.{suffix}']}", values
+            continue
         if own == "shared_mlp.input_linear":
             for name, half in zip(("gate", "up"), np.split(values, 2), strict=True):
                 yield f"blk.{layer}.ffn_{name}_shexp.weight", half

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from batchgen.models.shard import Cut
     from batchgen.models.tensor_files.rows_in_file import FilePart
+    from batchgen.models.tensor_files.table_rows import TableRows
 
 # The name of a tensor in its file, and where it lies.
 NamedTensor = tuple[str, TensorInfo]
@@ -50,6 +51,10 @@ class StoredPart(ABC):
             False if this format can only read the whole part; then `out` is not filled.
         """
         return False
+
+    def table_rows(self) -> TableRows:
+        """The part as a table whose rows are read one by one. Only parts that are stored as numbers or rows have it."""
+        raise NotImplementedError
 
     def in_file(self) -> FilePart:
         """The place of the part's packed rows in a file, for readers that read them piece by piece.

@@ -9,8 +9,8 @@ from batchgen.models.formats.base import Tensors
 
 # Format -> columns and bytes of a block: `core.dtypes.GROUP_FORMATS` or `FP8_FORMATS`.
 Formats = Mapping[str, tuple[int, int]]
-# Matrices that are never quantized with the others of a layer: routers, and the shared expert's gate.
-_ROUTERS = (".gate", ".router", ".shared_expert_gate")
+# Matrices that are never quantized with the others of a layer: routers, and gates of few rows.
+_ROUTERS = (".gate", ".router", ".shared_expert_gate", ".in_proj_a", ".in_proj_b", ".in_proj_ba")
 
 
 def fitting_blocks(formats: Formats, columns: int, shared: int | None) -> list[str]:
@@ -51,11 +51,13 @@ def has_plain_matrices(tensors: Tensors) -> bool:
 def is_of_layer_matrix(name: str, ndim: int) -> bool:
     """True for a tensor that belongs to a matrix of a layer, and has two dimensions itself.
 
+    Layers that predict further tokens ("mtp.layers.0"), which are not read, do not count.
+
     Args:
         name: Name of the tensor in the checkpoint.
         ndim: Number of its dimensions.
     """
-    return ndim == 2 and re.search(r"(^|\.)layers\.\d+\.", name) is not None
+    return ndim == 2 and re.search(r"^(?!mtp\.)(.*\.)?layers\.\d+\.", name) is not None
 
 
 def block_columns(formats: Formats, columns: int, row_bytes: int) -> int:

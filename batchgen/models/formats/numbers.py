@@ -12,6 +12,7 @@ from batchgen.models.shard import Cut
 from batchgen.models.tensor_files import reading
 from batchgen.models.tensor_files.headers import TensorInfo
 from batchgen.models.tensor_files.reading import NUMBERS, read_numbers
+from batchgen.models.tensor_files.table_rows import FileRows, unpack_numbers
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,17 @@ class Numbers(StoredPart):
         out.copy_(values.add_(self.added))
 
     def fill_cut(self, out: Tensor, cut: Cut) -> bool:
-        if self.added or not (cut.is_stretch or cut.by_columns):
+        whole_rows = cut.is_stretch or (cut.by_columns and cut.column_sections == 1)
+        if self.added or not whole_rows:
             return False
         if cut.by_columns:
             self._fill_columns(out, cut.rank * out.shape[1])
         else:
             read_numbers(self.name, self.info, out, first=cut.rank * out.numel())
         return True
+
+    def table_rows(self) -> FileRows:
+        return FileRows(self.name, self.info, unpack_numbers(self.info.dtype))
 
     def _fill_columns(self, out: Tensor, first: int) -> None:
         """Fill `out` with columns of a matrix, from column `first` on. Whole rows are read, some at a time."""

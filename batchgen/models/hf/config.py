@@ -12,6 +12,7 @@ from batchgen.models.hf.fields import (
     read_architecture,
     read_biases,
     read_config_keys,
+    read_gemma4,
     read_heads,
     read_mlps,
     read_norm_place,
@@ -23,7 +24,8 @@ from batchgen.models.hf.fields import (
     stated_dtype,
     token_ids,
 )
-from batchgen.models.hf.rope import read_ropes
+from batchgen.models.hf.rope import read_query_growth, read_ropes
+from batchgen.models.hf.wrappers import unwrapped
 
 
 def config_of_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -36,6 +38,7 @@ def config_of_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
     Raises:
         InputError: An architecture, RoPE kind or quantization is not supported.
     """
+    config = unwrapped(config)
     architecture = read_architecture(config)
     family = ARCHITECTURES[architecture]
     dtype = stated_dtype(config) or "float32"
@@ -47,7 +50,7 @@ def config_of_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
     rope, local_rope = (None, None) if opt else read_ropes(config, keys, family, head_dim)
     if rope is not None and rope.kind == "yarn" and rope.original_max_position:
         max_position = max(max_position, int(rope.original_max_position * rope.factor))
-    norm_place = read_norm_place(keys, family)
+    windows, norm_place = read_windows(config, keys, family, layers), read_norm_place(keys, family)
     return ModelConfig(
         architecture=architecture,
         family=family,
@@ -70,7 +73,7 @@ def config_of_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
         projection_norms=family in PROJECTION_NORMS,
         tied_embeddings=keys["tie_word_embeddings"],
         rope=rope,
-        windows=read_windows(config, keys, family, layers),
+        windows=windows,
         **read_states(keys, family, layers),
         embed_size=keys.get("word_embed_proj_dim") or hidden,
         position_offset=2 if opt else 0,
@@ -81,7 +84,9 @@ def config_of_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
         dtype=dtype,
         local_rope=local_rope,
         unrotated_layers=read_unrotated_layers(keys, layers),
-        query_scale=read_query_scale(keys),
+        query_scale=read_query_scale(keys, family),
+        **read_query_growth(config, family),
         attention_softcap=float(keys.get("attn_logit_softcapping") or 0),
         logit_softcap=float(keys.get("final_logit_softcapping") or 0),
+        **read_gemma4(keys, family, windows),
     )

@@ -10,16 +10,27 @@ from typing import Any
 
 from batchgen.core.errors import InputError
 from batchgen.models.config import Activation, NormPlace
-from batchgen.models.families import ARCHITECTURES, DELTA_NETS, GEMMA, GRANITE_MIXTURES, MIXTURES, OUTPUT_NORMS
+from batchgen.models.families import (
+    ARCHITECTURES,
+    DELTA_NETS,
+    GEMMA,
+    GEMMA4,
+    GRANITE_MIXTURES,
+    MIXTURES,
+    OUTPUT_NORMS,
+)
 from batchgen.models.formats.schemes import read_scheme
 from batchgen.models.hf.keys import KEYS, read_keys, refuse_unsupported
+from batchgen.models.nearest import nearest_family
 from batchgen.models.scales import scales_of
 from batchgen.models.state_layers import DeltaNet
-from batchgen.models.stated_numbers import shown
+from batchgen.models.stated_numbers import is_count, require_positive, shown
 
 # Models that take images too, whose text model alone is read.
 _WITH_IMAGES = (
     "Gemma3ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 )
@@ -27,6 +38,10 @@ _WITH_IMAGES = (
 _MODEL_TYPES = {
     "Gemma3ForCausalLM": "gemma3_text",
     "Gemma3ForConditionalGeneration": "gemma3",
+    "Gemma4ForCausalLM": "gemma4_text",
+    "Gemma4ForConditionalGeneration": "gemma4",
+    "Gemma4UnifiedForCausalLM": "gemma4_unified_text",
+    "Gemma4UnifiedForConditionalGeneration": "gemma4_unified",
     "Qwen3_5ForCausalLM": "qwen3_5_text",
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
 }
@@ -41,6 +56,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 # Activations that linear layers end with, and those of a gate, which are one with the product that follows.
 _ALONE, _GATES = ("relu", "gelu", "gelu_tanh"), ("silu", "gelu_tanh")
+_GEMMA4_PERIOD = 6  # layers, of which the last one has no window
 # Keys that a file with a text_config states outside of it.
 _OUTER_KEYS = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
 
@@ -146,8 +162,7 @@ def read_architecture(config: Mapping[str, Any]) -> str:
     names = stated or [name for name, known in types.items() if known == model_type] or [f"model_type {model_type!r}"]
     architecture: str = names[0]
     if architecture not in ARCHITECTURES:
-        advice = ": its text model may be there as a GGUF" if architecture.endswith("ForConditionalGeneration") else ""
-        raise InputError(f"architecture {architecture} is not supported{advice}; supported: {', '.join(ARCHITECTURES)}")
+        raise InputError(f"architecture {architecture} is not supported; {_instead(architecture)}")
     if model_type not in (None, types[architecture]):
         raise InputError(
             f"model_type {shown(model_type)} contradicts architecture {architecture}, which is "
@@ -156,14 +171,24 @@ def read_architecture(config: Mapping[str, Any]) -> str:
     return architecture
 
 
+def _instead(architecture: str) -> str:
+    """Words for what can be taken in place of a model that is not supported."""
+    family = nearest_family(architecture.removeprefix("model_type "), dict.fromkeys(ARCHITECTURES.values()))
+    nearest = next(name for name, known in ARCHITECTURES.items() if known == family)
+    text = "its text model may be there as a GGUF; " if architecture.endswith("ForConditionalGeneration") else ""
+    return f"{text}the nearest that is: {nearest} ({family}); all: docs/getting_started.md"
+
+
 def read_norm_place(keys: Mapping[str, Any], family: str) -> NormPlace:
     if not keys.get("do_layer_norm_before", True):
         return "sums"
-    return "both" if family in GEMMA else "outputs" if family in OUTPUT_NORMS else "inputs"
+    return "both" if family in (*GEMMA, *GEMMA4) else "outputs" if family in OUTPUT_NORMS else "inputs"
 
 
 def read_mlps(keys: Mapping[str, Any], family: str, layers: int) -> dict[str, Any]:
     """The fields of a ModelConfig that describe the kinds and widths of MLPs."""
+    if family in GEMMA4:
+        return _gemma4_mlps(keys, layers)
     if family not in MIXTURES:
         return {"intermediate_size": keys["ffn_dim" if family == "opt" else "intermediate_size"]}
     if family in GRANITE_MIXTURES:
@@ -183,11 +208,85 @@ def read_mlps(keys: Mapping[str, Any], family: str, layers: int) -> dict[str, An
     }
 
 
+def _gemma4_mlps(keys: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """The MLPs of Gemma 4: wider ones in layers without KV of their own, or one MLP beside experts in each layer."""
+    inner, shared = keys["intermediate_size"], keys["num_kv_shared_layers"]
+    is_wide = keys["use_double_wide_mlp"] and shared > 0
+    if not keys.get("enable_moe_block", False):
+        wide = {"dense_layers": tuple(range(max(0, layers - shared), layers)), "dense_size": 2 * inner}
+        return {"intermediate_size": inner, **(wide if is_wide else {})}
+    sizes = {name: keys[name] for name in ("num_experts", "top_k_experts", "moe_intermediate_size")}
+    if missing := [name for name, value in sizes.items() if value is None]:
+        raise InputError(f"enable_moe_block needs {' and '.join(missing)}")
+    if is_wide:
+        raise InputError("use_double_wide_mlp in layers with experts (enable_moe_block) is not supported")
+    return {
+        "intermediate_size": sizes["moe_intermediate_size"],
+        "num_experts": sizes["num_experts"],
+        "experts_per_token": sizes["top_k_experts"],
+        "norm_topk": True,
+        "shared_expert_size": inner,
+        "shared_gate": False,
+        "mlp_beside_experts": True,
+    }
+
+
+def read_gemma4(keys: Mapping[str, Any], family: str, windows: tuple[int | None, ...]) -> dict[str, Any]:
+    """The fields of a ModelConfig that Gemma 4 alone has.
+
+    Args:
+        keys: Values of the keys in `hf.keys.KEYS`.
+        family: Family of the model.
+        windows: Sliding window of each layer.
+    """
+    if family not in GEMMA4:
+        return {}
+    width, keys_are_values = keys.get("hidden_size_per_layer_input", 0), keys["attention_k_eq_v"]
+    if width and keys["vocab_size_per_layer_input"] != keys["vocab_size"]:
+        raise InputError(
+            f"vocab_size_per_layer_input {keys['vocab_size_per_layer_input']} must be vocab_size {keys['vocab_size']}"
+        )
+    head_dim, kv_heads = _global_heads(keys, windows)
+    return {
+        "global_head_dim": 0 if head_dim == keys["head_dim"] else head_dim,
+        "global_kv_heads": 0 if kv_heads == keys["num_key_value_heads"] else kv_heads,
+        "shared_kv_layers": keys["num_kv_shared_layers"],
+        "keys_are_values": keys_are_values,
+        "value_norm": True,
+        "layer_scale": True,
+        "per_layer_size": width,
+    }
+
+
+def _global_heads(keys: Mapping[str, Any], windows: tuple[int | None, ...]) -> tuple[int, int]:
+    """The size of a head, and the number of key and value heads, in layers of Gemma 4 without a sliding window.
+
+    Files that transformers has saved state them by layer, in `per_layer_config`.
+    """
+    by_layer = keys["per_layer_config"]
+    if by_layer is None:
+        kv_heads = keys["num_global_key_value_heads"] if keys["attention_k_eq_v"] else None
+        return keys["global_head_dim"], kv_heads or keys["num_key_value_heads"]
+    usual = {"head_dim": keys["head_dim"], "num_key_value_heads": keys["num_key_value_heads"]}
+    heads: dict[bool, set[tuple[int, ...]]] = {}
+    for layer, window in enumerate(windows):
+        stated = by_layer.get(str(layer), {})
+        if not isinstance(stated, Mapping) or set(stated) - set(usual) or not all(map(is_count, stated.values())):
+            raise InputError(f"per_layer_config of layer {layer} is not supported: {shown(stated)}")
+        heads.setdefault(window is None, set()).add(tuple({**usual, **stated}.values()))
+    if len(heads.get(True, ())) > 1 or heads.get(False, {tuple(usual.values())}) != {tuple(usual.values())}:
+        raise InputError("per_layer_config: layers of one kind whose heads differ are not supported")
+    ((head_dim, kv_heads),) = heads.get(True, {tuple(usual.values())})
+    return head_dim, kv_heads
+
+
 def _granite_mlps(keys: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of Granite's MLPs. Without experts, its shared expert is its one MLP."""
     experts, shared = keys["num_local_experts"], keys.get("shared_intermediate_size", 0)
     if not experts:
+        require_positive("shared_intermediate_size", shared)
         return {"intermediate_size": shared}
+    require_positive("num_experts_per_tok", keys["num_experts_per_tok"])
     return {
         "intermediate_size": keys["intermediate_size"],
         "num_experts": experts,
@@ -229,7 +328,9 @@ def read_scales(keys: Mapping[str, Any], family: str, eps: float) -> dict[str, A
     """
     return scales_of(
         eps,
-        embedding=keys["hidden_size"] ** 0.5 if family in GEMMA else float(keys.get("embedding_multiplier", 1.0)),
+        embedding=keys["hidden_size"] ** 0.5
+        if family in (*GEMMA, *GEMMA4)
+        else float(keys.get("embedding_multiplier", 1.0)),
         residual=float(keys.get("residual_multiplier", 1.0)),
         logits_divisor=float(keys.get("logits_scaling", 1.0)),
     )
@@ -251,8 +352,10 @@ def read_unrotated_layers(keys: Mapping[str, Any], layers: int) -> tuple[int, ..
     return tuple(layer for layer in range(layers) if not rotated[layer])
 
 
-def read_query_scale(keys: Mapping[str, Any]) -> float | None:
+def read_query_scale(keys: Mapping[str, Any], family: str) -> float | None:
     """The factor of queries of Gemma and Granite; None: head_dim ** -0.5."""
+    if family in GEMMA4:
+        return 1.0
     if "attention_multiplier" in keys:
         return float(keys["attention_multiplier"])
     return keys["query_pre_attn_scalar"] ** -0.5 if "query_pre_attn_scalar" in keys else None
@@ -278,6 +381,8 @@ def read_windows(
                 "whose layers all have attention"
             )
         raise InputError(f"layer_types: layer type {unknown[0]!r} is not supported")
+    if family in GEMMA4:  # whatever is stated
+        types = [*types[:-1], "full_attention"]
     if window is None and "sliding_attention" in types:
         raise InputError("layer_types: layers with sliding attention need a sliding_window")
     return tuple(window if kind == "sliding_attention" else None for kind in types)
@@ -305,6 +410,8 @@ def _layer_types(keys: Mapping[str, Any], family: str, layers: int, window: int 
     def has_window(layer: int) -> bool:
         if family in ("gemma2", "gpt_oss"):
             return layer % 2 == 0
+        if family in GEMMA4:
+            return bool((layer + 1) % _GEMMA4_PERIOD)
         if family == "gemma3":
             return bool((layer + 1) % keys["sliding_window_pattern"])
         if family == "olmo3":

@@ -2,8 +2,8 @@
 
 A key of transformers' configuration classes is in one of three tables. It is read (`KEYS`), or it does not change
 logits (`IGNORED`), or it is refused unless it has the value that batchgen computes with (`FIXED`). Keys that these
-classes do not have are ignored, except a few that mean a different computation (`_FOREIGN`). No file is read here, and
-torch is not imported.
+classes do not have are refused if they state something, except those of published files that change no logits
+(`_NOTES`); some have values that are harmless (`_FOREIGN`). No file is read here, and torch is not imported.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "share": (lambda value: is_number(value) and value >= 0, "a number of at least 0"),
     "positive": (lambda value: is_number(value) and value > 0, "a number above 0"),
     "name": (lambda value: isinstance(value, str), "a name"),
+    "object": (lambda value: isinstance(value, Mapping), "an object"),
     "names": (_list_of(lambda value: isinstance(value, str)), "a list of names"),
     "layers": (_list_of(_is_token), "a list of layers"),
     "token": (_is_token, "a token id"),
@@ -93,6 +94,15 @@ _GEMMA = {
     "query_pre_attn_scalar": Key(256, "positive"),
     "sliding_window": _WINDOW,
 }
+_GEMMA4 = {
+    **{name: key for name, key in _GEMMA.items() if name not in ("query_pre_attn_scalar", "rope_theta")},
+    **_counts(vocab_size=262144, num_hidden_layers=30, global_head_dim=512),
+    **_flags(attention_k_eq_v=False, use_double_wide_mlp=False),
+    "final_logit_softcapping": Key(None, "positive", True),
+    "num_kv_shared_layers": Key(0, "index"),
+    "num_global_key_value_heads": _HEADS_NULL,
+    "per_layer_config": Key(None, "object", True),
+}
 _OLMO_2 = {
     **_rotary(eps=1e-5),
     **_counts(vocab_size=50304, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32),
@@ -115,6 +125,15 @@ _DELTA_NET_EXPERTS = {
     **_counts(hidden_size=2048, num_key_value_heads=2, moe_intermediate_size=512, shared_expert_intermediate_size=512),
 }
 _MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")  # Granite's
+_MINISTRAL = {
+    **_rotary(),
+    **_counts(vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32),
+    **_counts(num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=131072),
+    **_flags(tie_word_embeddings=False),
+    **_ends(1, 2),
+    "head_dim": _HEADS_NULL,
+    "sliding_window": Key(None, "index", True),
+}
 _GRANITE_MIXTURE = {
     **_rotary(),
     **_counts(vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32),
@@ -192,6 +211,14 @@ KEYS: dict[str, dict[str, Key]] = {
         "sliding_window_pattern": Key(6, "count"),
         "final_logit_softcapping": Key(None, "positive", True),
     },
+    "gemma4": {
+        **_GEMMA4,
+        **_counts(max_position_embeddings=131072, sliding_window=512, vocab_size_per_layer_input=262144),
+        **_flags(enable_moe_block=False),
+        "hidden_size_per_layer_input": Key(256, "index"),
+        **dict.fromkeys(("num_experts", "top_k_experts", "moe_intermediate_size"), Key(None, "count", True)),
+    },
+    "gemma4_unified": {**_GEMMA4, **_counts(max_position_embeddings=262144, sliding_window=1024)},
     "phi3": {
         **_rotary(eps=1e-5),
         **_counts(vocab_size=32064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32),
@@ -235,6 +262,12 @@ KEYS: dict[str, dict[str, Key]] = {
     },
     "olmo2": _OLMO_2,
     "olmo3": {**_OLMO_2, **_TYPES, "rope_theta": Key(5e5, "positive"), "sliding_window": _WINDOW},
+    "ministral": _MINISTRAL | {**_rotary(), **_TYPES, "sliding_window": Key(4096, "index")},
+    "ministral3": {
+        **_MINISTRAL,
+        **_counts(vocab_size=131072, num_hidden_layers=34, head_dim=128, max_position_embeddings=262144),
+        "rms_norm_eps": Key(1e-5, "share"),
+    },
     "olmoe": {
         **_rotary(eps=1e-5),
         **_counts(vocab_size=50304, hidden_size=2048, intermediate_size=2048, num_hidden_layers=16),
@@ -341,6 +374,7 @@ _OF_MAMBA = (  # of layers that Granite 4 may have, and that are refused by laye
 IGNORED = frozenset((*_OF_TRAINING, *_OF_OUTPUTS, *_OF_LOSSES, *_OF_FORM, *_OF_MAMBA))
 _EVERYWHERE: dict[str, tuple[Any, ...]] = {"is_encoder_decoder": (False,)}
 _CAUSAL: dict[str, tuple[Any, ...]] = {"use_bidirectional_attention": (None, False)}
+_CAUSAL_TEXT: dict[str, tuple[Any, ...]] = {"use_bidirectional_attention": (None, "vision")}
 _NORM_TOPK: dict[str, tuple[Any, ...]] = {"norm_topk_prob": (None, True)}  # a key of other mixtures of experts
 _OUTPUT_GATE: dict[str, tuple[Any, ...]] = {"attn_output_gate": (None, True)}  # which the class does not read
 _ALL_SPARSE: dict[str, tuple[Any, ...]] = {"mlp_only_layers": (None, []), "decoder_sparse_step": (None, 1)}
@@ -352,6 +386,8 @@ FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
     "gemma2": {**_EVERYWHERE, **_CAUSAL},
     # Transformers does not apply the cap, the name says that it is applied: nobody can say what is meant.
     "gemma3": {**_EVERYWHERE, **_CAUSAL, "attn_logit_softcapping": (None,)},
+    "gemma4": {**_EVERYWHERE, **_CAUSAL_TEXT},
+    "gemma4_unified": {**_EVERYWHERE, **_CAUSAL_TEXT},
     "mixtral": {**_EVERYWHERE, **_NORM_TOPK},
     **{family: {**_EVERYWHERE, **_NORM_TOPK} for family in GRANITE_MIXTURES},
     "olmoe": {**_EVERYWHERE, "clip_qkv": (None,)},
@@ -379,6 +415,45 @@ _NOT_FOREIGN = {"qwen2": ("attention_bias",), **dict.fromkeys((*HEAD_NORMS, *PRO
 _EXPERTS = ("num_experts", "num_local_experts")
 
 
+# Keys of published files that change no logits: of versions of transformers, of training, of tokens and generation.
+_NAMES_OF_NOTES = """
+    auto_map name_or_path base_model_name_or_path model_name unsloth_version unsloth_fixed transformers.js_config
+    quantization_config compression_config quantization quant_method cache_implementation generation_config text_config
+    finetuning_task task_specific_params torchscript tf_legacy_loss use_bfloat16 tokenizer_class is_decoder
+    tie_encoder_decoder cross_attention_hidden_size output_attentions output_scores mamba_ssm_dtype
+    prefix sep_token_id cls_token_id mask_token_id unk_token_id decoder_start_token_id bos_token eos_token pad_token
+    unk_token image_token_id video_token_id audio_token_id vision_start_token_id vision_end_token_id vision_token_id
+    image_token_index boi_token_id eoi_token_id boi_token_index eoi_token_index mm_tokens_per_image vision_config
+    audio_config projector_hidden_act vision_feature_layer vision_feature_select_strategy spatial_merge_size
+    multimodal_projector_bias image_seq_length image_grid_pinpoints use_image_newline_parameter
+    do_sample temperature top_k top_p typical_p repetition_penalty length_penalty max_length min_length max_new_tokens
+    num_beams num_beam_groups num_return_sequences diversity_penalty no_repeat_ngram_size bad_words_ids early_stopping
+    encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id
+    remove_invalid_values return_dict_in_generate suppress_tokens begin_suppress_tokens
+    activation_dropout hidden_dropout hidden_dropout_prob attn_pdrop ffn_dropout init_method classifier_dropout
+    gradient_checkpointing router_z_loss_coef aux_loss_alpha is_llama_config rope_interleaved normalization_function
+    interpolate_factor full_attn_mod attn_implementation use_flash_attn flash_attention use_liger_kernel
+    model_max_length max_sequence_length seq_length initial_context_length experts_per_token max_window_layers
+    hidden_act hidden_activation intermediate_size original_max_position_embeddings layer_types
+    vocab_size_per_layer_input num_nextn_predict_layers mtp_num_hidden_layers mtp_use_dedicated_embeddings
+"""
+_NOTES = frozenset(_NAMES_OF_NOTES.split())
+
+
+def _refuse_unknown(config: Mapping[str, Any], family: str) -> None:
+    """Raise InputError for a key that is in no table: it may state other mathematics, and nobody would notice.
+
+    Keys that begin with an underscore are allowed, and those that state nothing: null, false, 0 or an empty value.
+    """
+    known = {*KEYS[family], *FIXED[family], *_FOREIGN, *_EXPERTS}
+    for name, value in config.items():
+        if value and not name.startswith("_") and name not in known | IGNORED | READ_APART | _NOTES | {"model_type"}:
+            raise InputError(
+                f"{name} {shown(value)} is a key that is not known of this family ({family}): if it changes nothing, "
+                "remove it from config.json"
+            )
+
+
 def read_keys(config: Mapping[str, Any], family: str) -> dict[str, Any]:
     """The value of every key in `KEYS` of a family: the stated value, or transformers' default.
 
@@ -386,6 +461,7 @@ def read_keys(config: Mapping[str, Any], family: str) -> dict[str, Any]:
         InputError: A value has the wrong type or is not supported; the message names the key.
     """
     refuse_unsupported(config, family)
+    _refuse_unknown(config, family)
     config = _with_own_name_of_experts(config, family)
     return {name: _value(config, name, key) for name, key in KEYS[family].items()}
 
@@ -408,11 +484,16 @@ def refuse_unsupported(config: Mapping[str, Any], family: str) -> None:
     exempt = _NOT_FOREIGN.get(family, ())
     foreign = {name: known for name, known in _FOREIGN.items() if name not in keys and name not in exempt}
     for name, known in {**foreign, **FIXED[family]}.items():
-        if name in config and not any(config[name] == value for value in known):
+        if name in config and not any(_equal(config[name], value) for value in known):
             raise InputError(
                 f"{name} {shown(config[name])} is not supported for this family ({family}); supported: "
                 f"{', '.join(map(shown, known))}"
             )
+
+
+def _equal(stated: Any, value: Any) -> bool:
+    """True for equal values; true and false equal no number."""
+    return stated is value if isinstance(value, bool) else bool(stated == value)
 
 
 def _with_own_name_of_experts(config: Mapping[str, Any], family: str) -> Mapping[str, Any]:

@@ -6,10 +6,11 @@ They are stated by keys of the file itself, by `rope_scaling`, or by `rope_param
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 from batchgen.core.errors import InputError
-from batchgen.models.families import DELTA_NETS
+from batchgen.models.families import DELTA_NETS, GEMMA4
 from batchgen.models.rope import ROPE_KINDS, RopeConfig, RopeKind
 from batchgen.models.stated_numbers import is_number, require_positive, shown
 
@@ -21,6 +22,24 @@ _GPT_OSS_ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
+_GEMMA4_ROPES = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+# Family -> the rotary positions of a file that states none.
+_USUAL = {"gpt_oss": _GPT_OSS_ROPE, "ministral3": _MINISTRAL3_ROPE}
+_OF_GROWTH = ("llama_4_scaling_beta", "max_position_embeddings")  # keys beside those of rotary positions
 _PHI3_LONGROPE = ("su", "yarn", "longrope")  # with its earlier names
 # Kind -> keys without which it is refused, and others that it reads.
 _NEEDED = {
@@ -30,7 +49,8 @@ _NEEDED = {
     "longrope": ("short_factor", "long_factor"),
 }
 _OPTIONAL = {
-    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "proportional": ("factor",),
+    "yarn": ("attention_factor", "attn_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     "longrope": ("factor", "attention_factor"),
 }
 # Keys of all kinds; "finetuned" is a note that older files with YaRN have.
@@ -67,12 +87,14 @@ def read_ropes(
         InputError: A value has the wrong type, is not supported, or is ambiguous.
     """
     old, new = (_table(config, name) for name in ("rope_scaling", "rope_parameters"))
+    if family in GEMMA4:
+        return _read_gemma4(config, keys, new)
     if family in _BY_LAYER_TYPE:
         return _read_by_layer_type(config, keys, family, old, new)
     if any(name in table for table in (old, new) for name in _LAYER_TYPES):
         raise InputError("rope parameters that differ between layer types are not supported for this family")
-    if family == "gpt_oss" and config.get("rope_parameters") is None:
-        new = {} if old else _GPT_OSS_ROPE
+    if family in _USUAL and config.get("rope_parameters") is None:
+        new = {} if old else _USUAL[family]
     taken = _read(config, keys, family, old or new, head_dim)  # transformers takes one of them, not both
     if old and new and taken != (merged := _read(config, keys, family, _merged(new, old), head_dim)):
         raise InputError(
@@ -80,6 +102,19 @@ def read_ropes(
             f'remove rope_scaling and put what it says into rope_parameters, with "rope_theta": {merged.theta!r}'
         )
     return taken, None
+
+
+def read_query_growth(config: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """The fields of a ModelConfig that describe how queries grow with their positions (Ministral 3)."""
+    if family != "ministral3":
+        return {}
+    old, new = (_table(config, name) for name in ("rope_scaling", "rope_parameters"))
+    params = {**(old or new or _MINISTRAL3_ROPE)}
+    beta, period = params.get("llama_4_scaling_beta"), params.get("original_max_position_embeddings")
+    if beta is None or not is_number(beta) or beta < 0:
+        raise InputError(f"llama_4_scaling_beta of rope_parameters must be a number of at least 0, not {shown(beta)}")
+    require_positive("original_max_position_embeddings", period)
+    return {"query_growth": float(beta), "query_growth_period": period if beta else 0}
 
 
 def _table(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -120,6 +155,27 @@ def _read_by_layer_type(
     return ropes[0], ropes[1]
 
 
+def _read_gemma4(
+    config: Mapping[str, Any], keys: Mapping[str, Any], stated: Mapping[str, Any]
+) -> tuple[RopeConfig, RopeConfig]:
+    """The rotary positions of Gemma 4, which are stated for both types of layers, or for none."""
+    if "rope_scaling" in config:
+        raise InputError("rope_scaling of Gemma 4 is not supported: state rope_parameters of both layer types")
+    if config.get("rope_parameters") is None:
+        stated = _GEMMA4_ROPES
+    ropes = []
+    for layer_type in _LAYER_TYPES:
+        params = dict(_table(stated, layer_type))
+        if "rope_type" not in params or "rope_theta" not in params:
+            raise InputError(f"rope_parameters of Gemma 4 need rope_type and rope_theta of {layer_type}")
+        share = 1.0
+        if params["rope_type"] == "proportional":
+            share = _number(params, "partial_rotary_factor", 1.0)
+            params["partial_rotary_factor"] = 1.0
+        ropes.append(replace(_rope(params, keys["max_position_embeddings"], None), share=share))
+    return ropes[0], ropes[1]
+
+
 def _read(
     config: Mapping[str, Any], keys: Mapping[str, Any], family: str, stated: Mapping[str, Any], head_dim: int
 ) -> RopeConfig:
@@ -129,6 +185,8 @@ def _read(
         require_positive("original_max_position_embeddings", original)
     if family == "phi3":
         return _phi3_rope(params, keys["max_position_embeddings"], original, head_dim)
+    if family == "ministral3":
+        params = {name: value for name, value in params.items() if name not in _OF_GROWTH}
     if family in DELTA_NETS:
         return _delta_net_rope(params, keys["max_position_embeddings"], original, head_dim)
     return _rope(params, keys["max_position_embeddings"], original)
@@ -201,7 +259,12 @@ def _rope(params: Mapping[str, Any], max_position: int, original: int | None, ro
         fields["original_max_position"] = original
         if fields.get("factor") is None and kind != "llama3":
             fields["factor"] = max_position / original
-    return RopeConfig(theta=theta, kind=cast(RopeKind, kind), rotated=rotated, **fields)
+    further = fields.pop("attn_factor", 1.0)
+    rope = RopeConfig(theta=theta, kind=cast(RopeKind, kind), rotated=rotated, **fields)
+    if further == 1.0 or "attention_factor" in fields:
+        return rope
+    # As its authors' code has it: a factor beside that of the formula. Transformers does not read it.
+    return replace(rope, attention_factor=further * rope.attention_scaling())
 
 
 def _kind(params: Mapping[str, Any]) -> str:

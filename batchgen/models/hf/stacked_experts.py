@@ -1,8 +1,8 @@
 """Experts that a checkpoint stacks in one tensor for each layer, as single matrices under names of their own.
 
-Checkpoints of Qwen3.5 have "experts.gate_up_proj" [experts, gate and up rows, columns] and "experts.down_proj" in place
-of a gate, an up and a down projection for each expert. Scales of FP8 are stacked in the same way. Those of Granite have
-"input_linear.weight" and "output_linear.weight".
+Checkpoints of Qwen3.5 and Gemma 4 have "experts.gate_up_proj" [experts, gate and up rows, columns] and
+"experts.down_proj" in place of a gate, an up and a down projection for each expert. Scales of FP8 are stacked in the
+same way. Those of Granite have "input_linear.weight" and "output_linear.weight".
 """
 
 from __future__ import annotations

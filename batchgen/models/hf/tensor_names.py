@@ -6,7 +6,7 @@ In a name, {} stands for the number of the layer.
 from __future__ import annotations
 
 from batchgen.models.config import ModelConfig
-from batchgen.models.families import DELTA_NETS, GEMMA, GRANITE_MIXTURES, OUTPUT_NORMS, QWEN_MIXTURES
+from batchgen.models.families import DELTA_NETS, GEMMA, GEMMA4, GRANITE_MIXTURES, OUTPUT_NORMS, QWEN_MIXTURES
 
 _LLAMA_NAMES = {
     "embed": "embed_tokens",
@@ -27,6 +27,15 @@ _GEMMA_NAMES = _LLAMA_NAMES | {
     "out_norm": "layers.{}.post_attention_layernorm",
     "post_norm": "layers.{}.pre_feedforward_layernorm",
     "down_norm": "layers.{}.post_feedforward_layernorm",
+}
+_GEMMA4_NAMES = _GEMMA_NAMES | {
+    "block": "layers.{}",
+    "per_layer_embed": "embed_tokens_per_layer",
+    "per_layer_proj": "per_layer_model_projection",
+    "per_layer_proj_norm": "per_layer_projection_norm",
+    "per_layer_up": "layers.{}.per_layer_input_gate",
+    "per_layer_down": "layers.{}.per_layer_projection",
+    "per_layer_norm": "layers.{}.post_per_layer_input_norm",
 }
 _OLMO_NAMES = _LLAMA_NAMES | {
     "out_norm": "layers.{}.post_attention_layernorm",
@@ -70,6 +79,7 @@ def tensor_names(config: ModelConfig) -> dict[str, str]:
         "opt": _OPT_NAMES,
         "phi3": _PHI3_NAMES,
         **dict.fromkeys(GEMMA, _GEMMA_NAMES),
+        **dict.fromkeys(GEMMA4, _GEMMA4_NAMES | _gemma4_mixture_names(config.num_experts)),
         **dict.fromkeys(OUTPUT_NORMS, _OLMO_NAMES),
         **dict.fromkeys(GRANITE_MIXTURES, _granite_names(config.num_experts)),
     }
@@ -93,8 +103,9 @@ def stacked_experts(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     """The tensors that have all experts of a layer, by name, and the parts of each expert in them; or nothing."""
     if not config.num_experts:
         return {}
-    if config.family in DELTA_NETS:
-        return {"mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), "mlp.experts.down_proj": ("down_proj",)}
+    if config.family in (*DELTA_NETS, *GEMMA4):
+        stem = "experts" if config.family in GEMMA4 else "mlp.experts"
+        return {f"{stem}.gate_up_proj": ("gate_proj", "up_proj"), f"{stem}.down_proj": ("down_proj",)}
     if config.family in GRANITE_MIXTURES:
         moe = "block_sparse_moe"
         return {f"{moe}.input_linear": ("gate_proj", "up_proj"), f"{moe}.output_linear": ("down_proj",)}
@@ -105,6 +116,23 @@ def _gpt_oss_names(num_layers: int) -> dict[str, str]:
     """The names of gpt-oss, whose experts are fused, and whose sinks of all layers are loaded together."""
     names = _LLAMA_NAMES | {"router": "layers.{}.mlp.router", "experts": "layers.{}.mlp.experts"}
     return names | {f"attention.{layer}": f"layers.{layer}.self_attn" for layer in range(num_layers)}
+
+
+def _gemma4_mixture_names(num_experts: int) -> dict[str, str]:
+    """The names in layers of Gemma 4 with experts, and with the MLP beside them in place of a shared expert."""
+    if not num_experts:
+        return {}
+    names = {
+        "router": "layers.{}.router.proj",
+        "router_input": "layers.{}.router",
+        "experts_norm": "layers.{}.pre_feedforward_layernorm_2",
+        "experts_out_norm": "layers.{}.post_feedforward_layernorm_2",
+        "shared_out_norm": "layers.{}.post_feedforward_layernorm_1",
+    }
+    for part in ("gate", "up", "down"):
+        names[f"shared.{part}"] = f"layers.{{}}.mlp.{part}_proj"
+        names |= {f"experts.{e}.{part}": f"layers.{{}}.experts.{e}.{part}_proj" for e in range(num_experts)}
+    return names
 
 
 def _mixture_names(num_experts: int) -> dict[str, dict[str, str]]:

@@ -25,11 +25,11 @@ from batchgen.models.layouts import Part, all_parts
 from batchgen.models.tensor_files.headers import TensorInfo
 from batchgen.models.tensor_files.reading import NUMBERS, check_stored, read_bytes, read_numbers
 
+# Prefixes of all names of tensors, and of an output matrix's: of a text model alone, and within a wrapper.
+_ANY_PREFIX = (("model.", ""), ("", ""), ("model.language_model.", ""), ("language_model.model.", "language_model."))
 # Family -> prefixes of all names of tensors, and of an output matrix's; checkpoints differ.
 _PREFIXES = {
     "opt": (("model.decoder.", ""), ("decoder.", "")),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), (("model.language_model.", ""), ("model.", ""), ("", ""))),
-    "gemma3": (("model.", ""), ("", ""), ("model.language_model.", ""), ("language_model.model.", "language_model.")),
 }
 
 
@@ -63,7 +63,7 @@ def hf_parts(
 
 def _part_names(config: ModelConfig, model: Path, tensors: Tensors) -> dict[str, str]:
     """For each part of a layout, its name in the files of this checkpoint, with {} for the number of the layer."""
-    prefixes = _PREFIXES.get(config.family, (("model.", ""), ("", "")))
+    prefixes = _PREFIXES.get(config.family, _ANY_PREFIX)
     present = [(prefix, of_head) for prefix, of_head in prefixes if f"{prefix}embed_tokens.weight" in tensors]
     if not present:
         raise missing_tensor(model, tensors, f"{prefixes[0][0]}embed_tokens.weight")
@@ -103,6 +103,8 @@ def _refuse_unread(config: ModelConfig, names: dict[str, str], tensors: Tensors)
         if stem in names:
             read.add(f"{names[stem].format(part.layer)}.{suffix}")
     known = set(names.values())
+    reusing = [layer for layer in range(config.num_layers) if config.kv_source(layer) != layer]
+    read |= {f"{names[part].format(layer)}.weight" for part in ("k", "v", "k_norm") for layer in reusing}
     for name, info in tensors.items():
         stem, _, suffix = name.rpartition(".")
         layer = re.search(r"(?<=layers\.)\d+(?=\.)", stem)

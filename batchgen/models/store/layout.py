@@ -16,28 +16,23 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.layouts import Shape, Stored
 
 EMBEDDINGS_FILE, HEAD_FILE = "embeddings.safetensors", "head.safetensors"
+PER_LAYER_FILE = "per-layer-embeddings.safetensors"
 TENSOR_ALIGNMENT = 64
 # The tensors of a layer by the group they are stored in, named and ordered as in `ModelConfig.layer_tensors`.
 _LAYER_GROUPS = {
     "qkv": (
-        "qkv",
-        "input_norm",
-        "post_norm",
-        "q_norm",
-        "k_norm",
-        "out_norm",
-        "down_norm",
-        "ba",
-        "conv",
-        "a_log",
-        "dt_bias",
-        "state_norm",
+        *("qkv", "input_norm", "post_norm", "q_norm", "k_norm", "out_norm", "down_norm"),
+        *("layer_scale", "per_layer_norm"),
+        *("ba", "conv", "a_log", "dt_bias", "state_norm"),
     ),
     "out": ("out",),
-    "up": ("gate_up", "up", "router", "shared_gate_up", "shared_gate"),
-    "down": ("down", "shared_down"),
+    "up": (
+        *("gate_up", "up", "router", "shared_gate_up", "shared_gate", "per_layer_up"),
+        *("router_norm", "expert_scale", "experts_norm", "experts_out_norm", "shared_out_norm"),
+    ),
+    "down": ("down", "shared_down", "per_layer_down"),
 }
-_SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"} | {
+SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"} | {
     name: "I8" if name == INT8 else "U8" for name in PACKED_FORMATS
 }
 
@@ -114,6 +109,7 @@ class WeightStore:
         layers: Files of the layers, in order.
         embeddings: File of the tensors before the first layer.
         head: File of the tensors after the last layer.
+        per_layer: File of the table of per-layer embeddings, which is read by row; None: the model has none.
     """
 
     path: Path
@@ -123,10 +119,12 @@ class WeightStore:
     layers: tuple[StoreFile, ...]
     embeddings: StoreFile
     head: StoreFile
+    per_layer: StoreFile | None = None
 
     @property
     def files(self) -> tuple[StoreFile, ...]:
-        return (self.embeddings, *self.layers, self.head)
+        table = () if self.per_layer is None else (self.per_layer,)
+        return (self.embeddings, *self.layers, self.head, *table)
 
     @property
     def num_bytes(self) -> int:
@@ -184,7 +182,7 @@ def lay_out(path: Path, groups: Mapping[str, Mapping[str, Stored]], weight_forma
         for name, stored in of_group.items():
             pad_to(-(-end // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT)
             tensor = StoredTensor(name, stored.dtype, stored.shape, end, stored.num_bytes)
-            put(name, _SAFETENSORS_DTYPES[stored.dtype], stored.stored_shape, stored.num_bytes)
+            put(name, SAFETENSORS_DTYPES[stored.dtype], stored.stored_shape, stored.num_bytes)
             tensors.append(tensor)
         pad_to(aligned(end))
         extents.append((group, begin, end, tensors))
@@ -265,7 +263,7 @@ def _check_tensors(path: Path, extent: Extent) -> None:
     """Raise ValueError unless tensors are in order within their group, each with the size that its shape requires."""
     end = extent.offset
     for tensor in extent.tensors:
-        known = tensor.dtype in _SAFETENSORS_DTYPES and tensor.shape and min(tensor.shape) > 0
+        known = tensor.dtype in SAFETENSORS_DTYPES and tensor.shape and min(tensor.shape) > 0
         if not known or tensor.num_bytes != math.prod(tensor.shape[:-1]) * weight_row_bytes(
             tensor.shape[-1], tensor.dtype
         ):

@@ -19,6 +19,8 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.store.layout import (
     EMBEDDINGS_FILE,
     HEAD_FILE,
+    PER_LAYER_FILE,
+    SAFETENSORS_DTYPES,
     Extent,
     StoreFile,
     WeightStore,
@@ -26,10 +28,13 @@ from batchgen.models.store.layout import (
     layer_file_name,
 )
 from batchgen.models.store.manifest import STORE_MANIFEST, read_store_manifest
+from batchgen.models.tensor_files.headers import TensorInfo
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from batchgen.models.tensor_files.table_rows import FileRows
 
 _PIECE_BYTES = 4 << 20  # read, hashed and converted at a time
 _REPAIR = "convert the model again, which makes anew what is missing or damaged"
@@ -51,7 +56,8 @@ def open_store(path: Path | str) -> WeightStore:
         config = ModelConfig.from_json(manifest["config"])
         layers = tuple(files[layer_file_name(j)] for j in range(config.num_layers))
         kinds = manifest["dtype"], manifest["weight_format"]
-        store = WeightStore(path, config, *kinds, layers, files[EMBEDDINGS_FILE], files[HEAD_FILE])
+        table = files[PER_LAYER_FILE] if config.per_layer_size else None
+        store = WeightStore(path, config, *kinds, layers, files[EMBEDDINGS_FILE], files[HEAD_FILE], table)
     except (LookupError, ValueError) as error:
         what = f"it has no {error}" if isinstance(error, LookupError) else one_line(error)
         raise InputError(
@@ -66,6 +72,20 @@ def open_store(path: Path | str) -> WeightStore:
         if num_bytes != file.num_bytes:
             raise InputError(f"{file.path} has {num_bytes:,} bytes instead of {file.num_bytes:,}: {_REPAIR}")
     return store
+
+
+def open_per_layer(store: WeightStore) -> FileRows:
+    """The table of per-layer embeddings of a store, whose rows are read one by one, without a checksum of each."""
+    from batchgen.models.tensor_files.table_rows import FileRows, unpack_numbers
+    from batchgen.ops import cpp
+
+    assert store.per_layer is not None, "the model has per-layer embeddings"
+    (extent,) = store.per_layer.extents.values()
+    (tensor,) = extent.tensors
+    info = TensorInfo(store.per_layer.path, tensor.dtype, tensor.shape, tensor.offset, tensor.num_bytes)
+    if tensor.dtype in BLOCK_FORMATS:
+        return FileRows(tensor.name, info, lambda packed, out: cpp.unpack_blocks(tensor.dtype.upper(), packed, out))
+    return FileRows(tensor.name, info, unpack_numbers(SAFETENSORS_DTYPES[tensor.dtype]))
 
 
 def views(extent: Extent, buffer: Tensor) -> dict[str, Tensor]:

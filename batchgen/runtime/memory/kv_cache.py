@@ -92,6 +92,7 @@ class Moves:
     Attributes:
         staging: The staging.
         host_blocks: Blocks of the host's pool to bring, int64.
+        all_host_blocks: Blocks to bring in layers that reuse KV, int64; empty where no layer does.
         new_rows: Rows of K and V of new tokens in the staging buffer, int64.
         host_rows: Their rows in the host's pool, int64.
         dirty: Staging blocks that go to disk, int64.
@@ -100,6 +101,7 @@ class Moves:
 
     staging: Staging
     host_blocks: Tensor
+    all_host_blocks: Tensor
     new_rows: Tensor
     host_rows: Tensor
     dirty: Tensor
@@ -250,6 +252,7 @@ class KVCache:
         return Moves(
             staging,
             upload(staging.host_blocks, device),
+            upload(staging.all_host_blocks[: None if self._config.shared_kv_layers else 0], device),
             rows(staging.new_slots),
             rows(staging.host_slots),
             upload(np.array(dirty, dtype=np.int64), device),
@@ -265,7 +268,7 @@ class KVCache:
         """Read KV of earlier sweeps from disk into host memory. Raises BatchgenError."""
         staging, raw = moves.staging, self._raw(self._reads[slot], layer)
         first = 0 if self._in_place else staging.disk_start
-        self._on_disk.read(self._config.kv_source(layer), raw, staging.reads, first)
+        self._on_disk.read(self._config.kv_source(layer), raw, self._reads_of(layer, moves), first)
         if self._tiers.links is None and not self._in_place:
             target = self.staging(slot, layer)[staging.disk_start : staging.disk_stop]
             target.view(torch.uint8).view(len(target), -1).copy_(raw[: len(target), : self.shape_of(layer).block_bytes])
@@ -273,12 +276,17 @@ class KVCache:
     def load(self, layer: int, slot: int, moves: Moves) -> None:
         """Copy KV of earlier sweeps from host memory to the accelerator."""
         staging, target, h2d = moves.staging, self.staging(slot, layer), self._tiers.h2d
-        if len(moves.host_blocks):
-            h2d.gather(target[: len(moves.host_blocks)], self.pool("cpu", layer), moves.host_blocks)
-        if staging.reads:
+        blocks = moves.host_blocks if self._config.owns_kv(layer) else moves.all_host_blocks
+        if len(blocks):
+            h2d.gather(target[: len(blocks)], self.pool("cpu", layer), blocks)
+        if self._reads_of(layer, moves):
             part = target[staging.disk_start : staging.disk_stop]
             raw = self._raw(self._reads[slot], layer)[: len(part), : self.shape_of(layer).block_bytes]
             self._copy_blocks(h2d, part.view(torch.uint8).view(len(part), -1), raw, self._passing[0])
+
+    def _reads_of(self, layer: int, moves: Moves) -> Sequence[Run]:
+        """Runs of blocks to read in a layer: those of earlier sweeps, and where KV is reused those of this one too."""
+        return moves.staging.reads if self._config.owns_kv(layer) else moves.staging.all_reads
 
     def store(self, layer: int, slot: int, moves: Moves) -> None:
         """Copy new KV from the accelerator to host memory, for good or on its way to disk."""

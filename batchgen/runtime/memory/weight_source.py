@@ -12,7 +12,8 @@ from batchgen.models.checkpoint import Checkpoint
 from batchgen.models.config import ModelConfig
 from batchgen.models.layouts import Stored, Which, stored_tensors
 from batchgen.models.store.layout import StoreFile, WeightStore, layer_groups
-from batchgen.models.store.weight_store import read_extent
+from batchgen.models.store.weight_store import open_per_layer, read_extent
+from batchgen.models.tensor_files.table_rows import TableRows
 from batchgen.schedule.residency import WeightResidency
 
 Tensors = dict[str, Tensor]  # as they are stored
@@ -87,6 +88,12 @@ class WeightSource:
         if self.store is not None:
             return {SINKS: _whole(self.store.head)[SINKS]}
         return {SINKS: self._loader.load_sinks(self._dtype)}
+
+    def per_layer_rows(self) -> TableRows | None:
+        """The table of per-layer embeddings, which stays in its file; None: the model has none."""
+        if not self._config.per_layer_size:
+            return None
+        return open_per_layer(self.store) if self.store is not None else self._loader.open_per_layer()
 
     def is_packed_end(self, which: Which) -> bool:
         """Tell whether "embeddings" or "head" have the output matrix, and it is prepacked."""

@@ -49,6 +49,7 @@ class Weights:
         arenas: memories of the tiers.
         embeddings: tensors before the layers.
         head: tensors after the layers.
+        per_layer: table of per-layer embeddings, whose rows are read from its file; None: the model has none.
     """
 
     def __init__(  # what is loaded, from where, and for whom
@@ -89,6 +90,7 @@ class Weights:
         self._compute_tier, self.arenas = tiers.compute_tier, tiers.arenas
         self._tiers = tiers
         self.source = WeightSource(config, residency, dtype, tiers.compute_tier, checkpoint, store)
+        self.per_layer = self.source.per_layer_rows()
         self._packer = WeightPacker(config, residency.weight_format, dtype, tiers, kernels)
         self.output_matrix = OutputMatrix(config, self._packer)
         # fp32 [layers, heads] by type of device: the host attends, too.
@@ -200,6 +202,8 @@ class Weights:
     def close(self) -> None:
         """Close files, and let go of all memory. Counts stay."""
         self.disk.close()
+        if self.per_layer is not None:
+            self.per_layer.close()
         self.dequantized.close()
         self.output_matrix.close()
         self.source.close()

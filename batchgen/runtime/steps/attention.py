@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -32,11 +35,20 @@ def attention(context: StepContext, step: Step, batch: BatchState) -> None:
             part, kv = batch.part_in_place, context.kv_cache.pool("cpu", step.layer)
         options = context.rotary(step, batch.positions_of(part.tokens))
         qkv = batch.qkv if len(batch.parts) == 1 else batch.qkv[part.tokens]
-        kv_format, plan = context.kv_cache.format, part.plans[window]
-        ungated, heads = layers.ungated(context.config, qkv), context.config.num_heads
-        q = ops.rotary_store(ungated, heads, kv, part.slots[window], kv_format, **options)
+        q = _stored(context, step, qkv, kv, part.slots[window], options)
+        plan = part.plans[window]
         attended = ops.paged_attention(q, kv, plan, **context.softmax(step, context.device))
         batch.attended[placement] = layers.gate_attention(context.config, qkv, attended)
+
+
+def _stored(
+    context: StepContext, step: Step, qkv: Tensor, kv: Tensor, slots: Tensor, options: Mapping[str, Any]
+) -> Tensor:
+    """Write new KV, but in layers that reuse that of another one, and give the queries [tokens, heads, head_dim]."""
+    config, kv_format, qkv = context.config, context.kv_cache.format, layers.ungated(context.config, qkv)
+    if config.owns_kv(step.layer):
+        return ops.rotary_store(qkv, config.num_heads, kv, slots, kv_format, **options)
+    return ops.rotary(qkv, config.num_heads, 0, rotate_keys=kv_format.rotates_keys, **options)[0]
 
 
 def send_qkv(context: StepContext, step: Step, batch: BatchState) -> None:
@@ -49,9 +61,10 @@ def send_qkv(context: StepContext, step: Step, batch: BatchState) -> None:
     part, d2h = batch.parts[KVPlacement.CPU], context.tiers.d2h
     q, k, v = qkv_for_host(context, step, batch.qkv[part.tokens], batch.positions_of(part.tokens))
     pool = context.kv_cache.pool("cpu", step.layer)
-    flat = pool.view(-1, pool.shape[-1])
-    for rows, new in zip(part.rows[context.config.windows[step.layer]], (k, v), strict=True):
-        d2h.scatter(flat, rows, new.reshape(-1, pool.shape[-1]))
+    if context.config.owns_kv(step.layer):
+        flat = pool.view(-1, pool.shape[-1])
+        for rows, new in zip(part.rows[context.config.windows[step.layer]], (k, v), strict=True):
+            d2h.scatter(flat, rows, new.reshape(-1, pool.shape[-1]))
     q = q.flatten(1).contiguous()
     sent, attended = context.activations.exchange(len(q), q.shape[1], q.shape[1])
     d2h.copy(sent, q)
@@ -81,7 +94,7 @@ def load_attention(context: StepContext, step: Step, batch: BatchState) -> None:
 
 
 def qkv_for_host(context: StepContext, step: Step, qkv: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries for attention on the CPU, and keys and values as they are stored.
+    """Queries for attention on the CPU, and keys and values as they are stored: without heads where KV is reused.
 
     Args:
         context: The model and its memory.
@@ -89,10 +102,9 @@ def qkv_for_host(context: StepContext, step: Step, qkv: Tensor, positions: Tenso
         qkv: Result of `layers.pre_attention`.
         positions: Positions of the tokens, int64 [tokens].
     """
-    attention, kv_format = context.config.attention_of(step.layer), context.kv_cache.format
-    heads, options = (attention.num_heads, attention.num_kv_heads), context.rotary(step, positions)
-    ungated = layers.ungated(context.config, qkv)
-    q, k, v = ops.rotary(ungated, *heads, rotate_keys=kv_format.rotates_keys, **options)
-    if bits := kv_format.bits:
+    config, kv_format, options = context.config, context.kv_cache.format, context.rotary(step, positions)
+    heads = config.num_heads, config.attention_of(step.layer).num_kv_heads if config.owns_kv(step.layer) else 0
+    q, k, v = ops.rotary(layers.ungated(config, qkv), *heads, rotate_keys=kv_format.rotates_keys, **options)
+    if (bits := kv_format.bits) and heads[1]:
         k, v = ops.quantize(k, bits), ops.quantize(v, bits)
     return q, k, v

@@ -26,6 +26,8 @@ def all_layers(context: StepContext, step: Step, batch: BatchState) -> None:
 def decode_graphs(context: StepContext, driver: Driver, most_tokens: int) -> DecodeGraphs | None:
     """Graphs of decode sweeps of at most `most_tokens` tokens; None: no kernel can attend in one."""
     config = context.config
+    if config.per_layer_size:  # rows of a table that only the host has
+        return None
     for layer in config.attention_layers:
         shape = context.kv_cache.shape_of(layer)
         group = config.num_heads // shape.kv_heads

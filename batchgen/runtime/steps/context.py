@@ -71,6 +71,8 @@ class StepContext:
         )
         self.routing = RoutingCounts(config.num_experts, config.experts_per_token, config.expert_layers)
         self.ropes = rope_tables(config, options.max_positions, self.device)
+        growth = layers.query_growth_table(config, options.max_positions)
+        self.query_growth = None if growth is None else growth.to(self.device)
         self.graphs: DecodeGraphs | None = None
         self.tokens: TokenTable | None = None
         self.deferred_of: dict[int, DeferredBatchState] = {}
@@ -96,9 +98,10 @@ class StepContext:
 
     def rotary(self, step: Step, positions: Tensor) -> dict[str, Any]:
         """Options of the rotary embedding in a Step's layer."""
-        tensors = self.weights.layer(step.layer, step.weight_slot) if self.config.qk_norm else {}
-        rope = self.ropes[self.config.rope_of(step.layer)]
-        return layers.rotary_options(self.config, tensors, rope, positions)
+        config, layer = self.config, step.layer
+        tensors = self.weights.layer(layer, step.weight_slot) if config.qk_norm else {}
+        rope = self.ropes[config.rope_of(layer), config.attention_of(layer).head_dim]
+        return layers.rotary_options(config, layer, tensors, rope, positions, self.query_growth)
 
     def softmax(self, step: Step, device: torch.device) -> dict[str, Any]:
         """Options of `ops.paged_attention` in a Step's layer, on the device that attends."""
@@ -146,12 +149,14 @@ Handler = Callable[[StepContext, Step, BatchState], None]
 
 def rope_tables(
     config: ModelConfig, max_positions: int, device: torch.device
-) -> dict[RopeConfig | None, layers.Rope | None]:
-    """The (cos, sin) tables of each rotary embedding in the model, on the device that computes; None has none."""
-    ropes: dict[RopeConfig | None, layers.Rope | None] = {None: None}
-    for rope in filter(None, {config.rope_of(layer) for layer in range(config.num_layers)}):
-        cos, sin = layers.rope_table(rope, config.head_dim, max_positions)
-        ropes[rope] = cos.to(device), sin.to(device)
+) -> dict[tuple[RopeConfig | None, int], layers.Rope | None]:
+    """The (cos, sin) tables by rotary embedding and size of a head, on the device that computes; None has none."""
+    ropes: dict[tuple[RopeConfig | None, int], layers.Rope | None] = {}
+    for rope, head_dim in {(config.rope_of(j), config.attention_of(j).head_dim) for j in config.attention_layers}:
+        ropes[rope, head_dim] = None
+        if rope is not None:
+            cos, sin = layers.rope_table(rope, head_dim, max_positions)
+            ropes[rope, head_dim] = cos.to(device), sin.to(device)
     return ropes
 
 

@@ -12,7 +12,7 @@ from batchgen.schedule.step_graph import Step
 
 def send_deferred(context: StepContext, step: Step, batch: BatchState) -> None:
     """Send queries and new KV of a deferred batch to host memory, or what its states are updated by."""
-    pool = None if context.config.has_state(step.layer) else context.kv_cache.pool("cpu", step.layer)
+    pool = context.kv_cache.pool("cpu", step.layer) if context.config.owns_kv(step.layer) else None
     queries, _ = context.activations.deferred
     context.deferred_of.pop(step.id).send(context.tiers.d2h, pool, context.config.windows[step.layer], queries)
 

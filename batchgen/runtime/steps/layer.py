@@ -24,7 +24,7 @@ def pre(context: StepContext, step: Step, batch: BatchState) -> None:
     batch.qkv = hidden.new_empty(hidden.shape[0], context.config.projected_width(step.layer))
     if len(hidden):
         for part, qkv in context.chunks(hidden, batch.qkv):
-            layers.pre_attention(context.config, tensors, part, qkv, reduce=context.options.reduce)
+            layers.pre_attention(context.config, tensors, part, qkv)
     leaving, batch.joined = batch.joined, []
     if step.layer == 0 and batch.begins is not None:
         leaving = [batch.begins]
@@ -38,13 +38,17 @@ def _leave(
     """Deferred batches, the last rows of what has been computed, take with them what they need from here on."""
     qkv, start = batch.qkv, len(hidden) - sum(len(d.rows) for d in leaving)
     batch.hidden, batch.qkv = batch.hidden[:start], qkv[:start]
+    if step.layer == 0 and batch.begins is not None and batch.per_layer is not None:
+        batch.begins.per_layer = _on_device(context, batch, batch.per_layer[start:]).clone()
+        batch.per_layer = batch.per_layer[:start]
     for deferred_batch, rows in zip(leaving, slices(start, leaving), strict=True):
         if context.config.has_state(step.layer):
             deferred_batch.leave(hidden[rows], [_as_wide_as(context, qkv[rows])])
             continue
         q, k, v = qkv_for_host(context, step, qkv[rows], deferred_batch.positions)
         gate = qkv[rows] if context.config.output_gate else None
-        deferred_batch.leave(hidden[rows], [_as_wide_as(context, q.flatten(1)), k, v], gate)
+        kv = [k, v] if context.config.owns_kv(step.layer) else []
+        deferred_batch.leave(hidden[rows], [_as_wide_as(context, q.flatten(1)), *kv], gate)
 
 
 def _as_wide_as(context: StepContext, sent: Tensor) -> Tensor:
@@ -80,8 +84,11 @@ def post(context: StepContext, step: Step, batch: BatchState) -> None:
     num_of_batch = len(hidden) - sum(len(d.rows) for d in batch.joined)
     tensors = context.weights.layer(step.layer, step.weight_slot)
     reduce, on_counts = context.options.reduce, context.routing.add
-    for part, attended in context.chunks(hidden, attention):
-        layers.post_attention(context.config, tensors, part, attended, part, reduce=reduce, on_counts=on_counts)
+    for part, attended, *rest in context.chunks(hidden, attention, *_per_layer(context, step, batch)):
+        per_layer = rest[0] if rest else None
+        layers.post_attention(
+            context.config, tensors, part, attended, part, per_layer=per_layer, reduce=reduce, on_counts=on_counts
+        )
     if batch.joined and not is_last:
         for deferred_batch, part in zip(batch.joined, slices(num_of_batch, batch.joined), strict=True):
             deferred_batch.hidden, deferred_batch.attended = hidden[part], None
@@ -93,10 +100,33 @@ def _through_experts(context: StepContext, step: Step, batch: BatchState) -> Non
     """Compute the rest of a layer, once the experts are read."""
     context.weights.dequantize_experts(step.layer, step.weight_slot, batch.experts)
     tensors = context.weights.layer(step.layer, step.weight_slot)
-    parts = context.chunks(batch.hidden) if batch.routes else ()
-    for (part,), routes in zip(parts, batch.routes or (), strict=True):
-        layers.add_experts(context.config, tensors, part, routes, context.options.reduce, context.routing.add)
+    parts = context.chunks(batch.hidden, *_per_layer(context, step, batch)) if batch.routes else ()
+    reduce, on_counts = context.options.reduce, context.routing.add
+    for (part, *rest), routes in zip(parts, batch.routes or (), strict=True):
+        per_layer = rest[0] if rest else None
+        layers.add_experts(context.config, tensors, part, routes, per_layer, reduce, on_counts)
     batch.routes = None
+
+
+def _per_layer(context: StepContext, step: Step, batch: BatchState) -> list[Tensor]:
+    """The layer's input from per-layer embeddings, [tokens, per_layer_size], for the tokens of `_rows_after_attention`.
+
+    Returns:
+        One tensor; none if the model has no per-layer embeddings.
+    """
+    if batch.per_layer is None:
+        return []
+    rows = batch.per_layer[:, step.layer]
+    if step.layer == context.config.num_layers - 1 and batch.logits_indices is not None:
+        rows = rows[batch.logits_indices.to(rows.device)]
+    rows = _on_device(context, batch, rows)
+    joined = [d.per_layer[:, step.layer] for d in batch.joined if d.per_layer is not None]
+    return [with_deferred(rows, joined)]
+
+
+def _on_device(context: StepContext, batch: BatchState, rows: Tensor) -> Tensor:
+    """Inputs of layers from per-layer embeddings, on the compute device."""
+    return context.tiers.h2d.bring(rows) if batch.on_host and context.tiers.links else rows
 
 
 def _rows_after_attention(context: StepContext, step: Step, batch: BatchState) -> tuple[Tensor, Tensor] | None:

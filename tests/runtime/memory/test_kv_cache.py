@@ -62,7 +62,7 @@ def make_cache(config, tmp_path):
 
 def staging(*, host_blocks=(), new_slots=(), host_slots=(), reads=(), writes=(), disk_start=0, num_blocks=STAGING):
     slots = [np.array(values, dtype=np.int64) for values in (host_blocks, new_slots, host_slots)]
-    return Staging(num_blocks, *slots, tuple(reads), tuple(writes), disk_start, num_blocks)
+    return Staging(num_blocks, *slots, tuple(reads), tuple(writes), slots[0], tuple(reads), disk_start, num_blocks)
 
 
 def fill(tensor, seed):

@@ -15,7 +15,7 @@ from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig
 from batchgen.models.families import GRANITE_MIXTURES
 from batchgen.models.formats.base import NamedTensor, StoredPart, Tensors
-from batchgen.models.formats.gguf.fields import place_of
+from batchgen.models.formats.gguf.fields import Place, place_of
 from batchgen.models.formats.head_order import by_group, in_head_order, in_sections
 from batchgen.models.layouts import Shape, all_parts
 from batchgen.models.state_layers import DeltaNet
@@ -23,6 +23,7 @@ from batchgen.models.tensor_files import reading
 from batchgen.models.tensor_files.headers import TensorInfo
 from batchgen.models.tensor_files.reading import read_ahead, read_by_threads, read_into
 from batchgen.models.tensor_files.rows_in_file import FilePart
+from batchgen.models.tensor_files.table_rows import FileRows
 from batchgen.ops import cpp as kernels
 
 
@@ -55,6 +56,8 @@ def _find(config: ModelConfig, tensors: Tensors, part: str, layer: int) -> Named
     The part may be one expert of the tensor, or one of several fused matrices.
     """
     place = place_of(config, part, layer)
+    if place.fused is not None and place.name not in tensors and place.fused[0] in tensors:
+        return _half_of_expert(tensors, place, *place.fused)
     info = tensors[place.name]
     if place.of is None:
         return place.name, info
@@ -69,6 +72,19 @@ def _find(config: ModelConfig, tensors: Tensors, part: str, layer: int) -> Named
     return place.name, replace(info, shape=shape, offset=info.offset + first * size, num_bytes=(stop - first) * size)
 
 
+def _half_of_expert(tensors: Tensors, place: Place, name: str, which: int) -> NamedTensor:
+    """The name of the tensor that has gate and up of all experts, and the place of one of them in it."""
+    assert place.of is not None, "the part belongs to an expert"
+    (expert, _, total), info = place.of, tensors[name]
+    if len(info.shape) != 3 or info.shape[0] != total or info.shape[1] % 2:
+        raise InputError(
+            f"tensor {name} in {info.path} is {list(info.shape)}, its config asks for {total} experts first"
+        )
+    size = info.num_bytes // (2 * total)
+    shape = (info.shape[1] // 2, info.shape[2])
+    return name, replace(info, shape=shape, offset=info.offset + (2 * expert + which) * size, num_bytes=size)
+
+
 def _check(name: str, info: TensorInfo, shape: Shape) -> None:
     """Raise InputError unless a tensor has a given shape and a supported type."""
     where = f"tensor {name} in {info.path}"
@@ -78,7 +94,7 @@ def _check(name: str, info: TensorInfo, shape: Shape) -> None:
         raise InputError(f"{where} has the unsupported type {info.dtype}")
 
 
-_INTERLEAVED = ("llama", "mixtral", "granite", "smollm3", *GRANITE_MIXTURES)
+_INTERLEAVED = ("llama", "mixtral", "granite", "smollm3", "ministral3", *GRANITE_MIXTURES)
 
 
 def _interleaved_head_dim(config: ModelConfig, part: str) -> int | None:
@@ -125,11 +141,18 @@ class GgufPart(StoredPart):
         for piece in rows.split(count):
             packed = buffer[: len(piece)]
             read_into(name, info, start, memoryview(packed.view(-1).numpy()))
-            if info.dtype in kernels.GGUF_TYPES:
-                kernels.unpack_blocks(info.dtype, packed, piece, head_dim or 0)
-            else:
-                _unpack_by_gguf(info, packed, head_dim, piece)
+            self._unpack(packed, piece)
             start += packed.nbytes
+
+    def table_rows(self) -> FileRows:
+        return FileRows(self.name, self.info, self._unpack)
+
+    def _unpack(self, packed: Tensor, out: Tensor) -> None:
+        """Dequantize stored rows, uint8 [rows, bytes of a row], to numbers [rows, columns]."""
+        if self.info.dtype in kernels.GGUF_TYPES:
+            kernels.unpack_blocks(self.info.dtype, packed, out, self.interleaved or 0)
+        else:
+            _unpack_by_gguf(self.info, packed, self.interleaved, out)
 
     def in_file(self) -> FilePart:
         dim = self.interleaved
