@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from recording import machine
 
-from batchgen.core.dtypes import BLOCK_FORMATS, INT8, KV_CODE_BITS, matmul_key
+from batchgen.core.dtypes import BLOCK_FORMATS, INT8, KV_CODE_BITS, STATE_DTYPES, matmul_key
 from batchgen.core.hardware import ComputeRates, HardwareProfile, Rates
-from batchgen.models.state_layers import STATE_DTYPES
 from batchgen.ops import cpp
 from batchgen.ops.instruction_set import instruction_set
 from batchgen.profiler import compute, state_rates

@@ -16,12 +16,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, KVFormat, dtype_name, matmul_key, weight_row_bytes
+from batchgen.core.dtypes import (
+    BLOCK_FORMATS,
+    INT4,
+    INT8,
+    STATE_DTYPES,
+    KVFormat,
+    dtype_name,
+    matmul_key,
+    weight_row_bytes,
+)
 from batchgen.core.hardware import ComputeRates, Rates
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.models.config import ModelConfig
 from batchgen.models.rope import RopeConfig
-from batchgen.models.state_layers import STATE_DTYPES, DeltaNet
+from batchgen.models.state_layers import DeltaNet
 from batchgen.ops import dispatch as ops
 from batchgen.ops import int8
 from batchgen.ops.attention_plan import SequenceSlice, plan_attention
