@@ -41,6 +41,7 @@ GEMMA4 = ("gemma4", "gemma4_unified")
 GRANITE_MIXTURES = ("granitemoe", "granitemoeshared", "granitemoehybrid")
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "olmoe", *GRANITE_MIXTURES)
 DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+SHORT_CONVS = ("lfm2", "lfm2_moe")
 # What must hold for every model holds for each of these: families as they are, and with the switches that change what a
 # layer reads. name -> (family, fields of the transformers config). A test keeps it complete (test_token_identity.py).
 MODELS = {
@@ -166,6 +167,7 @@ def classes_of(family: str) -> tuple[type, type]:
         "qwen3_next": "Qwen3Next",
         "qwen3_5": "Qwen3_5",
         "qwen3_5_moe": "Qwen3_5Moe",
+        "lfm2_moe": "Lfm2Moe",
     }.get(family, family.capitalize())
     text = "Text" if family in ("gemma3", *GEMMA4, "qwen3_5", "qwen3_5_moe") else ""
     return getattr(transformers, f"{prefix}{text}Config"), getattr(transformers, f"{prefix}ForCausalLM")
@@ -217,6 +219,10 @@ _FIELDS = {
     "qwen3_next": {**_SHARED, **_DELTA_NET},
     "qwen3_5": _DELTA_NET,
     "qwen3_5_moe": {**_SHARED, **_DELTA_NET},
+    "lfm2": {"intermediate_size": 120, "block_multiple_of": 16},
+    "lfm2_moe": {
+        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "num_dense_layers": 1,
+    },
     "gpt_oss": {
         "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20, "rope_parameters": {
             "rope_type": "yarn", "rope_theta": 15e4, "factor": 8.0, "original_max_position_embeddings": 64,
@@ -237,6 +243,8 @@ def _layer_types(family: str, layers: int) -> dict[str, list[str]]:
         return {"layer_types": windows + ["full_attention"] * (layers - len(windows))}
     if family in DELTA_NETS:
         return {"layer_types": [("linear_attention", "full_attention")[i % 2] for i in range(layers)]}
+    if family in SHORT_CONVS:
+        return {"layer_types": [("conv", "full_attention")[i % 2] for i in range(layers)]}
     return {}
 
 
@@ -289,7 +297,7 @@ def randomize(model, family: str, std: float = 0.2) -> None:
                 weight.copy_(torch.empty_like(weight).uniform_(math.log(0.01), math.log(3.0)))
             elif name.endswith("dt_bias"):
                 weight.normal_(std=1.0)
-            elif name.endswith("conv1d.weight"):
+            elif name.endswith(("conv1d.weight", "conv.conv.weight")):
                 weight.normal_(std=0.5)
             elif family in GEMMA4 and weight.ndim == 1 and any(part in name for part in ("norm", "scale")):
                 weight.normal_(mean=1.0, std=0.4)
@@ -302,6 +310,9 @@ def randomize(model, family: str, std: float = 0.2) -> None:
                 weight.normal_(std=0.8 if family == "gpt_oss" else std)
             else:  # the embedding's padding row random like the rest
                 weight.normal_(std=std)
+        for name, values in model.named_buffers():
+            if name.endswith("expert_bias"):
+                values.normal_(std=std)
 
 
 def make_tiny_tokenizer(path: Path, *, chat_template: str | None = CHAT_TEMPLATE):

@@ -121,6 +121,17 @@ _DELTA_NET = {
     **_ends(None, None),
     **_TYPES,
 }
+_SHORT_CONV = {
+    **_counts(vocab_size=65536, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8),
+    **_counts(max_position_embeddings=128000, conv_L_cache=3),
+    **_flags(conv_bias=False, tie_word_embeddings=True),
+    **_ends(1, 2),
+    **_TYPES,
+    **_DERIVED_HEAD,
+    "tie_embedding": Key(None, "flag"),
+    "rope_theta": Key(1e6, "positive"),
+    "norm_eps": Key(1e-5, "share"),
+}
 _DELTA_NET_EXPERTS = {
     **_counts(hidden_size=2048, num_key_value_heads=2, moe_intermediate_size=512, shared_expert_intermediate_size=512),
 }
@@ -329,6 +340,22 @@ KEYS: dict[str, dict[str, Key]] = {
         **_ends(None, None),
         **_TYPES,
         "sliding_window": Key(128, "index", True),
+    },
+    "lfm2": {
+        **_SHORT_CONV,
+        **_counts(hidden_size=2560, intermediate_size=12288, block_multiple_of=256),
+        **_flags(block_auto_adjust_ff_dim=True),
+        "block_ff_dim": Key(None, "count"),
+        "block_ffn_dim_multiplier": Key(1.0, "positive"),
+        "full_attn_idxs": Key(None, "layers", True),
+    },
+    "lfm2_moe": {
+        **_SHORT_CONV,
+        **_counts(hidden_size=2048, intermediate_size=7168, moe_intermediate_size=1792),
+        **_counts(num_experts=32, num_experts_per_tok=4),
+        **_flags(use_expert_bias=True, norm_topk_prob=True),
+        "num_dense_layers": Key(2, "index"),
+        "routed_scaling_factor": Key(1.0, "positive"),
     },
     "qwen3_next": {
         **_DELTA_NET,
