@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from batchgen.core.errors import InputError
-from batchgen.core.plan import STAGES, Plan, PlannedStates, Stage, first_batch_cpu_share
+from batchgen.core.plan import STAGES, Plan, PlannedStates, Prediction, Stage, first_batch_cpu_share
 from batchgen.core.units import format_bytes, format_seconds
 
 LANE_NAMES = {
@@ -23,6 +24,7 @@ LANE_NAMES = {
     "disk": "disk",
     "dram": "host memory",
 }
+_TIER_NAMES = {"gpu": "GPU memory", "cpu": "CPU memory", "disk": "disk space"}
 _BOUND_BY = LANE_NAMES | {
     "chain": "Steps that wait for one another",
     "": "loading weights, and memory used for the first time",
@@ -54,6 +56,31 @@ class Rate:
 
     whole: float
     after_startup: float
+
+
+class Resource(NamedTuple):
+    """A tier of which there may be 1 GiB more, or a lane that may be 10 % faster.
+
+    Attributes:
+        name: Name of the tier or the lane; the disk is both.
+        is_tier: Whether it is a tier.
+    """
+
+    name: str
+    is_tier: bool
+
+    @property
+    def more(self) -> str:
+        """The resource, and how much more of it a price is for."""
+        if not self.is_tier:
+            return f"10 % more {LANE_NAMES[self.name]}"
+        return f"1 GiB more {_TIER_NAMES[self.name]}"
+
+
+def prices_of(predicted: Prediction) -> dict[Resource, float]:
+    """Seconds that more of each resource would save, to first order at the same block size."""
+    tiers = {Resource(tier, True): seconds for tier, seconds in predicted.memory_price_s.items()}
+    return tiers | {Resource(lane, False): seconds for lane, seconds in predicted.lane_price_s.items()}
 
 
 @dataclass(frozen=True)
@@ -111,7 +138,7 @@ def explanation_of(
     *,
     price_per_hour: float | None = None,
     watts: float | None = None,
-    replanned_s: Mapping[str, float] | None = None,
+    replanned_s: Mapping[Resource, float] | None = None,
     smaller_states_s: float | None = None,
 ) -> Explanation:
     """Explain a plan.
@@ -120,7 +147,7 @@ def explanation_of(
         plan: The plan.
         price_per_hour: The machine's price, in any currency.
         watts: Power that the machine takes.
-        replanned_s: lane or tier -> seconds that more of it saves if the job is re-planned.
+        replanned_s: resource -> seconds that more of it saves if the job is re-planned.
         smaller_states_s: Seconds saved with states in 16 bits if the job is re-planned.
 
     Raises:
@@ -205,7 +232,7 @@ def _kv_sentences(plan: Plan) -> list[str]:
 
 
 def _with_states(text: str) -> str:
-    """What is said of the KV of sequences, said of their KV and states."""
+    """A sentence on the KV of sequences, made one on their KV and states."""
     for kv, both in (
         ("keep their KV", "keep their KV and states"),
         ("it comes", "they come"),
@@ -259,22 +286,16 @@ def _activation_sentences(plan: Plan) -> list[str]:
     return [f"Activations of {on_host} of {on_gpu + on_host} micro-batches wait in host memory between layers."]
 
 
-def _prices(plan: Plan, replanned_s: Mapping[str, float]) -> tuple[Price, ...]:
+def _prices(plan: Plan, replanned_s: Mapping[Resource, float]) -> tuple[Price, ...]:
     """Prices worth a thousandth of the time, to first order or re-planned."""
     predicted = plan.prediction
-    saved = {**predicted.memory_price_s, **predicted.lane_price_s}
     # Of first order: a whole GiB where there is little may promise more than all there is.
     most = predicted.total_s - predicted.startup_s
-    prices = [Price(price_name(name), min(s, most), replanned_s.get(name)) for name, s in saved.items()]
+    saved = prices_of(predicted)
+    prices = [Price(resource.more, min(s, most), replanned_s.get(resource)) for resource, s in saved.items()]
     worth = 0.001 * predicted.total_s
     useful = [price for price in prices if max(price.saved_s, price.replanned_s or 0.0) > worth]
     return tuple(sorted(useful, key=lambda price: (-price.saved_s, price.what)))
-
-
-def price_name(lane_or_tier: str) -> str:
-    """The resource that a price is for, and how much more of it."""
-    tiers = {"gpu": "1 GiB more GPU memory", "cpu": "1 GiB more CPU memory", "disk": "1 GiB more disk"}
-    return tiers.get(lane_or_tier) or f"10 % more {LANE_NAMES[lane_or_tier]}"
 
 
 def stage_rows(explained: Explanation) -> list[list[str]]:
