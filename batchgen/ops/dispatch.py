@@ -28,7 +28,7 @@ from torch import Tensor
 from batchgen.core.dtypes import WEIGHT_CODE_BITS, KVFormat
 from batchgen.core.kernel_choice import TORCH
 from batchgen.ops import cpp as kernels
-from batchgen.ops import quant, reference, state_reference
+from batchgen.ops import quant, reference, state_kernels, state_reference
 from batchgen.ops.attention_plan import AttentionPlan
 from batchgen.ops.cpp import BlockWeight, BoundWeight, KernelWeight, PackedWeight
 from batchgen.ops.sampling import Draws
@@ -844,7 +844,10 @@ def causal_conv(  # the operands of one kernel
     Returns:
         Results [tokens, channels].
     """
-    return _of_states(x).causal_conv(x, weight, bias, states, source, target, starts, silu=silu, out=out)
+    compute = _of_states(x)
+    if compute is state_kernels and not state_kernels.supports_kernel(weight.shape[1]):
+        compute = state_reference
+    return compute.causal_conv(x, weight, bias, states, source, target, starts, silu=silu, out=out)
 
 
 def delta_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -931,7 +934,7 @@ def gated(x: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
 
 def _of_states(x: Tensor) -> ModuleType:
     """The module with the kernels of state layers, or torch operations, for the device of this tensor."""
-    return state_reference if x.is_cpu else _device_kernels(x.device) or state_reference
+    return state_kernels if x.is_cpu else _device_kernels(x.device) or state_reference
 
 
 # Packed rows.
