@@ -50,6 +50,8 @@ PACKED_FORMATS = (INT4, INT8, *NATIVE_FORMATS)
 # DEQUANTIZED: in the compute dtype.
 AUTO, NATIVE, DEQUANTIZED = "auto", "native", "dequantized"
 WEIGHTS = (AUTO, NATIVE, DEQUANTIZED, INT8, INT4)
+# Values of `--state-dtype`: formats of the recurrent states of linear attention, the exact one first.
+STATE_DTYPES = ("float32", "bfloat16")
 # Bytes of a weight, but for the scales of rows.
 FORMAT_BYTES = {
     "float32": 4.0,

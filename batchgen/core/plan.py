@@ -94,7 +94,7 @@ class Policy:
         balance_tokens: w of `first_batch_cpu_share`, the constant time of matrix products in tokens, where both
             micro-batches of order "neo" have sequences with CPU attention. None: the second micro-batch has all of
             these sequences, and neither has more than half of the block or of the tokens.
-        state_dtype: Format of the matrices of state layers (`models.state_layers.STATE_DTYPES`).
+        state_dtype: Format of the matrices of state layers (`core.dtypes.STATE_DTYPES`).
     """
 
     admission: str
@@ -376,6 +376,21 @@ class StrategyTime:
 
 
 @dataclass(frozen=True)
+class PlannedStates:
+    """The states of a model with state layers, as a plan has them.
+
+    Attributes:
+        seq_bytes: Bytes of one sequence's states, in all layers.
+        kv_token_bytes: Bytes of one token's KV, in all layers.
+        slots: Slots of each tier: one for each sequence, and some for snapshots at forks of prompts.
+    """
+
+    seq_bytes: int
+    kv_token_bytes: float
+    slots: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class Plan:
     """A policy, the job and machine for which it was made, and the predicted time.
 
@@ -386,11 +401,12 @@ class Plan:
         workload: Sequences and tokens of the job.
         budgets: Bytes that the job may use in each tier.
         policy: The decisions that the engine carries out.
-        placement_bytes: Bytes of weights, KV and activations in each tier.
+        placement_bytes: Bytes of weights, KV, states and activations in each tier.
         prediction: The predicted time and memory of the job.
         kernels: The CPU kernel of each shape of the model.
         strategies: The predicted time under each strategy that was compared, and under this plan.
         weights_reason: A sentence that says why this weight format was chosen, where the planner chose it.
+        states: States of the sequences in flight; None: the model keeps none.
     """
 
     model: str
@@ -404,6 +420,7 @@ class Plan:
     kernels: KernelChoice = PROCESS_SET
     strategies: tuple[StrategyTime, ...] = ()
     weights_reason: str = ""
+    states: PlannedStates | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"policy": self.policy.to_json()}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from batchgen.core.cache_folder import cache_dir
 from batchgen.core.device import parse_device
-from batchgen.core.dtypes import AUTO
+from batchgen.core.dtypes import AUTO, STATE_DTYPES
 from batchgen.core.errors import InputError
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.machine import trim_freed_memory
@@ -205,6 +205,7 @@ class Engine:
             directory), or "int8" (8 bits, multiplied as integers with tokens quantized to 8 bits). A model of
             compressed-tensors W8A8 is "int8" by itself.
         kv_cache_dtype: Format of KV: "auto" (the compute dtype), "int8", "int5" or "int4".
+        state_dtype: Format of the recurrent states of linear attention: "float32" or "bfloat16".
         device: "auto", "cpu", "cuda", or an accelerator emulated on the CPU, "emulated:gpu-memory=512MiB".
         cpu_memory: Host memory budget of the process, in bytes or as text such as "14GiB"; None: the free memory less a
             margin.
@@ -236,6 +237,7 @@ class Engine:
         dtype: str = "auto",
         weights: str = AUTO,
         kv_cache_dtype: str = "auto",
+        state_dtype: str = STATE_DTYPES[0],
         device: str = "auto",
         cpu_memory: int | str | None = None,
         gpu_memory: int | str | None = None,
@@ -281,6 +283,7 @@ class Engine:
             share_prefixes=share_prefixes,
             weights=weights,
             kv_cache_dtype=kv_cache_dtype,
+            state_dtype=state_dtype,
         )
         store = None
         if needs_store(policy):

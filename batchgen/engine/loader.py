@@ -23,6 +23,7 @@ from batchgen.core.dtypes import (
     KV_CODE_BITS,
     NATIVE,
     NATIVE_FORMATS,
+    STATE_DTYPES,
     weight_format_of,
 )
 from batchgen.core.errors import BatchgenError, InputError
@@ -216,7 +217,7 @@ def choose_weights(
     resolved = resolve_weights(files, weights, on_cpu=device.kind != "cuda")
     if weights != AUTO or resolved not in NATIVE_FORMATS:
         return resolved
-    expanded_bytes = config.num_params * FORMAT_BYTES[dtype]
+    expanded_bytes = config.held_params * FORMAT_BYTES[dtype]
     return DEQUANTIZED if expanded_bytes <= memory_bytes() * _DEQUANTIZED_FRAC else resolved
 
 
@@ -232,6 +233,7 @@ def in_memory_policy(
     share_prefixes: bool,
     weights: str = NATIVE,
     kv_cache_dtype: str = "auto",
+    state_dtype: str = STATE_DTYPES[0],
 ) -> Policy:
     """The policy for a model whose weights and KV are all in the compute device's memory.
 
@@ -246,12 +248,14 @@ def in_memory_policy(
         share_prefixes: Whether rows reuse the KV of a prompt prefix that another row has computed.
         weights: Resolved format of the layers' matrices.
         kv_cache_dtype: "auto" (KV in `dtype`), "int8", "int5" or "int4".
+        state_dtype: Format of recurrent states, "float32" or "bfloat16".
 
     Raises:
         InputError: A value is out of range.
     """
     if kv_cache_dtype not in ("auto", *KV_CODE_BITS):
         raise InputError(f"kv_cache_dtype {kv_cache_dtype!r} is not one of auto, {', '.join(KV_CODE_BITS)}")
+    check_state_dtype(config, state_dtype)
     if admission not in ADMISSIONS:
         raise InputError(f"admission {admission!r} is not one of {', '.join(ADMISSIONS)}")
     for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
@@ -270,12 +274,21 @@ def in_memory_policy(
         share_prefixes=share_prefixes,
         weight_format=weight_format_of(dtype, weights),
         kv_format=dtype if kv_cache_dtype == "auto" else kv_cache_dtype,
+        state_dtype=state_dtype,
         weight_layers=dict.fromkeys(config.layer_tensors, layers),
         head_tier=tier,
         embedding_tier=tier,
         kv_seqs={tier: max_num_seqs},
         activation_batches=(1, 0) if device.accelerated else (0, 1),
     )
+
+
+def check_state_dtype(config: ModelConfig, state_dtype: str) -> None:
+    """Refuse a format of recurrent states that is none, or that the model has no use for. Raises InputError."""
+    if state_dtype not in STATE_DTYPES:
+        raise InputError(f"state_dtype {state_dtype!r} is not one of {', '.join(STATE_DTYPES)}")
+    if state_dtype != STATE_DTYPES[0] and not (config.state and config.state.matrix_shape[0]):
+        raise InputError(f"--state-dtype {state_dtype}: no layer of this model keeps a recurrent state, leave it out")
 
 
 def existing_store(files: ModelFiles, offload_dir: Path, dtype: str, weights: str, shard: Shard | None) -> bool:

@@ -67,6 +67,7 @@ def runnable(plan: Plan, job: Job) -> Plan:
     for flag, wanted, stored, planned in (
         ("--weights", options.weights, formats, policy.weight_format),
         ("--kv-cache-dtype", options.kv_cache_dtype, {kv_format}, policy.kv_format),
+        ("--state-dtype", options.state_dtype, {options.state_dtype}, policy.state_dtype),
     ):
         if planned not in stored:
             raise InputError(f"--plan has {planned} where {flag} is {wanted}: {flag} must be as in `batchgen plan`")

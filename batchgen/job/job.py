@@ -9,12 +9,12 @@ from pathlib import Path
 
 from batchgen.core.cache_folder import cache_dir
 from batchgen.core.device import Device, parse_device
-from batchgen.core.dtypes import AUTO, MIXED, NATIVE_FORMATS, weight_format_of
+from batchgen.core.dtypes import AUTO, MIXED, NATIVE, NATIVE_FORMATS, changes_results, weight_format_of
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.units import parse_rate, size_bytes
 from batchgen.distributed.launch import ranks_of_host
-from batchgen.engine.loader import choose_weights, resolve_budgets, resolve_context, resolve_dtype
+from batchgen.engine.loader import check_state_dtype, choose_weights, resolve_budgets, resolve_context, resolve_dtype
 from batchgen.engine.tensor_parallel import check_hosts, first_shard, shard_weights
 from batchgen.job.options import JobOptions
 from batchgen.models.config import ModelConfig
@@ -90,6 +90,13 @@ class Job:
     def weight_format(self) -> str:
         """The format in which the layers' matrices are held."""
         return weight_format_of(self.dtype, self.options.weights)
+
+    @property
+    def deciding_formats(self) -> list[str]:
+        """The formats that decide a job's answers: of weights, of KV and of states."""
+        options = self.options
+        weights = options.weights if changes_results(options.weights) else NATIVE
+        return [weights, options.kv_cache_dtype, options.state_dtype]
 
     @property
     def process_memory(self) -> dict[str, int | None]:
@@ -242,6 +249,7 @@ def _resolved(
     dtype: str,
     memory_bytes: Callable[[], int],
 ) -> Job:
+    check_state_dtype(config, options.state_dtype)
     stored = resolve_weights(files, options.weights, on_cpu=device.kind != "cuda")
     weights = choose_weights(files, config, options.weights, dtype, device, memory_bytes)
 

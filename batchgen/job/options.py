@@ -15,7 +15,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from batchgen.core.dtypes import KV_CODE_BITS, WEIGHTS
+from batchgen.core.dtypes import KV_CODE_BITS, STATE_DTYPES, WEIGHTS
 from batchgen.core.request import SamplingParams
 from batchgen.core.text import without_credentials
 from batchgen.core.units import parse_seconds
@@ -116,6 +116,10 @@ _WEIGHTS_HELP = (
     " these is faster; int8: in 8 bits, multiplied as integers with tokens quantized to 8 bits; int4: in 4 bits."
 )
 _KV_HELP = "int8, int5, int4: KV in 8, 5 or 4 bits; perplexity 0.06 %, 1.6 %, 7.3 % higher on the demo model."
+_STATE_HELP = (
+    "bfloat16: the recurrent states of linear attention (Qwen3.5 and later, Qwen3-Next) take half of the memory, and"
+    " are rounded after every token."
+)
 _OFFLOAD_HELP = "Directory of the disk tier [default: the cache directory]."
 _REPORT_HELP = "Write the report as JSON; - is stdout."
 
@@ -159,6 +163,9 @@ class JobOptions:
     )
     kv_cache_dtype: str = _option(
         MODEL, f"{_COMMANDS} lm_eval helm engine", default="auto", choices=_KV_DTYPES, help=_KV_HELP
+    )
+    state_dtype: str = _option(
+        MODEL, f"{_COMMANDS} lm_eval helm engine", default="float32", choices=STATE_DTYPES, help=_STATE_HELP
     )
     max_model_len: int | None = _option(
         MODEL,

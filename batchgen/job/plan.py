@@ -55,7 +55,7 @@ from batchgen.models.files import ModelFiles, resolve_for_planning
 from batchgen.planner.explain import compare, explain, frontier_lines, headline, kernel_lines
 from batchgen.planner.explanation import explanation_of
 from batchgen.planner.problem import Problem
-from batchgen.planner.replanned import replanned_s
+from batchgen.planner.replanned import replanned_s, smaller_states_s
 from batchgen.planner.simulation import trace_plan
 from batchgen.planner.strategy_times import strategy_lines
 from batchgen.profiler.cache import Wanted
@@ -114,10 +114,18 @@ def _plan_lines(options: PlanOptions, started_s: float) -> list[str]:
 
     job, problem = problem_for()
     plan = plan_job(job, problem, compare_strategies=True)
-    anew = None
-    if options.explain or options.html:
-        anew = replanned_s(problem, plan.prediction, lambda other: plan_job(job, other).prediction.total_s)
-    explained = explanation_of(plan, price_per_hour=options.price_per_hour, watts=options.watts, replanned_s=anew)
+
+    def planned_s(other: Problem) -> float:
+        return plan_job(job, other).prediction.total_s
+
+    looks_further = options.explain or options.html
+    explained = explanation_of(
+        plan,
+        price_per_hour=options.price_per_hour,
+        watts=options.watts,
+        replanned_s=replanned_s(problem, plan.prediction, planned_s) if looks_further else None,
+        smaller_states_s=smaller_states_s(problem, plan, planned_s) if looks_further else None,
+    )
     on_devices = _compared(devices, problem_for, problem, asked)
     beside = {"explanation": asdict(explained)} | ({"devices": on_devices.to_json()} if on_devices else {})
     as_json = json.dumps(plan.to_json() | beside | _of_processes(job), indent=2)

@@ -142,6 +142,7 @@ def problem_of_job(
         dtype=job.dtype,
         weights=options.weights,
         kv_cache_dtype=options.kv_cache_dtype,
+        state_dtype=options.state_dtype,
         admission=None if options.admission == "auto" else options.admission,
         gpu_memory=memory["gpu_memory"],
         cpu_memory=memory["cpu_memory"],

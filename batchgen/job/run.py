@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from batchgen.core.dtypes import NATIVE, changes_results
+from batchgen.core.dtypes import NATIVE, STATE_DTYPES
 from batchgen.core.errors import BatchgenError, InputError, TooManyFailed, naming_files
 from batchgen.core.interrupts import keep
 from batchgen.core.plan import Plan
@@ -383,9 +383,8 @@ def _fingerprint(job: _Job, identities: dict[str, Any]) -> dict[str, Any]:
         fingerprint["token_ids"] = True
     if options.task != "generate":
         fingerprint["task"] = options.task
-    weights = options.weights if changes_results(options.weights) else NATIVE
-    if (weights, options.kv_cache_dtype) != (NATIVE, "auto"):
-        fingerprint["formats"] = [weights, options.kv_cache_dtype]
+    if (formats := resolved.deciding_formats) != [NATIVE, "auto", STATE_DTYPES[0]]:
+        fingerprint["formats"] = formats
     return fingerprint
 
 

@@ -27,6 +27,11 @@ class RunOptions(TypedDict, total=False):
     'auto'.
     """
 
+    state_dtype: Literal["float32", "bfloat16"]
+    """bfloat16: the recurrent states of linear attention (Qwen3.5 and later, Qwen3-Next) take half of the memory, and
+    are rounded after every token. Default: 'float32'.
+    """
+
     max_model_len: int | None
     """Longest prompt plus output [default: the model's]."""
 

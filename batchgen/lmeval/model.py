@@ -19,7 +19,6 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from batchgen._version import __version__
 from batchgen.core.cache_folder import cache_dir
 from batchgen.core.digest import json_sha256
-from batchgen.core.dtypes import NATIVE, changes_results
 from batchgen.core.errors import InputError, RowError, one_line
 from batchgen.core.request import ChatOptions
 from batchgen.job.job import resolve_job
@@ -119,14 +118,13 @@ class BatchgenLM(TemplateLM):
             self._template_args["enable_thinking"] = enable_thinking
         self._think_end = think_end_token
         self._seed = torch.initial_seed() if seed is None else seed
-        weights = job.options.weights
         identity = {
             "batchgen": __version__,
             "model": model_identity(files),
             "tokenizer": self._tokens.identity(),
             "dtype": job.dtype,
             "max_model_len": self._max_length,
-            "formats": [weights if changes_results(weights) else NATIVE, job.options.kv_cache_dtype],
+            "formats": job.deciding_formats,
         }
         digest = json_sha256(identity["model"])
         self._info = {"model_dtype": job.dtype, "model_sha": digest, "batchgen_version": __version__}

@@ -32,6 +32,8 @@ OnCounts = Callable[[Sequence[int]], None]
 # Matrices of all experts of a layer, one after the other in the rows.
 MATRICES = ("gate_up.weight", "down.weight")
 STACKED = (*MATRICES, "gate_up.bias", "down.bias")
+# Summand of the sum of sigmoids that weights are divided by, as in LFM2-MoE.
+_LEAST_SUM = 1e-6
 # Weights of the experts' results, fp32, and the experts' numbers, int64: [tokens, experts_per_token] each.
 Routes = tuple[Tensor, Tensor]
 
@@ -78,25 +80,34 @@ def is_of_experts(name: str) -> bool:
 
 
 def route(config: ModelConfig, weights: Weights, x: Tensor) -> Routes:
-    """Choose the experts of each token: those with the largest probabilities, in decreasing order.
+    """Choose the experts of each token: those with the largest weights, in decreasing order.
+
+    A model may add a bias to each expert's weight for the choice alone.
 
     Args:
         config: Configuration of the model.
-        weights: Tensors of the layer, among them "router.weight" [experts, hidden] and perhaps "router.bias" [experts].
-            "expert_scale.weight" [experts], if it is there, has a factor of each expert's result.
+        weights: Tensors of the layer, among them "router.weight" [experts, hidden] and perhaps "router.bias" and
+            "expert_bias" [experts]. "expert_scale.weight" [experts], if it is there, has a factor of each expert's
+            result.
         x: Input of the router, [tokens, hidden]: that of the MLP, mostly.
 
     Returns:
         Weights of the chosen experts' results, fp32, and the experts' numbers, int64: each [tokens, experts_per_token].
     """
-    probs = ops.linear(x, weights["router.weight"], weights.get("router.bias"), out_dtype=torch.float32).softmax(-1)
-    shares, chosen = probs.topk(config.experts_per_token)
+    scores = ops.linear(x, weights["router.weight"], weights.get("router.bias"), out_dtype=torch.float32)
+    if config.mlp_beside_experts:
+        scores.mul_(config.hidden_size**-0.5)
+    is_sigmoid = config.router_activation == "sigmoid"
+    scores = scores.sigmoid_() if is_sigmoid else scores.softmax(-1)
+    biased = scores + weights["expert_bias"] if config.expert_bias else scores
+    chosen = biased.topk(config.experts_per_token).indices
+    shares = scores.gather(1, chosen)
     if config.norm_topk:
-        shares = shares / shares.sum(-1, keepdim=True)
+        shares = shares / (shares.sum(-1, keepdim=True) + (_LEAST_SUM if is_sigmoid else 0.0))
     if (scale := weights.get("expert_scale.weight")) is not None:
         assert isinstance(scale, Tensor), "factors are numbers"
         shares = shares * scale.float()[chosen]
-    return shares, chosen
+    return (shares if config.routed_scale == 1 else shares * config.routed_scale), chosen
 
 
 def experts(

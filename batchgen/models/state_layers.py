@@ -135,8 +135,6 @@ class ShortConv:
 
 
 StateShape = DeltaNet | ShortConv
-# Formats that the matrix of a state may be stored in (`--state-dtype`).
-STATE_DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -145,7 +143,7 @@ class StateRow:
 
     Attributes:
         shape: Shape of the state layer.
-        state_dtype: Format of the matrix, one of `STATE_DTYPES`.
+        state_dtype: Format of the matrix, one of `core.dtypes.STATE_DTYPES`.
         compute_dtype: Format of the convolution's inputs.
     """
 

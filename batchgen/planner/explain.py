@@ -10,7 +10,7 @@ from batchgen.core.dtypes import BLOCK_FORMATS, matmul_key
 from batchgen.core.hardware import known
 from batchgen.core.kernel_choice import KernelChoice
 from batchgen.core.kv_placement import KVPlacement
-from batchgen.core.plan import Plan, Policy, Prediction, Stage
+from batchgen.core.plan import Plan, PlannedStates, Policy, Prediction, Stage
 from batchgen.core.units import GIB, format_bytes, format_seconds
 from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.cost_parts import cost_parts, mean_parts
@@ -21,11 +21,12 @@ from batchgen.planner.explanation import (
     Explanation,
     explanation_of,
     price_lines,
+    smaller_states_lines,
     stage_rows,
     total_lines,
 )
 from batchgen.planner.linear import number
-from batchgen.planner.memory import memory_parts, placement_bytes
+from batchgen.planner.memory import memory_parts, placement_bytes, policy_state_slots
 from batchgen.planner.phases import Phase, phases_of
 from batchgen.planner.placement import Counts, Placement
 from batchgen.planner.problem import CostInputs, Problem
@@ -93,10 +94,20 @@ def make_plan(
         placement_bytes=placement_bytes(s, at),
         prediction=replace(
             _predict(problem, candidate, at, startup_s, simulated_s or candidate.seconds),
-            disk_written_bytes={"KV": _kv_written_bytes(candidate, at), "weight store": store_written_bytes},
+            disk_written_bytes={
+                "KV and states" if s.model.state else "KV": _kv_written_bytes(candidate, at),
+                "weight store": store_written_bytes,
+            },
         ),
         kernels=s.hardware.kernels.of(_kernel_keys(s)),
+        states=_planned_states(s, policy),
     )
+
+
+def _planned_states(s: CostInputs, policy: Policy) -> PlannedStates | None:
+    slots = policy_state_slots(s, policy)
+    kv_token_bytes = s.kv_token_bytes * s.model.num_layers
+    return PlannedStates(s.seq_state_bytes, kv_token_bytes, slots) if slots else None
 
 
 def _kernel_keys(s: CostInputs) -> list[str]:
@@ -272,7 +283,7 @@ def explain(plan: Plan, explained: Explanation | None = None) -> list[str]:
         + (f", {workload.shared_prefix_len:,.0f} tokens of prefix shared" if workload.shared_prefix_len else ""),
         "",
         f"block of {policy.max_num_seqs:,} sequences = {_batches(policy)}, {policy.admission} admission, up to"
-        f" {policy.max_num_batched_tokens:,} tokens a sweep, weights {policy.weight_format}, KV {policy.kv_format}",
+        f" {policy.max_num_batched_tokens:,} tokens a sweep, {_formats(plan)}",
         "",
         *_placement_lines(plan),
         *explained.sentences,
@@ -290,8 +301,14 @@ def explain(plan: Plan, explained: Explanation | None = None) -> list[str]:
         f" a block takes {format_seconds(predicted.block_latency_s)}",
         *total_lines(explained),
         *price_lines(explained),
+        *smaller_states_lines(explained),
     ]
     return lines
+
+
+def _formats(plan: Plan) -> str:
+    states = f", states {plan.policy.state_dtype}" if plan.states else ""
+    return f"weights {plan.policy.weight_format}, KV {plan.policy.kv_format}{states}"
 
 
 def _block(policy: Policy) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from batchgen.core.errors import InputError
-from batchgen.core.plan import STAGES, Plan, Stage, first_batch_cpu_share
+from batchgen.core.plan import STAGES, Plan, PlannedStates, Prediction, Stage, first_batch_cpu_share
 from batchgen.core.units import format_bytes, format_seconds
 
 LANE_NAMES = {
@@ -23,6 +24,7 @@ LANE_NAMES = {
     "disk": "disk",
     "dram": "host memory",
 }
+_TIER_NAMES = {"gpu": "GPU memory", "cpu": "CPU memory", "disk": "disk space"}
 _BOUND_BY = LANE_NAMES | {
     "chain": "Steps that wait for one another",
     "": "loading weights, and memory used for the first time",
@@ -56,6 +58,31 @@ class Rate:
     after_startup: float
 
 
+class Resource(NamedTuple):
+    """A tier of which there may be 1 GiB more, or a lane that may be 10 % faster.
+
+    Attributes:
+        name: Name of the tier or the lane; the disk is both.
+        is_tier: Whether it is a tier.
+    """
+
+    name: str
+    is_tier: bool
+
+    @property
+    def more(self) -> str:
+        """The resource, and how much more of it a price is for."""
+        if not self.is_tier:
+            return f"10 % more {LANE_NAMES[self.name]}"
+        return f"1 GiB more {_TIER_NAMES[self.name]}"
+
+
+def prices_of(predicted: Prediction) -> dict[Resource, float]:
+    """Seconds that more of each resource would save, to first order at the same block size."""
+    tiers = {Resource(tier, True): seconds for tier, seconds in predicted.memory_price_s.items()}
+    return tiers | {Resource(lane, False): seconds for lane, seconds in predicted.lane_price_s.items()}
+
+
 @dataclass(frozen=True)
 class Price:
     """Time that more of a resource would save.
@@ -87,6 +114,8 @@ class Explanation:
         search_gap: `Prediction.search_gap`.
         cost: cost of the whole job, in the currency of the price that was given.
         energy_kwh: energy of the whole job, with the power that was given.
+        smaller_states_s: seconds saved if states are kept in 16 bits and the job is re-planned; None where that was not
+            looked for.
     """
 
     total_s: float
@@ -101,6 +130,7 @@ class Explanation:
     search_gap: float
     cost: float | None = None
     energy_kwh: float | None = None
+    smaller_states_s: float | None = None
 
 
 def explanation_of(
@@ -108,7 +138,8 @@ def explanation_of(
     *,
     price_per_hour: float | None = None,
     watts: float | None = None,
-    replanned_s: Mapping[str, float] | None = None,
+    replanned_s: Mapping[Resource, float] | None = None,
+    smaller_states_s: float | None = None,
 ) -> Explanation:
     """Explain a plan.
 
@@ -116,7 +147,8 @@ def explanation_of(
         plan: The plan.
         price_per_hour: The machine's price, in any currency.
         watts: Power that the machine takes.
-        replanned_s: lane or tier -> seconds that more of it saves if the job is re-planned.
+        replanned_s: resource -> seconds that more of it saves if the job is re-planned.
+        smaller_states_s: Seconds saved with states in 16 bits if the job is re-planned.
 
     Raises:
         InputError: A price or a power is not above 0.
@@ -144,6 +176,7 @@ def explanation_of(
             *([plan.weights_reason] if plan.weights_reason else []),
             *_weight_sentences(plan),
             *_kv_sentences(plan),
+            *_state_sentences(plan),
             *_batch_sentences(plan),
             *_activation_sentences(plan),
         ),
@@ -151,6 +184,7 @@ def explanation_of(
         search_gap=predicted.search_gap,
         cost=None if price_per_hour is None else price_per_hour * hours,
         energy_kwh=None if watts is None else watts / 1000 * hours,
+        smaller_states_s=smaller_states_s,
     )
 
 
@@ -188,11 +222,45 @@ def _kv_sentences(plan: Plan) -> list[str]:
         words = words | {
             "streamed": f"keep their KV in GPU memory in {stay} of {layers} layers, and {_STREAMED_LAYERS}"
         }
+    if plan.states:
+        words = {name: _with_states(text) for name, text in words.items()}
     described = [(counts[c], words[c]) for c in words if counts.get(c)]
     return [
         f"1 sequence {text.replace('keep their', 'keeps its')}." if n == 1 else f"{n:,} sequences {text}."
         for n, text in described
     ]
+
+
+def _with_states(text: str) -> str:
+    """A sentence on the KV of sequences, made one on their KV and states."""
+    for kv, both in (
+        ("keep their KV", "keep their KV and states"),
+        ("it comes", "they come"),
+        ("it is read", "they are read and written back"),
+        ("it is attended to", "they are used"),
+        ("attends to it", "attends to them"),
+    ):
+        text = text.replace(kv, both)
+    return text
+
+
+def _state_sentences(plan: Plan) -> list[str]:
+    """A sentence on states: what a sequence's take, and how many there are."""
+    if plan.states is None:
+        return []
+    states, tiers = plan.states, {"gpu": "in GPU memory", "cpu": "in host memory", "disk": "on disk"}
+    as_kv = f", as much as the KV of {tokens:,.0f} tokens" if (tokens := _as_kv_tokens(states)) else ""
+    slots = " and ".join(f"{count:,} {tiers[tier]}" for tier, count in states.slots.items())
+    seqs = sum(plan.policy.kv_seqs.values())
+    snapshots = sum(states.slots.values()) - seqs
+    return [
+        f"The states of a sequence take {format_bytes(states.seq_bytes)} ({plan.policy.state_dtype}){as_kv}.",
+        f"There are slots for {slots}: {seqs:,} for sequences, {snapshots:,} for snapshots at forks of prompts.",
+    ]
+
+
+def _as_kv_tokens(states: PlannedStates) -> float:
+    return states.seq_bytes / states.kv_token_bytes if states.kv_token_bytes else 0.0
 
 
 def _batch_sentences(plan: Plan) -> list[str]:
@@ -218,22 +286,16 @@ def _activation_sentences(plan: Plan) -> list[str]:
     return [f"Activations of {on_host} of {on_gpu + on_host} micro-batches wait in host memory between layers."]
 
 
-def _prices(plan: Plan, replanned_s: Mapping[str, float]) -> tuple[Price, ...]:
+def _prices(plan: Plan, replanned_s: Mapping[Resource, float]) -> tuple[Price, ...]:
     """Prices worth a thousandth of the time, to first order or re-planned."""
     predicted = plan.prediction
-    saved = {**predicted.memory_price_s, **predicted.lane_price_s}
     # Of first order: a whole GiB where there is little may promise more than all there is.
     most = predicted.total_s - predicted.startup_s
-    prices = [Price(price_name(name), min(s, most), replanned_s.get(name)) for name, s in saved.items()]
+    saved = prices_of(predicted)
+    prices = [Price(resource.more, min(s, most), replanned_s.get(resource)) for resource, s in saved.items()]
     worth = 0.001 * predicted.total_s
     useful = [price for price in prices if max(price.saved_s, price.replanned_s or 0.0) > worth]
     return tuple(sorted(useful, key=lambda price: (-price.saved_s, price.what)))
-
-
-def price_name(lane_or_tier: str) -> str:
-    """The resource that a price is for, and how much more of it."""
-    tiers = {"gpu": "1 GiB more GPU memory", "cpu": "1 GiB more CPU memory", "disk": "1 GiB more disk"}
-    return tiers.get(lane_or_tier) or f"10 % more {LANE_NAMES[lane_or_tier]}"
 
 
 def stage_rows(explained: Explanation) -> list[list[str]]:
@@ -282,6 +344,14 @@ def price_lines(explained: Explanation) -> list[str]:
         + ("" if price.replanned_s is None else f", re-planned {_saved(price.replanned_s, explained)}")
         for price in explained.prices
     ]
+
+
+def smaller_states_lines(explained: Explanation) -> list[str]:
+    """A line that says what states in 16 bits would save; none where that was not looked for, or is nothing."""
+    saved_s = explained.smaller_states_s
+    if not saved_s or saved_s < 0.001 * explained.total_s:
+        return []
+    return [f"--state-dtype bfloat16 would save {_saved(saved_s, explained)}, and rounds states after every token"]
 
 
 def _saved(seconds: float, explained: Explanation) -> str:

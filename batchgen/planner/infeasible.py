@@ -82,7 +82,7 @@ def _least_weight_bytes(problem: Problem) -> float:
 def _fixed_use(problem: Problem) -> str:
     """The memory that weights and the process take, in words."""
     whose = "the model's" if problem.sharing == 1 else "one process's"
-    weights = problem.model.weight_bytes(1) * _least_weight_bytes(problem)
+    weights = problem.model.held_params * _least_weight_bytes(problem)
     process = f", the process {format_bytes(problem.process_bytes)}" if problem.process_bytes else ""
     return f"{whose} weights take {format_bytes(weights)}{process}"
 

@@ -155,13 +155,13 @@ def _activation_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
     work = coded_bytes(s.weight_format, on_gpu=held.on_gpu) + activation_bytes(
         model, element, batches.batch_tokens, rows, on_gpu=held.on_gpu, captured_tokens=captured
     )
-    waiting = _waiting_bytes(s, batches)
+    hidden, waiting = batches.batch_tokens * int(s.hidden_bytes), _waiting_bytes(s, batches)
     if not held.on_gpu:
         yield Item("cpu", "activations", work + WORKSPACE_BYTES + (batches.num_gpu_batches - 1) * waiting)
         return
     yield Item("gpu", "activations", work + DEVICE_WORKSPACE_BYTES, "compute")
     yield Item("gpu", "activations", held.act_gpu * waiting, "compute")
-    yield Item("gpu", "activations", held.acts_wait * (HIDDEN_SLOTS * waiting))
+    yield Item("gpu", "activations", held.acts_wait * (HIDDEN_SLOTS * hidden))
     yield Item("gpu", "activations", held.delegates * sent_bytes(model, element, batches.batch_seqs), "d2h")
     exchanged = batches.batch_seqs * exchanged_values(model, kv=True) * element
     yield Item("cpu", "activations", WORKSPACE_BYTES + PINNED_BYTES)
@@ -173,8 +173,8 @@ def _activation_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
 
 
 def _waiting_bytes(s: Sizes, batches: Batches) -> int:
-    """Bytes of one micro-batch's activations between layers."""
-    return int(batches.batch_tokens * s.hidden_bytes)
+    """Bytes of one micro-batch's activations between layers, with the layers' inputs from per-layer embeddings."""
+    return int(batches.batch_tokens * (s.hidden_bytes + s.model.per_layer_width * s.element_bytes))
 
 
 def kv_bytes(s: CostInputs, at: Placement) -> dict[str, Linear]:
@@ -338,6 +338,16 @@ def plan_memory(
     )
 
 
+def policy_state_slots(s: Sizes, policy: Policy) -> dict[str, int]:
+    """State slots of each tier that has sequences under a policy; none where the model has no state layers."""
+    seqs: dict[str, int] = {}
+    for name, count in policy.kv_seqs.items():
+        if count and s.model.state:
+            tier = KVPlacement(name).tier
+            seqs[tier] = seqs.get(tier, 0) + count
+    return {tier: int(number(slots)) for tier, slots in state_slots(seqs, policy.share_prefixes).items()}
+
+
 def _held_by_policy(s: Sizes, policy: Policy, demand: Demand, *, on_gpu: bool, process_bytes: int) -> Held:
     """Contents of a policy, with each layer as large as it is."""
     layers, slots = group_bytes_of_layers(s.model, s.compute_format, s.weight_format), s.slot_group_bytes
@@ -357,12 +367,6 @@ def _held_by_policy(s: Sizes, policy: Policy, demand: Demand, *, on_gpu: bool, p
     staged_seqs = passing_seqs(policy, passing, int(attended), WHOLE_NUMBERS)
     staged_blocks = int(number(staging_blocks(s, policy, longest_blocks, staged_seqs, int(attended))))
     staged_states = int(number(staging_states(s, policy, staged_seqs, int(attended))))
-    in_tiers: dict[str, int] = {}
-    for name, count in seqs.items():
-        if count and s.model.state:
-            tier = KVPlacement(name).tier
-            in_tiers[tier] = in_tiers.get(tier, 0) + count
-    slots = {tier: int(number(count)) for tier, count in state_slots(in_tiers, policy.share_prefixes).items()}
     links = 2 if seqs.get("disk") and s.pads_blocks else 1
     return Held(
         on_gpu=on_gpu,
@@ -382,7 +386,7 @@ def _held_by_policy(s: Sizes, policy: Policy, demand: Demand, *, on_gpu: bool, p
         staged_blocks=staged_blocks,
         passing_bytes=links * passing_bytes(aligned(s.slot_block_bytes), staged_blocks) if staged_blocks else 0,
         disk_blocks=staged_blocks if seqs.get("disk") else 0,
-        state_slots=slots,
+        state_slots=policy_state_slots(s, policy),
         staged_states=staged_states,
         disk_states=staged_states if seqs.get("disk") else 0,
     )

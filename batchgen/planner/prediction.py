@@ -46,11 +46,11 @@ def loading_s(
         weight_format: The layers' format, in which packed weights are read as they are; None: `dtype`.
     """
     rate = min(hardware.load_bytes_per_s, hardware.disk_read_bytes_per_s)
-    native_bytes, dequantized = 0, model.num_params
+    native_bytes, dequantized = 0, model.held_params
     if weight_format in NATIVE_FORMATS:
         native_bytes = sum(map(sum, (sizes.values() for sizes in layer_sizes(model, dtype, weight_format))))
         here = {"embed": model.has_embeddings, "lm_head": model.has_head}  # a stage may be without
-        ends = [end_format for name, end_format in model.end_formats if here[name]]
+        ends = [end_format for name, end_format in model.end_formats if here.get(name)]
         native_bytes += sum(model.vocab_size * weight_row_bytes(model.embed_size, end_format) for end_format in ends)
         dequantized -= model.layer_params + len(ends) * model.vocab_size * model.embed_size
     seconds = dequantized * FORMAT_BYTES[dtype] / rate
@@ -63,7 +63,7 @@ def loading_s(
 def _until_first_sweep_s(problem: Problem, candidate: Candidate, written_bytes: float) -> float:
     """Seconds to read the weights that do not stay on disk, and to write a weight store where there is none yet."""
     s, at = candidate.inputs, candidate.counts.placement(candidate.inputs)
-    layers = s.model.layer_params / s.model.num_params
+    layers = s.model.layer_params / s.model.held_params
     seconds = problem.loading_s * (1 - number(at.w_disk) * layers)
     seconds += problem.loading_s * bool(written_bytes) + written_bytes / s.hardware.disk_write_bytes_per_s
     return float(seconds)

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-from batchgen.core.kv_placement import TIERS
-from batchgen.core.plan import Prediction
+from batchgen.core.dtypes import STATE_DTYPES
+from batchgen.core.plan import Plan, Prediction
 from batchgen.core.units import GIB
+from batchgen.planner.explanation import Resource, prices_of
 from batchgen.planner.problem import Problem
 
 # Names of `HardwareProfile.scaled` that make a lane faster.
@@ -38,7 +39,9 @@ _MEMORY = {"gpu": "gpu_memory_bytes", "cpu": "cpu_memory_bytes", "disk": "disk_b
 _MOST, _WORTH = 2, 0.01
 
 
-def replanned_s(problem: Problem, prediction: Prediction, planned_s: Callable[[Problem], float]) -> Mapping[str, float]:
+def replanned_s(
+    problem: Problem, prediction: Prediction, planned_s: Callable[[Problem], float]
+) -> Mapping[Resource, float]:
     """Seconds that the job saves with 10 % more of a lane, or 1 GiB more of a tier, if the job is re-planned.
 
     Of the two with the highest prices, as far as these are a hundredth of the time.
@@ -48,21 +51,35 @@ def replanned_s(problem: Problem, prediction: Prediction, planned_s: Callable[[P
         prediction: The plan's, with its prices.
         planned_s: Plans a problem, and gives the job's seconds.
     """
-    prices = {**prediction.memory_price_s, **prediction.lane_price_s}
-    known = [name for name in prices if name in (*_RATES, *TIERS) and prices[name] > _WORTH * prediction.total_s]
-    highest = sorted(known, key=lambda name: (-prices[name], name))[:_MOST]
-    return {name: max(0.0, prediction.total_s - planned_s(with_more(problem, name))) for name in highest}
+    prices = prices_of(prediction)
+    known = [r for r in prices if (r.is_tier or r.name in _RATES) and prices[r] > _WORTH * prediction.total_s]
+    highest = sorted(known, key=lambda resource: (-prices[resource], resource))[:_MOST]
+    return {resource: max(0.0, prediction.total_s - planned_s(with_more(problem, resource))) for resource in highest}
 
 
-def with_more(problem: Problem, lane_or_tier: str) -> Problem:
+def smaller_states_s(problem: Problem, plan: Plan, planned_s: Callable[[Problem], float]) -> float | None:
+    """Seconds that the job saves if it is re-planned with recurrent states in 16 bits; None: it has none in fp32.
+
+    Args:
+        problem: The problem that was planned.
+        plan: Its plan.
+        planned_s: Plans a problem, and gives the job's seconds.
+    """
+    state = problem.model.state
+    if state is None or not state.matrix_shape[0] or plan.policy.state_dtype != STATE_DTYPES[0]:
+        return None
+    return max(0.0, plan.prediction.total_s - planned_s(replace(problem, state_dtype=STATE_DTYPES[-1])))
+
+
+def with_more(problem: Problem, resource: Resource) -> Problem:
     """The problem on a machine with 10 % more of a lane's rate, or 1 GiB more of a tier."""
-    hardware = problem.hardware
-    if lane_or_tier not in TIERS:
-        rates = _there(problem, _RATES[lane_or_tier])
+    hardware, name = problem.hardware, resource.name
+    if not resource.is_tier:
+        rates = _there(problem, _RATES[name])
         return replace(problem, hardware=hardware.scaled(**dict.fromkeys(rates, 1.1)))
-    size = getattr(hardware, _MEMORY[lane_or_tier]) + GIB
-    budgets = {**problem.budgets, lane_or_tier: problem.budgets[lane_or_tier] + GIB}
-    larger = {_MEMORY[lane_or_tier]: size}
+    size = getattr(hardware, _MEMORY[name]) + GIB
+    budgets = {**problem.budgets, name: problem.budgets[name] + GIB}
+    larger = {_MEMORY[name]: size}
     return replace(problem, hardware=replace(hardware, **larger), budgets=budgets)
 
 

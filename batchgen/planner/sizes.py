@@ -297,6 +297,7 @@ def activation_bytes(
     """
     heads = _widest_projection(config)
     per_token = dtype_bytes * (2 * config.hidden_size + heads + 2 * config.widest_mixed)
+    per_token += dtype_bytes * 2 * config.per_layer_width  # rows of the table, and the inputs of all layers
     if config.state is not None:  # the convolution's results, and the gates in fp32
         per_token += dtype_bytes * config.state.channels + 8 * config.state.matrix_shape[0]
     kept = 0  # from layer to layer

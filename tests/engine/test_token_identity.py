@@ -231,8 +231,13 @@ def clear_tokens(sample):
     return sample.token_ids[: close.index(True) if True in close else None]
 
 
+def has_experts(name):
+    family, fields = MODELS[name]
+    return family in MIXTURES or fields.get("enable_moe_block", False)
+
+
 # What is for mixtures of experts changes nothing elsewhere.
-_CELLS = [(m, tier) for m in MODELS for tier in TIERS if tier != "experts on demand" or MODELS[m][0] in MIXTURES]
+_CELLS = [(m, tier) for m in MODELS for tier in TIERS if tier != "experts on demand" or has_experts(m)]
 
 
 @pytest.mark.parametrize("kv_format", EXACT_KV_FORMATS)
@@ -251,6 +256,7 @@ _OF_MIXTURES = [
     "qwen2_moe",
     "qwen3_moe, 8 of 128, shares as they are",
     "gpt_oss, 4 of 32, all windows, plain rope",
+    "gemma4, experts, keys are values",
 ]
 
 

@@ -218,7 +218,7 @@ def expected_gemma4_experts(layer) -> dict:
     mlp, router = layer.mlp, layer.router
     found = {
         "router.weight": router.proj.weight,
-        "router_norm.weight": router.scale * router.scale.numel() ** -0.5,
+        "router_norm.weight": router.scale,
         "expert_scale.weight": router.per_expert_scale,
         "gate_up.weight": layer.experts.gate_up_proj.flatten(0, 1),
         "down.weight": layer.experts.down_proj.flatten(0, 1),

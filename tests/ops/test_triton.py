@@ -41,6 +41,7 @@ def check(which, device, tmp_path, checks="triton_checks.py"):
 
 ATTENTION = "attention or context or prompts or sweep or items or plan or key or scores or queries or prefix or twice"
 EXPERTS = "expert or mixture"
+STATE_CHECKS = {"the delta rule": "delta_rule", "the rest": "not delta_rule"}
 CHECKS = {"attention": ATTENTION, "experts": EXPERTS, "the rest": f"not ({ATTENTION} or {EXPERTS})"}
 
 
@@ -69,23 +70,30 @@ def test_captured_sweeps_on_a_card(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", quick_or(["75"], ["75", "80", "86", "90"]))
-def test_all_kernels_compile_and_fit(capability, tmp_path):
-    """For models of 128, and 64, to a head; the module itself, run by hand, goes through more of them."""
-    head_dims = quick_or(["128"], ["64", "128"])
-    told = run(
-        *(
-            "-m",
-            "batchgen.ops.triton.compile_ahead",
-            "--capability",
-            capability,
-            "--group",
-            "4",
-            "--head-dim",
-            *head_dims,
-        ),
-        TRITON_CACHE_DIR=str(tmp_path),
-    )
+@pytest.mark.parametrize("which", STATE_CHECKS)
+def test_state_layers_under_the_interpreter(which, tmp_path):
+    check(STATE_CHECKS[which], "cpu", tmp_path, "triton_state_checks.py")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("which", STATE_CHECKS)
+def test_state_layers_on_a_card(which, tmp_path):
+    check(STATE_CHECKS[which], "cuda", tmp_path, "triton_state_checks.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "capability, head_dims",
+    quick_or(
+        [("75", ["128"])], [("75", ["64", "128"]), ("80", ["64", "128"]), ("86", ["256", "512"]), ("90", ["64", "128"])]
+    ),
+    ids=str,
+)
+def test_all_kernels_compile_and_fit(capability, head_dims, tmp_path):
+    """The widest heads on the cards with the least shared memory, of those that attend by these kernels."""
+    command = ["-m", "batchgen.ops.triton.compile_ahead", "--capability", capability, "--group", "4"]
+    told = run(*command, "--head-dim", *head_dims, TRITON_CACHE_DIR=str(tmp_path))
     assert all(name in told for name in ("_quantize", "_copy_rows", "_draw")) and "TOO LARGE" not in told
     products = told.count("_attend")
     assert products == 0 if capability == "75" else products >= 8 * len(head_dims)

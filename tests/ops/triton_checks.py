@@ -45,7 +45,7 @@ LARGE_VOCABULARY, LONG = quick_or((24_064, 1500), (152_064, 3000)) if DEVICE.typ
 # What kernels are compiled for. On a card that takes seconds for each: a few, and the same ones every time.
 BLOCK_SIZES = [16, 16, 8, 32] if DEVICE.type == "cpu" else [16]
 KV_HEADS_AND_GROUPS = [(1, 1), (3, 1), (2, 2), (1, 3), (2, 4), (1, 7), (1, 8), (1, 16), (1, 20)]
-HEAD_DIMS = [8, 32, 40, 64, 80, 96, 128, 256, 34]
+HEAD_DIMS = [8, 32, 40, 64, 80, 96, 128, 256, 512, 34]
 if DEVICE.type != "cpu":
     KV_HEADS_AND_GROUPS, HEAD_DIMS = [(2, 1), (2, 4), (1, 7)], [64, 80, 128]
     settings.register_profile("card", derandomize=True, database=None)
@@ -166,6 +166,16 @@ def test_a_long_context_is_cut_into_parts_and_put_together(kv_format):
 def test_scores_are_capped(kv_format):
     case = (4, [(1, 100, True), (1, 64, True), (24, 64, False), (3, 0, False)], 100, (8, 2), 64, 16, 132, 3)
     check_attention(case, torch.float32, kv_format, 5e-5, softcap=1.5)
+
+
+@pytest.mark.parametrize("head_dim", [256, 512])
+@pytest.mark.parametrize("formats", [("bfloat16", "bfloat16"), ("float32", "int4"), ("bfloat16", "int8")], ids=str)
+def test_wide_heads_under_a_window_and_in_every_kind_of_item(head_dim, formats):
+    """As in Gemma 4: 256 values to a head in layers with a window, 512 in the others."""
+    case = (4, [(1, 60, True), (1, 33, True), (40, 20, False), (3, 0, False)], None, (4, 2), head_dim, 16, 132, 3)
+    window = 50 if head_dim == 256 else None
+    case = (*case[:2], window, *case[3:]) if window is None else (0, case[1][2:], window, *case[3:])
+    check_attention(case, getattr(torch, formats[0]), formats[1], FORMATS[formats])
 
 
 def test_prompts_over_several_tiles():
@@ -324,7 +334,7 @@ def wide_rotary(qkv, heads, kv_heads, scale, rope, positions, norms, rotation):
 
 ROTARY = [
     (dtype, head_dim, kv_format, family)
-    for dtype, head_dims in ((torch.float32, (8, 80, 256)), (torch.bfloat16, (34, 64, 96)), (torch.float16, (64,)))
+    for dtype, head_dims in ((torch.float32, (8, 80, 256)), (torch.bfloat16, (34, 64, 96, 512)), (torch.float16, (64,)))
     for head_dim in head_dims
     for kv_format in ("own", *KV_CODE_BITS, "none", "none, rotated")
     for family in ("rope", "learned", "qk_norm")
@@ -823,8 +833,11 @@ def test_shared_memory_is_what_the_card_says_or_else_the_table(found, shared_mem
     ids=str,
 )
 def test_tiles_fit_the_shared_memory(shared_memory, dtype, bits):
-    for group in (1, 4, 8, 16):
-        for head_dim in (34, 64, 80, 128, 256):
+    for group in (1, 4, 8, 16, 64):
+        for head_dim in (34, 64, 80, 128, 256, 512):
+            if not launching.fits_attention(group, head_dim, shared_memory << 10):
+                assert head_dim >= 256 and (shared_memory == 64 or group == 64)
+                continue
             for tile in launching.attention_tiles(group, head_dim, dtype, bits, shared_memory << 10):
                 dim = launching.power_of_two(head_dim, 16)
                 keys_and_values = max(1, tile.stages - 2) * 2 * tile.keys * dim * dtype.itemsize

@@ -9,7 +9,7 @@ from batchgen.core.errors import InputError
 from batchgen.core.plan import STAGES
 from batchgen.core.workload import Workload
 from batchgen.planner.explain import compare_rows, explain, make_plan, runs_lines
-from batchgen.planner.explanation import explanation_of, price_lines, total_lines
+from batchgen.planner.explanation import Resource, explanation_of, price_lines, total_lines
 from batchgen.planner.problem import Problem
 from batchgen.planner.replanned import replanned_s, with_more
 from batchgen.planner.search import search
@@ -111,18 +111,35 @@ def test_prices_are_those_of_plans_made_anew():
         return plan.prediction.total_s - 10.0
 
     anew = replanned_s(problem, plan.prediction, planned_s)
-    assert asked == [with_more(problem, name) for name in anew] and 1 <= len(anew) <= 2
+    assert asked == [with_more(problem, resource) for resource in anew] and 1 <= len(anew) <= 2
     assert all(seconds == pytest.approx(10.0) for seconds in anew.values())
     prices = explanation_of(plan, replanned_s=anew).prices
     assert sum(price.replanned_s is not None for price in prices) == len(anew)
     assert any("re-planned 10 s" in line for line in price_lines(explanation_of(plan, replanned_s=anew)))
 
 
-@pytest.mark.parametrize("name", ["gpu", "cpu", "disk", "compute", "cpu_attention", "h2d", "d2h", "disk_read", "dram"])
-def test_more_of_anything_is_a_problem_that_can_be_planned(name):
+@pytest.mark.parametrize(
+    "resource",
+    [
+        *(Resource(tier, True) for tier in ("gpu", "cpu", "disk")),
+        *(Resource(lane, False) for lane in ("compute", "cpu_attention", "h2d", "d2h", "disk_read", "disk", "dram")),
+    ],
+    ids=lambda resource: resource.more,
+)
+def test_more_of_anything_is_a_problem_that_can_be_planned(resource):
     problem, _ = planned(**CASES["streamed"])
-    more = with_more(problem, name)
+    more = with_more(problem, resource)
     assert more != problem and search(more).seconds <= search(problem).seconds * (1 + 5e-4)
+
+
+def test_a_faster_disk_is_not_taken_for_a_larger_one():
+    _, plan = planned(**CASES["streamed"])
+    prices = {"lane_price_s": {"disk": 50.0}, "memory_price_s": {"disk": 20.0}}
+    named = replace(plan, prediction=replace(plan.prediction, total_s=100.0, startup_s=0.0, **prices))
+    assert [(p.what, p.saved_s) for p in explanation_of(named, replanned_s={Resource("disk", False): 30.0}).prices] == [
+        ("10 % more disk", 50.0),
+        ("1 GiB more disk space", 20.0),
+    ]
 
 
 def test_no_price_is_more_than_the_job():

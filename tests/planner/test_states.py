@@ -2,20 +2,25 @@
 
 import bisect
 import itertools
+import json
 from dataclasses import replace
 
 import pytest
 from planner_cases import GIB, budgets, constant, cpu_box, gpu_box, llama_8b, qwen36_35b_a3b
 
+from batchgen.core.plan import Plan
+from batchgen.core.units import format_seconds
 from batchgen.core.workload import Workload
 from batchgen.models.state_layers import DeltaNet, ShortConv, StateRow
 from batchgen.planner.costs import decode_state_bytes, layer_lanes, moved_bytes, phase_decode_attention_s
-from batchgen.planner.explain import make_plan
+from batchgen.planner.explain import explain, make_plan
+from batchgen.planner.explanation import explanation_of
 from batchgen.planner.memory import memory_parts, peak_bytes
 from batchgen.planner.mip import fits
 from batchgen.planner.phases import Phase
 from batchgen.planner.plan_selection import plan_problem
 from batchgen.planner.problem import Allowed, Problem
+from batchgen.planner.replanned import smaller_states_s
 from batchgen.planner.search import search
 from batchgen.planner.simulation import memory_of, simulate_job
 from batchgen.planner.sizes import activation_bytes
@@ -163,6 +168,26 @@ def test_more_memory_is_never_slower(box):
             hardware = gpu_box(gpu_memory_bytes=int(memory * GIB), cpu_memory_bytes=6 * GIB)
         seconds.append(search(problem_of(hardware, hybrid())).seconds)
     assert all(more <= less * (1 + 2e-4) for less, more in itertools.pairwise(seconds)), seconds
+
+
+def test_a_plan_says_what_states_take_and_what_smaller_ones_would_save():
+    problem = problem_of(cpu_box(cpu_memory_bytes=int(0.6 * GIB)), hybrid(), Workload.uniform(2000, 30, 100))
+    plan = plan_problem(problem)
+    saved_s = smaller_states_s(problem, plan, lambda other: plan_problem(other).prediction.total_s)
+    smaller = plan_problem(replace(problem, state_dtype="bfloat16"))
+    assert saved_s == plan.prediction.total_s - smaller.prediction.total_s > 0
+    assert smaller_states_s(problem, smaller, lambda other: 0.0) is None
+    said = "\n".join(explain(plan, explanation_of(plan, smaller_states_s=saved_s)))
+    assert "KV float16, states float32" in said and "\nstate " in said and "KV and states" in said
+    assert "states of a sequence take 3.1 MiB (float32), as much as the KV of 393 tokens" in said
+    assert f"--state-dtype bfloat16 would save {format_seconds(saved_s)}" in said
+    assert "states bfloat16" in "\n".join(explain(smaller)) and "--state-dtype" not in "\n".join(explain(smaller))
+
+
+def test_a_plan_in_json_is_read_back_with_its_states():
+    _, plan = planned(problem_of(cpu_box(cpu_memory_bytes=GIB), hybrid(), max_num_seqs=64))
+    assert plan.states.slots == {"cpu": 64 + 3} and plan.states.seq_bytes == 6 * ROW
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
 @pytest.mark.parametrize("box", [cpu_box(cpu_memory_bytes=int(1.3 * GIB)), gpu_box(gpu_memory_bytes=GIB)])

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_models import DELTA_NETS, FAMILIES, GEMMA4, classes_of, randomize
+from tiny_models import DELTA_NETS, FAMILIES, GEMMA4, SHORT_CONVS, classes_of, randomize
 
 from batchgen.core.errors import InputError
 from batchgen.core.request import Request, SamplingParams
@@ -302,7 +302,8 @@ def _ordinary(family: str, rng: random.Random) -> dict[str, Any]:
         drawn |= {"no_rope_layer_interval": maybe(1, 2, 4), "no_rope_layers": maybe(None, [1, 0, 1], [0, 0, 1, 1])}
     if family == "seed_oss":
         drawn |= {"attention_out_bias": maybe(True, False)}
-    drawn |= _states(layers, rng) if family in DELTA_NETS else _windows(family, layers, rng)
+    of_states = {**dict.fromkeys(DELTA_NETS, _states), **dict.fromkeys(SHORT_CONVS, _short_convs)}
+    drawn |= of_states[family](layers, rng) if family in of_states else _windows(family, layers, rng)
     drawn |= _experts(family, layers, rng)
     drawn |= _gemma4(family, drawn, rng) if family in GEMMA4 else {}
     if family.startswith("gemma"):
@@ -357,7 +358,7 @@ def _of_no_matter(config_class: type, rng: random.Random) -> dict[str, Any]:
     if config_class.model_type.startswith("gemma4"):
         values["use_bidirectional_attention"] = (None, "vision")
     drawn = {name: rng.choice((_LEFT_OUT, *choices)) for name, choices in values.items() if name in own}
-    return drawn | {"some_note": rng.choice((_LEFT_OUT, "of nobody"))}
+    return drawn | {"unsloth_version": rng.choice((_LEFT_OUT, "2026.1"))}
 
 
 def _fields(config_class: type) -> dict[str, Any]:
@@ -369,7 +370,7 @@ def _windows(family: str, layers: int, rng: random.Random) -> dict[str, Any]:
     window = rng.choice((_LEFT_OUT, 6, 20))
     types = rng.choice((_LEFT_OUT, None, [rng.choice(("sliding_attention", "full_attention")) for _ in range(layers)]))
     if family == "ministral":
-        return {"sliding_window": rng.choice((window, None)), "layer_types": None if window is None else types}
+        return {"sliding_window": window, "layer_types": types}
     if family in ("mistral", "ministral3", "mixtral", "phi3"):
         drawn = {"sliding_window": rng.choice((window, None))}
         if family == "mistral" and drawn["sliding_window"] is not None:
@@ -403,10 +404,33 @@ def _states(layers: int, rng: random.Random) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _short_convs(layers: int, rng: random.Random) -> dict[str, Any]:
+    """Kernels of short convolutions, and which layers they are; the last one attends."""
+    return {
+        "layer_types": [rng.choice(("conv", "full_attention")) for _ in range(layers - 1)] + ["full_attention"],
+        "conv_L_cache": rng.choice((_LEFT_OUT, 2, 3, 5)), "conv_bias": rng.choice((_LEFT_OUT, True, False)),
+        "norm_eps": rng.choice((_LEFT_OUT, 1e-5, 1e-3)),
+    }  # fmt: skip
+
+
 def _experts(family: str, layers: int, rng: random.Random) -> dict[str, Any]:
     if family in ("mixtral", "gpt_oss"):
         name = rng.choice(("num_local_experts", "num_experts"))
         return {name: rng.choice((4, 8)), "num_experts_per_tok": rng.choice((_LEFT_OUT, 1, 2))}
+    if family == "lfm2":
+        return {
+            "block_multiple_of": rng.choice((16, 32)), "block_ffn_dim_multiplier": rng.choice((_LEFT_OUT, 1.0, 1.3)),
+            "block_auto_adjust_ff_dim": rng.choice((_LEFT_OUT, True, False)),
+            "full_attn_idxs": rng.choice((_LEFT_OUT, None, [0])),
+        }  # fmt: skip
+    if family == "lfm2_moe":
+        return {
+            "num_experts": rng.choice((8, 16)), "num_experts_per_tok": rng.choice((_LEFT_OUT, 1, 3)),
+            "moe_intermediate_size": rng.choice((24, 40)), "norm_topk_prob": rng.choice((_LEFT_OUT, True, False)),
+            "num_dense_layers": rng.choice((_LEFT_OUT, 0, 1)),
+            "routed_scaling_factor": rng.choice((_LEFT_OUT, 1.0, 2.5)),
+            "use_expert_bias": rng.choice((_LEFT_OUT, True, False)),
+        }  # fmt: skip
     if family.startswith("granitemoe"):
         shared = {"shared_intermediate_size": rng.choice((24, 72))} if family != "granitemoe" else {}
         count = rng.choice((4, 8, 0) if family == "granitemoehybrid" else (4, 8))
@@ -594,4 +618,4 @@ def _with_images(family: str, stated: dict[str, Any], rng: random.Random) -> dic
     return outer
 
 
-assert set(ARCHITECTURES.values()) == set(FAMILIES)
+assert set(ARCHITECTURES.values()) == {*FAMILIES, *SHORT_CONVS}

@@ -44,6 +44,7 @@ GRANITE_MIXTURES = ("granitemoe", "granitemoeshared", "granitemoehybrid")
 MIXTURES = (
     "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "olmoe", *GRANITE_MIXTURES, "qwen3_next", "qwen3_5_moe"
 )  # fmt: skip
+SHORT_CONVS = ("lfm2", "lfm2_moe")
 # What must hold for every model holds for each of these: families as they are, and with the switches that change what a
 # layer reads. name -> (family, fields of the transformers config). A test keeps it complete (test_token_identity.py).
 MODELS = {
@@ -176,6 +177,7 @@ def classes_of(family: str) -> tuple[type, type]:
         "qwen3_next": "Qwen3Next",
         "qwen3_5": "Qwen3_5",
         "qwen3_5_moe": "Qwen3_5Moe",
+        "lfm2_moe": "Lfm2Moe",
     }.get(family, family.capitalize())
     text = "Text" if family in ("gemma3", *GEMMA4, "qwen3_5", "qwen3_5_moe") else ""
     return getattr(transformers, f"{prefix}{text}Config"), getattr(transformers, f"{prefix}ForCausalLM")
@@ -188,7 +190,6 @@ _GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 20, "ti
 # Heads of two sizes; the last layer reuses KV, and has a wider MLP.
 _GEMMA4 = {
     "head_dim": 32, "global_head_dim": 64, "sliding_window": 20, "num_kv_shared_layers": 1, "use_double_wide_mlp": True,
-    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
 }  # fmt: skip
 _QWEN_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 _SHARED = {**_QWEN_EXPERTS, "shared_expert_intermediate_size": 72}
@@ -213,7 +214,7 @@ _FIELDS = {
         **_GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0, "attn_implementation": "eager",
     },
     "gemma3": _GEMMA,
-    "gemma4": {**_GEMMA4, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB_SIZE},
+    "gemma4": {**_GEMMA4, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCAB_SIZE},
     "gemma4_unified": _GEMMA4,
     "granite": _FACTORS,
     "granitemoe": {**_GRANITE_EXPERTS},
@@ -228,6 +229,10 @@ _FIELDS = {
     "qwen3_next": {**_SHARED, **_DELTA_NET},
     "qwen3_5": _DELTA_NET,
     "qwen3_5_moe": {**_SHARED, **_DELTA_NET},
+    "lfm2": {"intermediate_size": 120, "block_multiple_of": 16},
+    "lfm2_moe": {
+        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "num_dense_layers": 1,
+    },
     "gpt_oss": {
         "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20, "rope_parameters": {
             "rope_type": "yarn", "rope_theta": 15e4, "factor": 8.0, "original_max_position_embeddings": 64,
@@ -243,8 +248,13 @@ def _layer_types(family: str, layers: int) -> dict[str, list[str]]:
         return {"layer_types": ["sliding_attention"] * (layers - 1) + ["full_attention"]}
     if family == "granitemoehybrid":
         return {"layer_types": ["full_attention"] * layers}
+    if family in GEMMA4:
+        windows = ["sliding_attention"] if layers > 2 else []  # the last layer reuses the KV of one of its kind
+        return {"layer_types": windows + ["full_attention"] * (layers - len(windows))}
     if family in DELTA_NETS:
         return {"layer_types": [("linear_attention", "full_attention")[i % 2] for i in range(layers)]}
+    if family in SHORT_CONVS:
+        return {"layer_types": [("conv", "full_attention")[i % 2] for i in range(layers)]}
     return {}
 
 
@@ -297,7 +307,7 @@ def randomize(model, family: str, std: float = 0.2) -> None:
                 weight.copy_(torch.empty_like(weight).uniform_(math.log(0.01), math.log(3.0)))
             elif name.endswith("dt_bias"):
                 weight.normal_(std=1.0)
-            elif name.endswith("conv1d.weight"):
+            elif name.endswith(("conv1d.weight", "conv.conv.weight")):
                 weight.normal_(std=0.5)
             elif family in GEMMA4 and weight.ndim == 1 and any(part in name for part in ("norm", "scale")):
                 weight.normal_(mean=1.0, std=0.4)
@@ -310,6 +320,9 @@ def randomize(model, family: str, std: float = 0.2) -> None:
                 weight.normal_(std=0.8 if family == "gpt_oss" else std)
             else:  # the embedding's padding row random like the rest
                 weight.normal_(std=std)
+        for name, values in model.named_buffers():
+            if name.endswith("expert_bias"):
+                values.normal_(std=std)
 
 
 def make_tiny_tokenizer(path: Path, *, chat_template: str | None = CHAT_TEMPLATE):
@@ -379,6 +392,7 @@ GGUF_FAMILIES = (
     "gpt_oss",
     "gemma2",
     "gemma3",
+    "gemma4",
     "phi3",
     "granite",
     "smollm3",
@@ -460,6 +474,15 @@ GGUF_MODELS = {
             "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
         },
     }),
+    "gemma4, windows that reuse KV": ("gemma4", {
+        "num_hidden_layers": 6, "num_kv_shared_layers": 3, "layer_types": ["sliding_attention", "full_attention"] * 3,
+    }),
+    "gemma4, experts, keys are values": ("gemma4", {
+        **MODELS["gemma4, experts, keys are values"][1], "moe_intermediate_size": 64,
+    }),
+    "gemma4, keys are values, an output of its own": ("gemma4", {
+        **MODELS["gemma4, keys are values, biases, a cap"][1], "attention_bias": False,
+    }),
     "gemma3, every second window": ("gemma3", {"sliding_window_pattern": 2}),
     "phi3, windows": ("phi3", {"sliding_window": 20}),
     "smollm3, a layer without rope": ("smollm3", {"num_hidden_layers": 4}),
@@ -524,6 +547,25 @@ _OUTPUT_NORM_NAMES = {
     "post_attention_layernorm": "post_attention_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+_GEMMA4_GGUF_NAMES = {
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+    "router.proj": "ffn_gate_inp",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+}
+_GEMMA4_GGUF_TENSORS = {
+    ".layer_scalar": "layer_output_scale.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight",
+}
 _GEMMA_GGUF_NAMES = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -548,6 +590,7 @@ def as_q4_k_m(num_layers: int) -> Callable[[str], str]:
 
 # Rows of whole blocks of any format in every family of `GGUF_FAMILIES`.
 MIXED_SIZES = {
+    "hidden_size_per_layer_input": 256,
     "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "moe_intermediate_size": 256,
     "shared_expert_intermediate_size": 256, "shared_intermediate_size": 256, "num_hidden_layers": 2,
     "linear_value_head_dim": 64,
@@ -600,16 +643,15 @@ def write_tiny_gguf(  # a line for each key and each name of the format
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    if family != "qwen3_5_moe":
-        writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     rope = config.rope_parameters
     writer.add_rope_freq_base((rope.get("full_attention") or rope)["rope_theta"])
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    head_dim = 0
+    if family == "gemma4":
+        rope_freqs = _write_gemma4(writer, config)
+    else:
+        head_dim = _write_sizes(writer, config, family)
     if family in _GGUF_MIXTURES:
         _write_mixture(writer, config, family)
     elif family in ("gemma2", "gemma3"):
@@ -740,6 +782,47 @@ def _write_gemma(writer, config, family: str) -> None:
         writer.add_attention_scale(config.query_pre_attn_scalar**-0.5)
 
 
+def _write_sizes(writer, config, family: str) -> int:
+    """Writes the sizes of MLPs and heads that all layers have; returns that of a head."""
+    if family != "qwen3_5_moe":
+        writer.add_feed_forward_length(config.intermediate_size)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    return head_dim
+
+
+def _write_gemma4(writer, config) -> list[float]:
+    """Writes the keys of Gemma 4; returns the divisors of frequencies in layers without a window."""
+    has_window = [kind == "sliding_attention" for kind in config.layer_types]
+    by_layer = [config.per_layer_config[layer] for layer in range(len(has_window))]
+    full, local = by_layer[-1], by_layer[has_window.index(True)] if True in has_window else by_layer[-1]
+    wide = len(has_window) - (config.num_kv_shared_layers if config.use_double_wide_mlp else 0)
+    lengths = [config.intermediate_size * (1 + (layer >= wide)) for layer in range(len(has_window))]
+    heads = [layer.num_key_value_heads for layer in by_layer]
+    writer.add_feed_forward_length(lengths if config.use_double_wide_mlp else config.intermediate_size)
+    writer.add_head_count_kv(heads if len(set(heads)) > 1 else heads[0])
+    for add, of_layers in (("", full), ("_swa", local)):
+        getattr(writer, f"add_key_length{add}")(of_layers.head_dim)
+        getattr(writer, f"add_value_length{add}")(of_layers.head_dim)
+        getattr(writer, f"add_rope_dimension_count{add}")(of_layers.head_dim)
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern(has_window)
+    if config.final_logit_softcapping:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if config.enable_moe_block:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.top_k_experts)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    pairs = full.head_dim // 2
+    rotated = int(pairs * config.rope_parameters["full_attention"]["partial_rotary_factor"])
+    return [1.0] * rotated + [1e30] * (pairs - rotated)
+
+
 def _write_olmo3(writer, config) -> None:
     writer.add_sliding_window(config.sliding_window)
     writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
@@ -778,6 +861,7 @@ def _gguf_tensors(model, family: str):
     has_other_name = family in ("gpt_oss", "seed_oss", *DELTA_NETS)
     names = _GGUF_NAMES | ({"post_attention_layernorm": "post_attention_norm"} if has_other_name else {})
     gemma = family.startswith("gemma")
+    names |= _GEMMA4_GGUF_NAMES if family == "gemma4" else {}
     names |= _GEMMA_GGUF_NAMES if gemma else _OUTPUT_NORM_NAMES if family in ("olmo2", "olmo3") else {}
     for full_name, tensor in model.state_dict().items():
         stem, suffix = full_name.rsplit(".", 1)
@@ -791,6 +875,9 @@ def _gguf_tensors(model, family: str):
             yield f"{names[stem]}.{suffix}", values
             continue
         layer, own = parts[2], ".".join(parts[3:])
+        if f"{own}.{suffix}" in _GEMMA4_GGUF_TENSORS:
+            yield f"blk.{layer}.{_GEMMA4_GGUF_TENSORS[f'{own}.{suffix}']}", values
+            continue
         if own == "shared_mlp.input_linear":
             for name, half in zip(("gate", "up"), np.split(values, 2), strict=True):
                 yield f"blk.{layer}.ffn_{name}_shexp.weight", half

@@ -20,14 +20,16 @@ if TYPE_CHECKING:
 _LIGHT = (
     "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00",
     "#8a8a00", "#7f7f7f", "#5e3c99", "#a6611a", "#80cdc1", "#404040",
+    "#882255",
 )  # fmt: skip
 _DARK = (
     "#4aa3df", "#f0b93a", "#2fc49a", "#e29cc4", "#8fd0f5", "#ff8a47",
     "#d6d64a", "#a8a8a8", "#b09be0", "#d9a066", "#c7eae5", "#e0e0e0",
+    "#e07ab0",
 )  # fmt: skip
 COLOURS = len(_LIGHT)
 # Colours that mean one thing in all charts of a page.
-PURPOSE_COLOURS = {"weights": 0, "KV": 1, "activations": 2, "buffers": 3, "process": 7}
+PURPOSE_COLOURS = {"weights": 0, "KV": 1, "activations": 2, "buffers": 3, "state": 12, "process": 7}
 TIER_COLOURS = {"gpu": 8, "cpu": 9, "disk": 10}
 PREDICTED, MEASURED, FAILED, COUNT = 4, 6, 5, 11
 

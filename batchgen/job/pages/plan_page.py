@@ -21,7 +21,14 @@ from batchgen.job.pages.html_page import (
 )
 from batchgen.models.config import ModelConfig
 from batchgen.planner.explain import TIER_NAMES, compare_rows, headline, lane_seconds
-from batchgen.planner.explanation import LANE_NAMES, Explanation, price_lines, stage_rows, total_lines
+from batchgen.planner.explanation import (
+    LANE_NAMES,
+    Explanation,
+    price_lines,
+    smaller_states_lines,
+    stage_rows,
+    total_lines,
+)
 from batchgen.planner.problem import Problem
 from batchgen.planner.search import frontier
 from batchgen.planner.simulation import simulate_job
@@ -56,7 +63,7 @@ def plan_page(
     """
     sections = [
         section("Stages", *_stages(explained)),
-        section("Where weights, KV and activations lie", *map(note, explained.sentences), *placement(plan)),
+        section(placement_heading(plan), *map(note, explained.sentences), *placement(plan)),
         section("Lanes over the whole job", lanes(plan)),
         section("A steady sweep", *_steady_sweep(plan, config, hardware)),
         section("Latency and throughput", *_frontier(plan, problem)),
@@ -76,8 +83,13 @@ def _stages(explained: Explanation) -> list[str]:
     return [table(header, rows), *map(note, total_lines(explained))]
 
 
+def placement_heading(plan: Plan) -> str:
+    """The heading of what `placement` shows."""
+    return f"Where weights, KV{', states' if plan.states else ''} and activations lie"
+
+
 def placement(plan: Plan) -> list[str]:
-    """Charts of each tier's peak memory and budget, and of the weights, KV and activations in each tier."""
+    """Charts of each tier's peak memory and budget, and of what is placed in each tier, such as weights and KV."""
     names = sorted({name for parts in plan.prediction.memory_bytes.values() for name in parts})
     used = [
         Bar(
@@ -96,7 +108,7 @@ def placement(plan: Plan) -> list[str]:
     return [
         bars("Memory of each tier at its peak, and its budget", used, format_bytes),
         legend([(purpose_colour(name), name) for name in names]),
-        bars("Weights, KV and activations by tier", placed, format_bytes),
+        bars("What is placed, by tier", placed, format_bytes),
         legend([(TIER_COLOURS[tier], TIER_NAMES[tier]) for tier in tiers]),
     ]
 
@@ -177,8 +189,9 @@ def _frontier(plan: Plan, problem: Problem) -> list[str]:
 def _prices(explained: Explanation) -> list[str]:
     """A chart of the seconds that more of each resource would save: to first order, and by planning again."""
     first, *rest = price_lines(explained)
+    smaller_states = [note(f"{line}.") for line in smaller_states_lines(explained)]
     if not rest:
-        return [note(f"{first[0].upper()}{first[1:]}.")]
+        return [note(f"{first[0].upper()}{first[1:]}."), *smaller_states]
     most = explained.prices[:_MOST_PRICES]
     rows = [
         Bar(
@@ -194,6 +207,7 @@ def _prices(explained: Explanation) -> list[str]:
             f"Time saved of {format_seconds(explained.total_s)}: to first order at the same block size, and re-planned."
         ),
         bars("Time that more of a resource would save", rows, format_seconds),
+        *smaller_states,
     ]
 
 

@@ -16,7 +16,7 @@ from batchgen.engine.parts import EngineStats
 from batchgen.job.pages.charts import Bar, bars, columns, histogram, line
 from batchgen.job.pages.finished_rows import FinishedRows, finished_rows
 from batchgen.job.pages.html_page import COUNT, FAILED, MEASURED, PREDICTED, legend, note, page, section, table
-from batchgen.job.pages.plan_page import placement
+from batchgen.job.pages.plan_page import placement, placement_heading
 from batchgen.job.report import result_lines
 from batchgen.job.source import RequestSource
 from batchgen.planner.explanation import LANE_NAMES
@@ -69,7 +69,7 @@ class RunPage:
         if plan is not None:
             sections.append(section("Predicted and measured", *_predicted_and_measured(report)))
             sections.append(section("Throughput over time", *self._throughput(report)))
-            sections.append(section("Where weights, KV and activations lie", *placement(plan)))
+            sections.append(section(placement_heading(plan), *placement(plan)))
         sections.append(section("Answers", *_answers(report)))
         sections.append(section("Lengths", *_lengths(self._rows)))
         sections.append(section("Errors by kind", *_errors(report)))

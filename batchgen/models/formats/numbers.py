@@ -23,23 +23,21 @@ class Numbers(StoredPart):
         name: Name of the tensor in the file.
         info: Place of the tensor in the file.
         added: Number to be added to each stored value. Gemma's norms store w of (1 + w) x / rms(x).
-        factor: Number that each stored value is multiplied with.
     """
 
     name: str
     info: TensorInfo
     added: float = 0
-    factor: float = 1
 
     def fill(self, out: Tensor) -> None:
-        if not self.added and self.factor == 1:
+        if not self.added:
             return read_numbers(self.name, self.info, out)
         read_numbers(self.name, self.info, values := torch.empty(out.shape))
-        out.copy_(values.mul_(self.factor).add_(self.added))
+        out.copy_(values.add_(self.added))
 
     def fill_cut(self, out: Tensor, cut: Cut) -> bool:
         whole_rows = cut.is_stretch or (cut.by_columns and cut.column_sections == 1)
-        if self.added or self.factor != 1 or not whole_rows:
+        if self.added or not whole_rows:
             return False
         if cut.by_columns:
             self._fill_columns(out, cut.rank * out.shape[1])

@@ -19,12 +19,14 @@ from batchgen.models.hf.fields import (
     read_query_scale,
     read_scales,
     read_states,
+    read_ties,
     read_unrotated_layers,
     read_windows,
     stated_dtype,
     token_ids,
 )
 from batchgen.models.hf.rope import read_query_growth, read_ropes
+from batchgen.models.hf.wrappers import unwrapped
 
 
 def config_of_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -37,6 +39,7 @@ def config_of_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
     Raises:
         InputError: An architecture, RoPE kind or quantization is not supported.
     """
+    config = unwrapped(config)
     architecture = read_architecture(config)
     family = ARCHITECTURES[architecture]
     dtype = stated_dtype(config) or "float32"
@@ -64,12 +67,12 @@ def config_of_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
         vocab_size=keys["vocab_size"],
         max_position=max_position,
         norm="layer" if opt else "rms",
-        **read_scales(keys, family, 1e-5 if opt else float(keys["rms_norm_eps"])),
+        **read_scales(keys, family),
         activation=read_activation(keys, family),
         gated_mlp=not opt,
         qk_norm=family in HEAD_NORMS,
         projection_norms=family in PROJECTION_NORMS,
-        tied_embeddings=keys["tie_word_embeddings"],
+        tied_embeddings=read_ties(keys),
         rope=rope,
         windows=windows,
         **read_states(keys, family, layers),

@@ -2,8 +2,8 @@
 
 A key of transformers' configuration classes is in one of three tables. It is read (`KEYS`), or it does not change
 logits (`IGNORED`), or it is refused unless it has the value that batchgen computes with (`FIXED`). Keys that these
-classes do not have are ignored, except a few that mean a different computation (`_FOREIGN`). No file is read here, and
-torch is not imported.
+classes do not have are refused if they state something, except those of published files that change no logits
+(`_NOTES`); some have values that are harmless (`_FOREIGN`). No file is read here, and torch is not imported.
 """
 
 from __future__ import annotations
@@ -120,6 +120,17 @@ _DELTA_NET = {
     **_flags(attention_bias=False, tie_word_embeddings=False),
     **_ends(None, None),
     **_TYPES,
+}
+_SHORT_CONV = {
+    **_counts(vocab_size=65536, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8),
+    **_counts(max_position_embeddings=128000, conv_L_cache=3),
+    **_flags(conv_bias=False, tie_word_embeddings=True),
+    **_ends(1, 2),
+    **_TYPES,
+    **_DERIVED_HEAD,
+    "tie_embedding": Key(None, "flag"),
+    "rope_theta": Key(1e6, "positive"),
+    "norm_eps": Key(1e-5, "share"),
 }
 _DELTA_NET_EXPERTS = {
     **_counts(hidden_size=2048, num_key_value_heads=2, moe_intermediate_size=512, shared_expert_intermediate_size=512),
@@ -262,7 +273,7 @@ KEYS: dict[str, dict[str, Key]] = {
     },
     "olmo2": _OLMO_2,
     "olmo3": {**_OLMO_2, **_TYPES, "rope_theta": Key(5e5, "positive"), "sliding_window": _WINDOW},
-    "ministral": _MINISTRAL | {**_rotary(), **_TYPES, "sliding_window": _WINDOW},
+    "ministral": _MINISTRAL | {**_rotary(), **_TYPES, "sliding_window": Key(4096, "index")},
     "ministral3": {
         **_MINISTRAL,
         **_counts(vocab_size=131072, num_hidden_layers=34, head_dim=128, max_position_embeddings=262144),
@@ -329,6 +340,22 @@ KEYS: dict[str, dict[str, Key]] = {
         **_ends(None, None),
         **_TYPES,
         "sliding_window": Key(128, "index", True),
+    },
+    "lfm2": {
+        **_SHORT_CONV,
+        **_counts(hidden_size=2560, intermediate_size=12288, block_multiple_of=256),
+        **_flags(block_auto_adjust_ff_dim=True),
+        "block_ff_dim": Key(None, "count"),
+        "block_ffn_dim_multiplier": Key(1.0, "positive"),
+        "full_attn_idxs": Key(None, "layers", True),
+    },
+    "lfm2_moe": {
+        **_SHORT_CONV,
+        **_counts(hidden_size=2048, intermediate_size=7168, moe_intermediate_size=1792),
+        **_counts(num_experts=32, num_experts_per_tok=4),
+        **_flags(use_expert_bias=True, norm_topk_prob=True),
+        "num_dense_layers": Key(2, "index"),
+        "routed_scaling_factor": Key(1.0, "positive"),
     },
     "qwen3_next": {
         **_DELTA_NET,
@@ -415,6 +442,45 @@ _NOT_FOREIGN = {"qwen2": ("attention_bias",), **dict.fromkeys((*HEAD_NORMS, *PRO
 _EXPERTS = ("num_experts", "num_local_experts")
 
 
+# Keys of published files that change no logits: of versions of transformers, of training, of tokens and generation.
+_NAMES_OF_NOTES = """
+    auto_map name_or_path base_model_name_or_path model_name unsloth_version unsloth_fixed transformers.js_config
+    quantization_config compression_config quantization quant_method cache_implementation generation_config text_config
+    finetuning_task task_specific_params torchscript tf_legacy_loss use_bfloat16 tokenizer_class is_decoder
+    tie_encoder_decoder cross_attention_hidden_size output_attentions output_scores mamba_ssm_dtype
+    prefix sep_token_id cls_token_id mask_token_id unk_token_id decoder_start_token_id bos_token eos_token pad_token
+    unk_token image_token_id video_token_id audio_token_id vision_start_token_id vision_end_token_id vision_token_id
+    image_token_index boi_token_id eoi_token_id boi_token_index eoi_token_index mm_tokens_per_image vision_config
+    audio_config projector_hidden_act vision_feature_layer vision_feature_select_strategy spatial_merge_size
+    multimodal_projector_bias image_seq_length image_grid_pinpoints use_image_newline_parameter
+    do_sample temperature top_k top_p typical_p repetition_penalty length_penalty max_length min_length max_new_tokens
+    num_beams num_beam_groups num_return_sequences diversity_penalty no_repeat_ngram_size bad_words_ids early_stopping
+    encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id
+    remove_invalid_values return_dict_in_generate suppress_tokens begin_suppress_tokens
+    activation_dropout hidden_dropout hidden_dropout_prob attn_pdrop ffn_dropout init_method classifier_dropout
+    gradient_checkpointing router_z_loss_coef aux_loss_alpha is_llama_config rope_interleaved normalization_function
+    interpolate_factor full_attn_mod attn_implementation use_flash_attn flash_attention use_liger_kernel
+    model_max_length max_sequence_length seq_length initial_context_length experts_per_token max_window_layers
+    hidden_act hidden_activation intermediate_size original_max_position_embeddings layer_types
+    vocab_size_per_layer_input num_nextn_predict_layers mtp_num_hidden_layers mtp_use_dedicated_embeddings
+"""
+_NOTES = frozenset(_NAMES_OF_NOTES.split())
+
+
+def _refuse_unknown(config: Mapping[str, Any], family: str) -> None:
+    """Raise InputError for a key that is in no table: it may state other mathematics, and nobody would notice.
+
+    Keys that begin with an underscore are allowed, and those that state nothing: null, false, 0 or an empty value.
+    """
+    known = {*KEYS[family], *FIXED[family], *_FOREIGN, *_EXPERTS}
+    for name, value in config.items():
+        if value and not name.startswith("_") and name not in known | IGNORED | READ_APART | _NOTES | {"model_type"}:
+            raise InputError(
+                f"{name} {shown(value)} is a key that is not known of this family ({family}): if it changes nothing, "
+                "remove it from config.json"
+            )
+
+
 def read_keys(config: Mapping[str, Any], family: str) -> dict[str, Any]:
     """The value of every key in `KEYS` of a family: the stated value, or transformers' default.
 
@@ -422,6 +488,7 @@ def read_keys(config: Mapping[str, Any], family: str) -> dict[str, Any]:
         InputError: A value has the wrong type or is not supported; the message names the key.
     """
     refuse_unsupported(config, family)
+    _refuse_unknown(config, family)
     config = _with_own_name_of_experts(config, family)
     return {name: _value(config, name, key) for name, key in KEYS[family].items()}
 

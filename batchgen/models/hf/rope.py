@@ -50,7 +50,7 @@ _NEEDED = {
 }
 _OPTIONAL = {
     "proportional": ("factor",),
-    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "yarn": ("attention_factor", "attn_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     "longrope": ("factor", "attention_factor"),
 }
 # Keys of all kinds; "finetuned" is a note that older files with YaRN have.
@@ -259,7 +259,12 @@ def _rope(params: Mapping[str, Any], max_position: int, original: int | None, ro
         fields["original_max_position"] = original
         if fields.get("factor") is None and kind != "llama3":
             fields["factor"] = max_position / original
-    return RopeConfig(theta=theta, kind=cast(RopeKind, kind), rotated=rotated, **fields)
+    further = fields.pop("attn_factor", 1.0)
+    rope = RopeConfig(theta=theta, kind=cast(RopeKind, kind), rotated=rotated, **fields)
+    if further == 1.0 or "attention_factor" in fields:
+        return rope
+    # As its authors' code has it: a factor beside that of the formula. Transformers does not read it.
+    return replace(rope, attention_factor=further * rope.attention_scaling())
 
 
 def _kind(params: Mapping[str, Any]) -> str:

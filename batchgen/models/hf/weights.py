@@ -13,7 +13,7 @@ import torch
 
 from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig
-from batchgen.models.families import GEMMA4, NORMS_LESS_ONE
+from batchgen.models.families import NORMS_LESS_ONE
 from batchgen.models.formats import fused_experts
 from batchgen.models.formats.base import Scheme, StoredPart, Tensors
 from batchgen.models.formats.head_order import in_head_order, in_sections
@@ -25,17 +25,11 @@ from batchgen.models.layouts import Part, all_parts
 from batchgen.models.tensor_files.headers import TensorInfo
 from batchgen.models.tensor_files.reading import NUMBERS, check_stored, read_bytes, read_numbers
 
+# Prefixes of all names of tensors, and of an output matrix's: of a text model alone, and within a wrapper.
+_ANY_PREFIX = (("model.", ""), ("", ""), ("model.language_model.", ""), ("language_model.model.", "language_model."))
 # Family -> prefixes of all names of tensors, and of an output matrix's; checkpoints differ.
-_TEXT_PREFIXES = (
-    ("model.", ""),
-    ("", ""),
-    ("model.language_model.", ""),
-    ("language_model.model.", "language_model."),
-)
 _PREFIXES = {
     "opt": (("model.decoder.", ""), ("decoder.", "")),
-    **dict.fromkeys(("gemma3", *GEMMA4), _TEXT_PREFIXES),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), (("model.language_model.", ""), ("model.", ""), ("", ""))),
 }
 
 
@@ -69,7 +63,7 @@ def hf_parts(
 
 def _part_names(config: ModelConfig, model: Path, tensors: Tensors) -> dict[str, str]:
     """For each part of a layout, its name in the files of this checkpoint, with {} for the number of the layer."""
-    prefixes = _PREFIXES.get(config.family, (("model.", ""), ("", "")))
+    prefixes = _PREFIXES.get(config.family, _ANY_PREFIX)
     present = [(prefix, of_head) for prefix, of_head in prefixes if f"{prefix}embed_tokens.weight" in tensors]
     if not present:
         raise missing_tensor(model, tensors, f"{prefixes[0][0]}embed_tokens.weight")
@@ -93,8 +87,6 @@ def _find(
     if part.name == "conv.weight" and len(info.shape) == 3:  # [channels, 1, kernel], as torch's convolutions have it
         info = replace(info, shape=(info.shape[0], *info.shape[2:]))
     check_stored(name, info, part.shape)
-    if part.name == "router_input.scale":  # beside which transformers has a factor of its own
-        return Numbers(name, info, factor=config.hidden_size**-0.5)
     is_norm = part.name.endswith("norm.weight") and part.name != "state_norm.weight"
     less_one = is_norm and config.family in NORMS_LESS_ONE
     return Numbers(name, info, added=1 if less_one else 0)

@@ -4,10 +4,12 @@ Only `ops` imports this package, when a tensor is on a GPU and Triton is install
 """
 
 from batchgen.ops.triton.attention import cut_attention, paged_attention, prepare_attention, supports_attention
+from batchgen.ops.triton.conv import causal_conv
+from batchgen.ops.triton.delta import delta_gates, delta_rule, supports_delta
 from batchgen.ops.triton.grouped import grouped_experts, supports_grouped
 from batchgen.ops.triton.launch import card
 from batchgen.ops.triton.linear import linear
-from batchgen.ops.triton.norm import MAX_COLUMNS, gated, norm
+from batchgen.ops.triton.norm import MAX_COLUMNS, gate, gated, gated_norm, norm
 from batchgen.ops.triton.plan import Capacity, CutPlan, DevicePlan
 from batchgen.ops.triton.rotary import rotary_store, supports_rotary
 from batchgen.ops.triton.rows import gather_rows, scatter_rows
@@ -21,11 +23,16 @@ __all__ = [
     "DevicePlan",
     "argmax",
     "card",
+    "causal_conv",
     "cut_attention",
+    "delta_gates",
+    "delta_rule",
     "dequantize",
     "draw",
     "forbid",
+    "gate",
     "gated",
+    "gated_norm",
     "gather_rows",
     "grouped_experts",
     "linear",
@@ -36,6 +43,7 @@ __all__ = [
     "rotary_store",
     "scatter_rows",
     "supports_attention",
+    "supports_delta",
     "supports_grouped",
     "supports_rotary",
 ]

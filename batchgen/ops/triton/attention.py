@@ -15,10 +15,10 @@ from batchgen.core.dtypes import KVFormat
 from batchgen.ops.attention_plan import AttentionPlan
 from batchgen.ops.triton import plan as plans
 from batchgen.ops.triton.groups import aligned, flat_columns, unpack, unpack_bytes
-from batchgen.ops.triton.launch import Launch, Tile, attention_tiles, card, power_of_two
+from batchgen.ops.triton.launch import Launch, Tile, attention_tiles, card, fits_attention, power_of_two
 from batchgen.ops.triton.plan import CutPlan, DevicePlan, Geometry
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 MAX_GROUP = 64  # query heads of a KV head: they are rows of one tile
 
 _MERGED_AT_ONCE = 8
@@ -35,11 +35,13 @@ def supports_attention(head_dim: int, group: int, kv_block_size: int, device: to
         kv_block_size: Number of tokens in a KV block.
         device: Device that computes.
     """
+    this = card(device)
     return (
-        card(device).has_products
+        this.has_products
         and head_dim % 2 == 0
         and head_dim <= MAX_HEAD_DIM
         and group <= MAX_GROUP
+        and fits_attention(group, head_dim, this.shared_memory)
         and kv_block_size & (kv_block_size - 1) == 0
     )
 
@@ -237,7 +239,7 @@ def _attend(  # a kernel takes pointers and scalars only
     there = token < num_tokens
     q_rows = q + (first_token + token).to(tl.int64) * q_stride + head * HEAD_DIM
     if BITS == 4 or BITS == 5:
-        low, high, low_there, high_there = flat_columns(HEAD_DIM, DIM // 64)
+        low, high, low_there, high_there = flat_columns(0, HEAD_DIM, DIM // 64)
         q_high = tl.load(q_rows[:, None] + high[None, :], mask=there[:, None] & high_there[None, :], other=0)
         sum_high = tl.zeros((ROWS, DIM // 2), tl.float32)
     else:

@@ -22,24 +22,23 @@ import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import driver
 
 from batchgen.core.dtypes import KV_CODE_BITS, KVFormat
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.ops import quant
 from batchgen.ops.attention_plan import AttentionPlan, DecodeGroup, PrefillItem, SharedItem
-from batchgen.ops.triton import attention, grouped, plan, rotary, sampling, weights
+from batchgen.ops.triton import attention, conv, delta, grouped, plan, rotary, sampling, weights
 from batchgen.ops.triton.launch import SHARED_MEMORY, Card, Launch, attention_tiles
-from batchgen.ops.triton.norm import gated_launch, norm_launch
+from batchgen.ops.triton.norm import gate_launch, gated_launch, gated_norm_launch, norm_launch
 from batchgen.ops.triton.rows import gather_launch, scatter_launch
 
-_TYPES = {
-    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.uint8: "*u8", torch.int32: "*i32",
-    torch.int64: "*i64", torch.float64: "*fp64",
-}  # fmt: skip
+_STATE_DTYPES = (torch.float32, torch.bfloat16)
 _KV_HEADS = 2
 # Experts, experts of a token, hidden and intermediate size, activation, biases: of Qwen3-30B-A3B and gpt-oss-20b.
 _MIXTURES = ((128, 8, 2048, 768, "silu_mul", False), (32, 4, 2880, 2880, "swiglu_oai_mul", True))
+# Key heads, value heads, key and value size: of Qwen3-Next-80B-A3B (and Qwen3.5), and those of a wide state.
+_DELTA_NETS = ((16, 32, 128, 128), (2, 6, 256, 256))
 # (queries, KV)
 _FORMATS = (
     *((dtype, KVFormat(str(dtype).removeprefix("torch."))) for dtype in (torch.bfloat16, torch.float16, torch.float32)),
@@ -84,33 +83,39 @@ def compile_all(
 def compile_launch(name: str, launch: Launch, capability: int) -> Compiled:
     """Compile a kernel in the variant that a launch would use.
 
-    As at a launch, Triton is told which numbers are multiples of 16.
+    Triton binds the arguments and chooses the variant by them, as at a launch, and only the launch itself is left out.
 
     Args:
         name: Name for the result.
         launch: The launch, whose tensors may be on the CPU.
         capability: Compute capability, major * 10 + minor.
     """
-    names = launch.kernel.arg_names
-    signature, constants, hints = {}, dict(launch.constants), {}
-    for i, argument in enumerate(names):
-        value = launch.args.get(argument)
-        if argument in constants or value is None:
-            signature[argument] = "constexpr"
-            constants.setdefault(argument, None)
-            continue
-        signature[argument] = _type(value)
-        if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
-            hints[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(launch.kernel, signature, constants, hints)
+    driver.set_active(AbsentCard(capability))
     options = {"num_warps": launch.warps, "num_stages": launch.stages}
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    made = launch.kernel.warmup(grid=launch.grid, **launch.args, **launch.constants, **options)
     registers, stack = _resources(made.asm["cubin"])
     return Compiled(name, made.metadata.shared, registers, stack)
 
 
-def _type(value: Tensor | int | float) -> str:
-    return _TYPES[value.dtype] if isinstance(value, Tensor) else "i32" if isinstance(value, int) else "fp32"
+@dataclass(frozen=True)
+class AbsentCard:
+    """A driver of Triton for a GPU that the machine need not have: it compiles, and launches nothing.
+
+    Attributes:
+        capability: Compute capability, major * 10 + minor. It is also the device's number, by which Triton keeps what
+            it has compiled.
+    """
+
+    capability: int
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
 
 
 def _resources(binary: bytes) -> tuple[int | None, int | None]:
@@ -149,6 +154,7 @@ def all_launches(card: Card, head_dims: tuple[int, ...], groups: tuple[int, ...]
                 yield f"{launch.kernel.__name__}, {what}, {name}", launch
     for dtype in (torch.bfloat16, torch.float16, torch.float32) if has_bf16 else (torch.float16, torch.float32):
         yield from _row_launches(dtype)
+        yield from _state_launches(dtype, card)
         if card.has_products:
             yield from _expert_launches(dtype, card)
     for columns in (68, 65536):
@@ -167,13 +173,41 @@ def _row_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
             yield name, norm_launch(x, weight, bias, 1e-5, x)
     gated, out = torch.empty(2, 8192, dtype=dtype), torch.empty(2, 4096, dtype=dtype)
     for activation in ("silu_mul", "gelu_tanh_mul", "swiglu_oai_mul"):
-        yield f"_gated, {activation}, {_short(dtype)}", gated_launch(gated, activation, out)
+        yield f"_gate, {activation}, {_short(dtype)}", gate_launch(gated, activation, out)
+    yield f"_sigmoid_gate, {_short(dtype)}", gated_launch(out, gated[:, 4096:], out)
     for n in (100, 128, 4096):
         x, packed = torch.empty(2, n, dtype=dtype), torch.empty(2, quant.row_bytes(n), dtype=torch.uint8)
         yield f"_dequantize, {_short(dtype)}, {n} columns", weights.dequantize_launch(packed, n, x)
         yield f"_quantize, {_short(dtype)}, {n} columns", weights.quantize_launch(x, packed)
     x, packed = torch.empty(2, 128, dtype=dtype), torch.empty(2, quant.row_bytes(128, 8), dtype=torch.uint8)
     yield f"_quantize_heads, {_short(dtype)}, 128 columns", weights.quantize_heads_launch(x, packed)
+
+
+def _state_launches(dtype: torch.dtype, card: Card) -> Iterator[tuple[str, Launch]]:
+    sequences, tokens = 3, 300
+    where = {"dtype": dtype, "device": "meta"}
+    slots, starts = (torch.zeros(sequences + i, dtype=torch.int64) for i in (0, 1))
+    for count in (sequences, tokens):
+        for kernel, channels in ((4, 8192), (3, 2048)):
+            x, inputs = torch.empty(count, channels, **where), torch.empty(8, channels, kernel - 1, **where)
+            weight, rows = torch.empty(channels, kernel, **where), (inputs, slots, slots, starts)
+            for launch in conv.conv_launches(x, weight, None, *rows, True, x):
+                yield f"{launch.kernel.__name__}, {_short(dtype)}, {count} tokens, kernel {kernel}", launch
+        for (key_heads, value_heads, key_dim, value_dim), states in itertools.product(_DELTA_NETS, _STATE_DTYPES):
+            if states == torch.bfloat16 and card.capability < 80:
+                continue
+            qkv = torch.empty(count, 2 * key_heads * key_dim + value_heads * value_dim, **where)
+            gates = torch.empty(count, value_heads, device="meta")
+            matrices = torch.empty(8, value_heads, key_dim, value_dim, dtype=states, device="meta")
+            out = torch.empty(count, value_heads, value_dim, **where)
+            rows = matrices, slots, slots, starts
+            for launch in delta.delta_launches(qkv, gates, gates, *rows, key_heads, out, card):
+                name = f"{_short(dtype)}, states in {_short(states)}, {key_dim} by {value_dim}, {count} tokens"
+                yield f"{launch.kernel.__name__}, {name}", launch
+    a, rates, gates = torch.empty(tokens, 64, **where), torch.empty(32), torch.empty(tokens, 32)
+    yield f"_compute_gates, {_short(dtype)}", delta.gates_launch(a[:, :32], a[:, 32:], rates, rates, gates, gates)
+    heads, z = torch.empty(tokens, 32, 128, **where), torch.empty(tokens, 8192, **where)[:, :4096]
+    yield f"_gated_norm, {_short(dtype)}", gated_norm_launch(heads, z, heads[0, 0], 1e-6, heads)
 
 
 def _expert_launches(dtype: torch.dtype, card: Card) -> Iterator[tuple[str, Launch]]:

@@ -52,10 +52,10 @@ def tile_columns(first_group, N: tl.constexpr, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def flat_columns(N: tl.constexpr, GROUPS: tl.constexpr):
-    """The result of `columns` for all bytes of the first GROUPS groups, [GROUPS * 32] each."""
+def flat_columns(first_group, N: tl.constexpr, GROUPS: tl.constexpr):
+    """The result of `columns` for all bytes of GROUPS groups from first_group on, [GROUPS * 32] each."""
     byte = tl.arange(0, GROUPS * HALF)
-    return columns(byte // HALF, byte % HALF, N)
+    return columns(first_group + byte // HALF, byte % HALF, N)
 
 
 @triton.jit

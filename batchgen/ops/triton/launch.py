@@ -17,6 +17,7 @@ SHARED_MEMORY = {
     75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 87: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10,
     120: 99 << 10,
 }  # fmt: skip
+_LEAST_KEYS = 16  # of a tile of attention
 _LEAST_SHARED_MEMORY = min(SHARED_MEMORY.values())
 # Triton makes no use of tensor cores before 8.0 (since 3.3): a matrix product there is spilled registers and a
 # hundredth of the speed, and cuBLAS does it. What is older than 7.5 it is not built for.
@@ -107,6 +108,12 @@ def power_of_two(n: int, least: int = 1) -> int:
     return max(least, 1 << max(0, n - 1).bit_length())
 
 
+def fits_attention(group: int, head_dim: int, shared_memory: int) -> bool:
+    """Tell whether the smallest tile of attention fits the shared memory of a GPU, in any dtype of queries and KV."""
+    dim, keys = power_of_two(head_dim, 16), _LEAST_KEYS
+    return (power_of_two(group, 16) * (dim + keys) + 2 * keys * dim) * torch.float32.itemsize <= shared_memory
+
+
 @lru_cache
 def attention_tiles(group: int, head_dim: int, dtype: torch.dtype, bits: int, shared_memory: int) -> tuple[Tile, Tile]:
     """The tiles of attention programs: for items with few rows (decode) and with many (prefill, shared prefixes).
@@ -130,13 +137,15 @@ def attention_tiles(group: int, head_dim: int, dtype: torch.dtype, bits: int, sh
     else:
         few = Tile(few_rows, 32 if wide else 64, 4, 5)
         stages = 3 if bits else 5
-        many = Tile(max(few_rows, 64), 32, 4, 3) if wide else Tile(max(few_rows, 128), 64, 8, stages)
+        many = (
+            Tile(max(few_rows, 64), 32, 8 if dim > 256 else 4, 3) if wide else Tile(max(few_rows, 128), 64, 8, stages)
+        )
 
     def fitting(tile: Tile) -> Tile:
         # Q and softmax weights once; K and V in as many buffers as stages, less the two that fetch blocks' numbers.
         left = shared_memory - tile.rows * (dim + tile.keys) * dtype.itemsize
         buffers = left // (2 * tile.keys * dim * dtype.itemsize)
-        if buffers < 1 and tile.keys > 16:
+        if buffers < 1 and tile.keys > _LEAST_KEYS:
             return fitting(replace(tile, keys=tile.keys // 2))
         if buffers < 1 and tile.rows > few_rows:
             return fitting(replace(tile, rows=tile.rows // 2))

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from batchgen.ops.triton.norm import gated
+from batchgen.ops.triton.norm import gate
 
 
 def linear(
@@ -59,7 +59,7 @@ _ACTIVATIONS = {
     "relu": F.relu_,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "silu_mul": partial(gated, activation="silu_mul"),
-    "gelu_tanh_mul": partial(gated, activation="gelu_tanh_mul"),
-    "swiglu_oai_mul": partial(gated, activation="swiglu_oai_mul"),
+    "silu_mul": partial(gate, activation="silu_mul"),
+    "gelu_tanh_mul": partial(gate, activation="gelu_tanh_mul"),
+    "swiglu_oai_mul": partial(gate, activation="swiglu_oai_mul"),
 }

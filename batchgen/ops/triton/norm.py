@@ -1,4 +1,4 @@
-"""RMSNorm, LayerNorm and gated activations of rows by Triton kernels. They compute in fp32."""
+"""RMSNorm, LayerNorm, gated activations and gates of rows by Triton kernels. They compute in fp32."""
 
 from __future__ import annotations
 
@@ -65,23 +65,23 @@ def _norm(  # a kernel takes pointers and scalars only
     tl.store(out + row * out_stride + column, value.to(out.dtype.element_ty), mask=mask)
 
 
-def gated(x: Tensor, activation: str) -> Tensor:
+def gate(x: Tensor, activation: str) -> Tensor:
     """Apply a gated activation to x [M, 2 n], whose columns [0, n) are the gate. The result is [M, n]."""
     out = torch.empty(len(x), x.shape[1] // 2, dtype=x.dtype, device=x.device)
-    gated_launch(x, activation, out)()
+    gate_launch(x, activation, out)()
     return out
 
 
-def gated_launch(x: Tensor, activation: str, out: Tensor) -> Launch:
+def gate_launch(x: Tensor, activation: str, out: Tensor) -> Launch:
     tokens, columns = out.shape
     assert x.stride(1) == 1 and x.shape == (tokens, 2 * columns)
     args = {"x": x, "out": out, "columns": columns, "x_stride": x.stride(0)}
     constants = {"ACTIVATION": activation, "BLOCK": _GATED_COLUMNS}
-    return Launch(_gated, (tokens, triton.cdiv(columns, _GATED_COLUMNS)), args, constants)
+    return Launch(_gate, (tokens, triton.cdiv(columns, _GATED_COLUMNS)), args, constants)
 
 
 @triton.jit
-def _gated(x, out, columns, x_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def _gate(x, out, columns, x_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < columns
@@ -102,3 +102,84 @@ def activated(gate, up, ACTIVATION: tl.constexpr):
         sharp = 1.702 * gate
         up = tl.maximum(tl.minimum(up, 7.0), -7.0) + 1.0
     return gate / (1.0 + tl.exp(-sharp)) * up
+
+
+def gated(x: Tensor, gates: Tensor, out: Tensor | None = None) -> Tensor:
+    """Compute x * sigmoid(gates) (`dispatch.gated`)."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    gated_launch(x, gates, out)()
+    return out
+
+
+def gated_launch(x: Tensor, gates: Tensor, out: Tensor) -> Launch:
+    x, gates, out = (t.flatten(1) for t in (x, gates, out))
+    tokens, columns = x.shape
+    assert x.stride(1) == gates.stride(1) == 1 and gates.shape == x.shape and out.is_contiguous()
+    strides = {"x_stride": x.stride(0), "gate_stride": gates.stride(0)}
+    args = {"x": x, "gates": gates, "out": out, "columns": columns} | strides
+    return Launch(_sigmoid_gate, (tokens, triton.cdiv(columns, _GATED_COLUMNS)), args, {"BLOCK": _GATED_COLUMNS})
+
+
+@triton.jit
+def _sigmoid_gate(x, gates, out, columns, x_stride, gate_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < columns
+    value = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gates + row * gate_stride + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * columns + column, (value / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty), mask=mask)
+
+
+def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """Compute RMSNorm(x) * weight * silu(z) of each head (`dispatch.gated_norm`)."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    gated_norm_launch(x, z, weight, eps, out)()
+    return out
+
+
+def gated_norm_launch(x: Tensor, z: Tensor, weight: Tensor, eps: float, out: Tensor) -> Launch:
+    tokens, heads, dim = x.shape
+    z = z.flatten(1)
+    assert x.stride(2) == z.stride(1) == 1 and x.stride(1) == dim and z.shape[1] == heads * dim
+    assert out.is_contiguous() and dim <= MAX_COLUMNS
+    block = power_of_two(dim, 16)
+    together = max(1, _PROGRAM_VALUES // block)
+    args = {
+        "x": x,
+        "z": z,
+        "weight": weight,
+        "out": out,
+        "num_rows": tokens * heads,
+        "x_stride": x.stride(0),
+        "z_stride": z.stride(0),
+        "eps": eps,
+    }
+    constants = {"HEADS": heads, "DIM": dim, "ROWS": together, "BLOCK": block}
+    return Launch(_gated_norm, (triton.cdiv(tokens * heads, together),), args, constants)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gated_norm(  # a kernel takes pointers and scalars only
+    x,
+    z,
+    weight,
+    out,
+    num_rows,
+    x_stride,
+    z_stride,
+    eps,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    token, head = row // HEADS, row % HEADS
+    column = tl.arange(0, BLOCK)[None, :]
+    mask = (row < num_rows) & (column < DIM)
+    value = tl.load(x + token * x_stride + head * DIM + column, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(z + token * z_stride + head * DIM + column, mask=mask, other=0.0).to(tl.float32)
+    value *= tl.rsqrt(tl.sum(value * value, 1) / DIM + eps)[:, None]
+    value *= tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)
+    value *= gate / (1.0 + tl.exp(-gate))
+    tl.store(out + row * DIM + column, value.to(out.dtype.element_ty), mask=mask)

@@ -16,7 +16,7 @@ from batchgen.ops import quant
 from batchgen.ops.triton.groups import aligned, flat_columns, pack, pack_halves, tile_columns
 from batchgen.ops.triton.launch import Launch, card, power_of_two
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 _TOKENS = 8  # of a program
 _ROTATED_TOKENS = 64  # more of them, so that the rotation is read less often
 
@@ -123,6 +123,7 @@ def rotary_launch(  # the operands of one kernel
     if rotation is not None:
         tokens = _ROTATED_TOKENS if head_dim <= 128 else 16  # registers hold no more
     warps = 8 if rotation is not None and head_dim > 64 else 4
+    groups = power_of_two(triton.cdiv(head_dim, 64))
     constants = {
         "HEADS": heads,
         "KV_HEADS": kv_heads,
@@ -133,7 +134,8 @@ def rotary_launch(  # the operands of one kernel
         "ALIGNED": aligned(head_dim, bits),
         "TOKENS": tokens,
         "HALF_DIM": power_of_two(head_dim // 2, 16),
-        "GROUPS": power_of_two(triton.cdiv(head_dim, 64)),
+        "GROUPS": groups,
+        "ROTATED_GROUPS": groups if head_dim <= 128 else 1,
     }
     return Launch(_rotary_store, (triton.cdiv(len(qkv), tokens), heads + 2 * kv_heads), args, constants, warps)
 
@@ -166,6 +168,7 @@ def _rotary_store(  # a kernel takes pointers and scalars only
     TOKENS: tl.constexpr,
     HALF_DIM: tl.constexpr,
     GROUPS: tl.constexpr,
+    ROTATED_GROUPS: tl.constexpr,
 ):
     """Kernel: some tokens of one head of queries, keys or values."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -241,26 +244,27 @@ def _rotary_store(  # a kernel takes pointers and scalars only
                 _store_halves(first, second, k_rows, mask & kept[:, None], column, HEAD_DIM)
     else:
         # Rotated, into columns of low and of high nibbles.
-        low, high, low_there, high_there = flat_columns(HEAD_DIM, GROUPS)
         exact: tl.constexpr = qkv.dtype.element_ty == tl.float32
-        low_value = _rotated(first, second, rotation, low, low_there, HEAD_DIM, HALF_DIM, exact)
-        high_value = _rotated(first, second, rotation, high, high_there, HEAD_DIM, HALF_DIM, exact)
-        low_mask = there[:, None] & low_there[None, :]
-        high_mask = there[:, None] & high_there[None, :]
-        if head < HEADS:
-            q_rows = (q + (token.to(tl.int64) * HEADS + head) * HEAD_DIM)[:, None]
-            tl.store(q_rows + low[None, :], low_value.to(q.dtype.element_ty), mask=low_mask)
-            tl.store(q_rows + high[None, :], high_value.to(q.dtype.element_ty), mask=high_mask)
-        else:
-            k_rows = k + (row + (head - HEADS) * head_rows) * WIDTH
-            if BITS == 4 or BITS == 5:
-                k_low = tl.reshape(low_value, (TOKENS, GROUPS, 32))
-                k_high = tl.reshape(high_value, (TOKENS, GROUPS, 32))
-                pack(k_low, k_high, k_rows, kept, 0, HEAD_DIM, GROUPS, BITS, ALIGNED)
+        for group in tl.static_range(0, GROUPS, ROTATED_GROUPS):
+            low, high, low_there, high_there = flat_columns(group, HEAD_DIM, ROTATED_GROUPS)
+            low_value = _rotated(first, second, rotation, low, low_there, HEAD_DIM, HALF_DIM, exact)
+            high_value = _rotated(first, second, rotation, high, high_there, HEAD_DIM, HALF_DIM, exact)
+            low_mask = there[:, None] & low_there[None, :]
+            high_mask = there[:, None] & high_there[None, :]
+            if head < HEADS:
+                q_rows = (q + (token.to(tl.int64) * HEADS + head) * HEAD_DIM)[:, None]
+                tl.store(q_rows + low[None, :], low_value.to(q.dtype.element_ty), mask=low_mask)
+                tl.store(q_rows + high[None, :], high_value.to(q.dtype.element_ty), mask=high_mask)
             else:
-                kept_low, kept_high = low_mask & kept[:, None], high_mask & kept[:, None]
-                tl.store(k_rows[:, None] + low[None, :], low_value.to(k.dtype.element_ty), mask=kept_low)
-                tl.store(k_rows[:, None] + high[None, :], high_value.to(k.dtype.element_ty), mask=kept_high)
+                k_rows = k + (row + (head - HEADS) * head_rows) * WIDTH
+                if BITS == 4 or BITS == 5:
+                    k_low = tl.reshape(low_value, (TOKENS, ROTATED_GROUPS, 32))
+                    k_high = tl.reshape(high_value, (TOKENS, ROTATED_GROUPS, 32))
+                    pack(k_low, k_high, k_rows, kept, group, HEAD_DIM, ROTATED_GROUPS, BITS, ALIGNED)
+                else:
+                    kept_low, kept_high = low_mask & kept[:, None], high_mask & kept[:, None]
+                    tl.store(k_rows[:, None] + low[None, :], low_value.to(k.dtype.element_ty), mask=kept_low)
+                    tl.store(k_rows[:, None] + high[None, :], high_value.to(k.dtype.element_ty), mask=kept_high)
 
 
 @triton.jit

@@ -68,16 +68,16 @@ def draw(logits: Tensor, rows: np.ndarray, draws: Draws, out: Tensor) -> None:
     )()
 
 
-def draw_launch(logits: Tensor, params: Tensor, out: Tensor) -> Launch:
+def draw_launch(logits: Tensor, parameters: Tensor, out: Tensor) -> Launch:
     """The launch of the kernel that draws tokens.
 
     Args:
         logits: Logits, fp32 [.., columns].
-        params: fp64 [6, draws]: row numbers, and the five arrays of `Draws`.
+        parameters: fp64 [6, draws]: row numbers, and the five arrays of `Draws`.
         out: Tensor for token ids, int64 [..].
     """
-    args = _logits(logits) | {"params": params, "num_rows": params.shape[1], "out": out}
-    return Launch(_draw, (params.shape[1],), args, _block(logits), _WARPS)
+    args = _logits(logits) | {"parameters": parameters, "num_rows": parameters.shape[1], "out": out}
+    return Launch(_draw, (parameters.shape[1],), args, _block(logits), _WARPS)
 
 
 def _logits(logits: Tensor) -> dict[str, Tensor | int]:
@@ -124,15 +124,15 @@ def _forbid(logits, stride, columns, rows, allowed, words, BLOCK: tl.constexpr):
 # Long: one row from its logits to its token, in the order in which it happens.
 @triton.jit(do_not_specialize=["num_rows"])
 def _draw(  # a kernel takes pointers and scalars only
-    logits, stride, columns, params, num_rows, out, BLOCK: tl.constexpr
+    logits, stride, columns, parameters, num_rows, out, BLOCK: tl.constexpr
 ):
-    params += tl.program_id(0)
-    row = tl.load(params).to(tl.int64)
-    temperature = tl.load(params + num_rows).to(tl.float32)
-    top_k = tl.load(params + 2 * num_rows)
-    top_p = tl.load(params + 3 * num_rows)
-    min_p = tl.load(params + 4 * num_rows).to(tl.float32)
-    uniform = tl.load(params + 5 * num_rows)
+    parameters += tl.program_id(0)
+    row = tl.load(parameters).to(tl.int64)
+    temperature = tl.load(parameters + num_rows).to(tl.float32)
+    top_k = tl.load(parameters + 2 * num_rows)
+    top_p = tl.load(parameters + 3 * num_rows)
+    min_p = tl.load(parameters + 4 * num_rows).to(tl.float32)
+    uniform = tl.load(parameters + 5 * num_rows)
     x = logits + row * stride
 
     most = tl.full((BLOCK,), _NONE, tl.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from batchgen.models import layers
 from batchgen.ops.host_copy import upload
@@ -20,20 +21,36 @@ def embed(context: StepContext, step: Step, batch: BatchState) -> None:
     if len(batch.packed.pending_rows):
         assert context.tokens is not None, "sampled tokens are on the host"
         context.tokens.fill(token_ids, batch.packed.pending_rows, batch.packed.pending_slots)
-    weights, per_layer = context.weights, None
-    hidden = layers.embed(context.config, weights.embeddings, token_ids, positions, weights.dtype)
-    if weights.per_layer is not None:
-        rows = weights.per_layer.rows(batch.packed.token_ids, weights.dtype)
-        rows = links[0].bring(rows) if links and on_device else rows
-        per_layer = layers.per_layer_inputs(context.config, weights.embeddings, hidden, rows)
+    hidden = layers.embed(context.config, context.weights.embeddings, token_ids, positions, context.weights.dtype)
+    batch.per_layer = _per_layer_inputs(context, batch, hidden)
     if links and batch.on_host:
         waiting = context.activations.waiting(step.batch, len(hidden))
         hidden = links[1].copy(waiting, hidden) if on_device else waiting.copy_(hidden)
     elif links and not on_device:
         hidden = links[0].bring(hidden)
-    if links and not on_device and per_layer is not None:
-        per_layer = links[0].bring(per_layer)
-    batch.hidden, batch.per_layer = hidden, per_layer
+    batch.hidden = hidden
+
+
+def _per_layer_inputs(context: StepContext, batch: BatchState, hidden: Tensor) -> Tensor | None:
+    """The inputs of all layers from per-layer embeddings, where the micro-batch's activations are between layers.
+
+    Args:
+        context: The model and its memory.
+        batch: The micro-batch, whose tokens are all known to the host.
+        hidden: Embeddings of its tokens, [tokens, hidden], in the memory that the token embedding is in.
+
+    Returns:
+        Inputs [tokens, layers, per_layer_size]; None: the model has no per-layer embeddings.
+    """
+    table, links, on_device = context.weights.per_layer, context.tiers.links, context.weights.embeds_on_device
+    if table is None:
+        return None
+    rows = table.rows(batch.packed.token_ids, context.weights.dtype)
+    rows = links[0].bring(rows) if links and on_device else rows
+    inputs = layers.per_layer_inputs(context.config, context.weights.embeddings, hidden, rows)
+    if links and on_device and batch.on_host:
+        return links[1].copy(torch.empty(inputs.shape, dtype=inputs.dtype), inputs)
+    return links[0].bring(inputs) if links and not on_device and not batch.on_host else inputs
 
 
 def receive(context: StepContext, step: Step, batch: BatchState) -> None:

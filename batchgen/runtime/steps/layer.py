@@ -39,7 +39,7 @@ def _leave(
     qkv, start = batch.qkv, len(hidden) - sum(len(d.rows) for d in leaving)
     batch.hidden, batch.qkv = batch.hidden[:start], qkv[:start]
     if step.layer == 0 and batch.begins is not None and batch.per_layer is not None:
-        batch.begins.per_layer = batch.per_layer[start:].clone()
+        batch.begins.per_layer = _on_device(context, batch, batch.per_layer[start:]).clone()
         batch.per_layer = batch.per_layer[:start]
     for deferred_batch, rows in zip(leaving, slices(start, leaving), strict=True):
         if context.config.has_state(step.layer):
@@ -118,9 +118,15 @@ def _per_layer(context: StepContext, step: Step, batch: BatchState) -> list[Tens
         return []
     rows = batch.per_layer[:, step.layer]
     if step.layer == context.config.num_layers - 1 and batch.logits_indices is not None:
-        rows = rows[batch.logits_indices]
+        rows = rows[batch.logits_indices.to(rows.device)]
+    rows = _on_device(context, batch, rows)
     joined = [d.per_layer[:, step.layer] for d in batch.joined if d.per_layer is not None]
     return [with_deferred(rows, joined)]
+
+
+def _on_device(context: StepContext, batch: BatchState, rows: Tensor) -> Tensor:
+    """Inputs of layers from per-layer embeddings, on the compute device."""
+    return context.tiers.h2d.bring(rows) if batch.on_host and context.tiers.links else rows
 
 
 def _rows_after_attention(context: StepContext, step: Step, batch: BatchState) -> tuple[Tensor, Tensor] | None:

@@ -17,13 +17,25 @@ from batchgen.models.families import (
     ARCHITECTURES,
     DELTA_NETS,
     GEMMA,
+    GEMMA4,
     GRANITE_MIXTURES,
     HEAD_NORMS,
     OUTPUT_NORMS,
     PROJECTION_NORMS,
 )
 from batchgen.models.formats.gguf.delta_net import STATE_MATRICES, STATE_VECTORS, name_in_layer, read_states
+from batchgen.models.formats.gguf.gemma4 import (
+    BESIDE_EXPERTS,
+    GEMMA4_SUFFIXES,
+    GEMMA4_VECTORS,
+    PER_LAYER_ENDS,
+    PER_LAYER_MATRICES,
+    read_gemma4,
+    read_gemma4_mlps,
+    read_gemma4_ropes,
+)
 from batchgen.models.formats.gguf.known_tokens import end_ids, special_id
+from batchgen.models.nearest import nearest_family
 from batchgen.models.rope import RopeConfig
 from batchgen.models.scales import scales_of
 from batchgen.models.stated_numbers import require_positive
@@ -38,6 +50,7 @@ GGUF_ARCHITECTURES = {
     "gpt-oss": "GptOssForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "gemma4": "Gemma4ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "granite": "GraniteForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
@@ -69,6 +82,7 @@ _MATRICES = {
     "shared.up": "ffn_up_shexp",
     "shared.down": "ffn_down_shexp",
     **STATE_MATRICES,
+    **PER_LAYER_MATRICES,
 }
 _VECTORS = {
     "input_norm": "attn_norm",
@@ -78,6 +92,7 @@ _VECTORS = {
     "router": "ffn_gate_inp",
     "shared_gate": "ffn_gate_inp_shexp",
     **STATE_VECTORS,
+    **GEMMA4_VECTORS,
 }
 _OUTPUT_NORMS = {"out_norm": "post_attention_norm", "down_norm": "post_ffw_norm"}
 # Matrices of Phi-3 that are one tensor, one after the other in its rows.
@@ -85,8 +100,14 @@ _FUSED = {"q": "attn_qkv", "k": "attn_qkv", "v": "attn_qkv", "gate": "ffn_up", "
 # Layers of the models of 27B, which alone scale queries by another size than that of a head; no file says so.
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 _SMOLLM3_PERIOD = 4  # layers, of which the last one does not rotate queries and keys; no file says so
-_WINDOW_PERIODS = {"gemma2": 2, "gemma3": 6, "olmo3": 4}  # family -> layers, of which the last one sees all
-_ENDS = {"embed": "token_embd", "final_norm": "output_norm", "lm_head": "output"}
+_WINDOW_PERIODS = {
+    "gemma2": 2,
+    "gemma3": 6,
+    "gemma4": 6,
+    "olmo3": 4,
+}  # family -> layers, of which the last one sees all
+_ENDS = {"embed": "token_embd", "final_norm": "output_norm", "lm_head": "output", **PER_LAYER_ENDS}
+_GATE_UP = "ffn_gate_up_exps"  # gate and up of all experts, one expert after the other
 _EXPERT = re.compile(r"experts\.(\d+)\.(gate|up|down)")
 
 
@@ -99,11 +120,14 @@ class Place:
         of: Range of the tensor's rows that are the part, and their total: (first, end, total). If `is_expert`, these
             are numbers of experts, the first dimension of the tensor. None: the part is the whole tensor.
         is_expert: Whether the part belongs to one expert.
+        fused: Name of a tensor that some files have in place of `name`, and the number of the part in it: 0 for the
+            first half of each expert's rows, 1 for the second one. None: no file has.
     """
 
     name: str
     of: tuple[int, int, int] | None = None
     is_expert: bool = False
+    fused: tuple[str, int] | None = None
 
 
 def place_of(config: ModelConfig, part: str, layer: int) -> Place:
@@ -120,13 +144,17 @@ def place_of(config: ModelConfig, part: str, layer: int) -> Place:
     if stem in _ENDS:
         return Place(f"{_ENDS[stem]}.{suffix}")
     if of_expert := _EXPERT.fullmatch(stem):
-        expert = int(of_expert[1])
-        name = f"blk.{layer}.{_MATRICES[of_expert[2]]}_exps.{suffix}"
-        return Place(name, (expert, expert + 1, config.num_experts), is_expert=True)
+        expert, which = int(of_expert[1]), of_expert[2]
+        name = f"blk.{layer}.{_MATRICES[which]}_exps.{suffix}"
+        halves = ("gate", "up")
+        fused = (f"blk.{layer}.{_GATE_UP}.{suffix}", halves.index(which)) if which in halves else None
+        return Place(name, (expert, expert + 1, config.num_experts), is_expert=True, fused=fused)
     if config.family == "phi3" and stem in _FUSED:
         return Place(f"blk.{layer}.{_FUSED[stem]}.{suffix}", _fused_rows(config, stem))
-    if (of_state := name_in_layer(part)) is not None:
-        return Place(f"blk.{layer}.{of_state}")
+    if (other := name_in_layer(part) or GEMMA4_SUFFIXES.get(part)) is not None:
+        return Place(f"blk.{layer}.{other}")
+    if config.mlp_beside_experts and stem in BESIDE_EXPERTS:
+        return Place(f"blk.{layer}.{BESIDE_EXPERTS[stem]}.{suffix}")
     if stem == "post_norm" and config.family in ("gpt_oss", "seed_oss", *DELTA_NETS):
         return Place(f"blk.{layer}.post_attention_norm.{suffix}")
     return Place(f"blk.{layer}.{(_MATRICES | _VECTORS | _OUTPUT_NORMS)[stem]}.{suffix}")
@@ -143,7 +171,12 @@ def _fused_rows(config: ModelConfig, stem: str) -> tuple[int, int, int]:
 def check_architecture(arch: Any) -> str:
     """The architecture that a GGUF names. Raises InputError if it is not supported."""
     if not isinstance(arch, str) or arch not in GGUF_ARCHITECTURES:
-        raise InputError(f"GGUF architecture {arch!r} is not supported; supported: {', '.join(GGUF_ARCHITECTURES)}")
+        families = {ARCHITECTURES[name]: known for known, name in GGUF_ARCHITECTURES.items()}
+        nearest = families[nearest_family(str(arch), families)]
+        raise InputError(
+            f"GGUF architecture {arch!r} is not supported; the nearest that is: {nearest!r}; supported: "
+            f"{', '.join(GGUF_ARCHITECTURES)}"
+        )
     return arch
 
 
@@ -171,7 +204,7 @@ def config_of_gguf(
     experts = _get_or(fields, "expert_count", 0)
     architecture = _architecture(arch, fields, experts)
     family = ARCHITECTURES[architecture]
-    if bool(experts) != (family in _NORM_TOPK):
+    if family not in GEMMA4 and bool(experts) != (family in _NORM_TOPK):
         raise InputError(f"a GGUF of architecture {arch!r} with {experts} experts (expert_count) is not supported")
     if "token_embd.weight" not in tensors:
         raise InputError("the GGUF has no tensor token_embd.weight")
@@ -187,12 +220,16 @@ def config_of_gguf(
     head_dim = _get_or(fields, "attention.key_length", hidden // heads)
     if fields.get("attention.value_length", head_dim) != head_dim:
         raise InputError("GGUFs whose key and value heads differ in size are not supported")
-    if family not in ("phi3", *DELTA_NETS) and fields.get("rope.dimension_count", head_dim) != head_dim:
+    if family not in ("phi3", *DELTA_NETS, *GEMMA4) and fields.get("rope.dimension_count", head_dim) != head_dim:
         raise InputError(
             f"GGUFs of architecture {arch!r} that rotate part of each head (rope.dimension_count) are not supported"
         )
-    context, gpt_oss, gemma = _require_int(fields, "context_length"), family == "gpt_oss", family in GEMMA
+    context, gpt_oss, gemma = _require_int(fields, "context_length"), family == "gpt_oss", family in (*GEMMA, *GEMMA4)
     layer_formats, end_formats = _formats(tensors, layers)
+    windows = _windows(fields, family, layers)
+    heads_of = {"num_kv_heads": _get_or(fields, "attention.head_count_kv", heads), "head_dim": head_dim}
+    if family in GEMMA4:
+        heads_of = read_gemma4(fields, tensors, windows)
     attention_softcap, logit_softcap = _softcaps(fields, family)
     return ModelConfig(
         architecture=architecture,
@@ -201,8 +238,7 @@ def config_of_gguf(
         hidden_size=hidden,
         **_mlps(fields, family, tensors, layers),
         num_heads=heads,
-        num_kv_heads=_get_or(fields, "attention.head_count_kv", heads),
-        head_dim=head_dim,
+        **heads_of,
         vocab_size=tensors["token_embd.weight"].shape[0],
         max_position=context,
         norm="rms",
@@ -216,9 +252,8 @@ def config_of_gguf(
         **read_states(fields, family, tensors, layers),
         projection_norms=family in PROJECTION_NORMS,
         tied_embeddings="output.weight" not in tensors,
-        rope=_rope(fields, family, head_dim, context, rope_factors or {}),
-        local_rope=_local_rope(fields, family),
-        windows=_windows(fields, family, layers),
+        **_ropes(fields, family, head_dim, context, rope_factors or {}),
+        windows=windows,
         embed_size=hidden,
         bos_token_id=special_id(metadata, "bos"),
         eos_token_ids=end_ids(metadata, known_tokens or {}),
@@ -270,6 +305,8 @@ def _refuse_unknown_norms(arch: str, family: str, tensors: Mapping[str, TensorIn
 
 def _mlps(fields: Mapping[str, Any], family: str, tensors: Mapping[str, TensorInfo], layers: int) -> dict[str, Any]:
     """The fields of a ModelConfig that describe the kinds and widths of MLPs."""
+    if family in GEMMA4:
+        return read_gemma4_mlps(fields, layers)
     if family not in _NORM_TOPK:
         return {"intermediate_size": _require_int(fields, "feed_forward_length")}
     if fields.get("expert_gating_func", 1) not in (0, 1, 4) or fields.get("expert_weights_scale", 1.0) not in (
@@ -340,6 +377,8 @@ def _query_scale(
     """The factor of queries, if the file states it or it is known for a size of Gemma; None: head_dim ** -0.5."""
     if stated := fields.get("attention.scale"):
         return float(stated)
+    if family in GEMMA4:
+        return 1.0
     if family not in GEMMA:
         return None
     scale: float = (hidden // heads if layers == _GEMMA_27B[family] else head_dim) ** -0.5
@@ -360,7 +399,7 @@ def _scales(fields: Mapping[str, Any], family: str, hidden: int) -> dict[str, An
     """The fields of a ModelConfig that scale embeddings, hidden states and logits. llama.cpp divides logits."""
     return scales_of(
         float(fields.get("attention.layer_norm_rms_epsilon", 1e-6)),
-        embedding=hidden**0.5 if family in GEMMA else float(_get_or(fields, "embedding_scale", 1.0)),
+        embedding=hidden**0.5 if family in (*GEMMA, *GEMMA4) else float(_get_or(fields, "embedding_scale", 1.0)),
         residual=float(_get_or(fields, "residual_scale", 1.0)),
         logits_divisor=float(_get_or(fields, "logit_scale", 1.0)),
     )
@@ -368,7 +407,7 @@ def _scales(fields: Mapping[str, Any], family: str, hidden: int) -> dict[str, An
 
 def _softcaps(fields: Mapping[str, Any], family: str) -> tuple[float, float]:
     """The caps of attention scores and of logits. Older files of Gemma 2 do not state them."""
-    if family not in GEMMA:
+    if family not in (*GEMMA, *GEMMA4):
         return 0.0, 0.0
     score_cap, logit_cap = (50.0, 30.0) if family == "gemma2" else (0.0, 0.0)
     attention = float(_get_or(fields, "attn_logit_softcapping", score_cap))
@@ -377,6 +416,16 @@ def _softcaps(fields: Mapping[str, Any], family: str) -> tuple[float, float]:
 
 # Tensors that have divisors of rotary frequencies.
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+
+
+def _ropes(
+    fields: Mapping[str, Any], family: str, head_dim: int, context: int, factors: Mapping[str, tuple[float, ...]]
+) -> dict[str, Any]:
+    """The fields of a ModelConfig that describe rotary positions."""
+    if family in GEMMA4:
+        rope, local = read_gemma4_ropes(fields, factors.get(ROPE_FACTORS[0]))
+        return {"rope": rope, "local_rope": local}
+    return {"rope": _rope(fields, family, head_dim, context, factors), "local_rope": _local_rope(fields, family)}
 
 
 def _rope(
@@ -462,7 +511,7 @@ def _formats(
 ) -> tuple[tuple[tuple[tuple[str, str], ...], ...], tuple[tuple[str, str], ...]]:
     """The block formats of a GGUF's matrices: `ModelConfig.layer_formats` and `ModelConfig.end_formats`."""
     of_layers = matrix_formats(tensors, layers)
-    of_ends = {part: _format(tensors.get(f"{_ENDS[part]}.weight")) for part in ("embed", "lm_head")}
+    of_ends = {part: _format(tensors.get(f"{_ENDS[part]}.weight")) for part in ("embed", "lm_head", "per_layer_embed")}
     ends = tuple((part, name) for part, name in of_ends.items() if name)
     alike = len({name for formats in of_layers for name in formats.values()}) <= 1
     if alike:
@@ -474,19 +523,32 @@ def matrix_formats(tensors: Mapping[str, TensorInfo], layers: int) -> list[dict[
     """The block format of each matrix of each layer, by role. "": it is stored as numbers, or no kernel supports it."""
     formats = []
     for layer in range(layers):
+        beside = f"blk.{layer}.ffn_gate_inp.scale" in tensors  # Gemma 4's router, with an MLP beside its experts
         names = {
-            role: [name for name in (f"blk.{layer}.{suffix}.weight" for suffix in _names_of(role)) if name in tensors]
+            role: [
+                name
+                for name in (f"blk.{layer}.{suffix}.weight" for suffix in _names_of(role, beside))
+                if name in tensors
+            ]
             for role in _MATRICES
         }
         formats.append({role: _format(tensors[matrices[0]]) for role, matrices in names.items() if matrices})
     return formats
 
 
-def _names_of(role: str) -> tuple[str, ...]:
-    """The names that a layer's matrix may have in a file: its own, that of all experts, or that of a fused matrix."""
+def _names_of(role: str, beside: bool) -> tuple[str, ...]:
+    """The names that a layer's matrix may have in a file: its own, that of all experts, or that of a fused matrix.
+
+    Args:
+        role: Role of the matrix.
+        beside: Whether the layer has an MLP beside its experts.
+    """
     name = _MATRICES[role]
     fused = (_FUSED[role],) if role in _FUSED else ()
-    return name, f"{name}_exps", *fused
+    experts = (f"{name}_exps", *((_GATE_UP,) if role in ("gate", "up") else ()))
+    if beside and role in BESIDE_EXPERTS:
+        return (BESIDE_EXPERTS[role],)
+    return experts if beside and role in ("gate", "up", "down") else (name, *experts, *fused)
 
 
 def _format(info: TensorInfo | None) -> str:

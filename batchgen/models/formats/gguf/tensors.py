@@ -15,7 +15,7 @@ from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig
 from batchgen.models.families import GRANITE_MIXTURES
 from batchgen.models.formats.base import NamedTensor, StoredPart, Tensors
-from batchgen.models.formats.gguf.fields import place_of
+from batchgen.models.formats.gguf.fields import Place, place_of
 from batchgen.models.formats.head_order import by_group, in_head_order, in_sections
 from batchgen.models.layouts import Shape, all_parts
 from batchgen.models.state_layers import DeltaNet
@@ -56,6 +56,8 @@ def _find(config: ModelConfig, tensors: Tensors, part: str, layer: int) -> Named
     The part may be one expert of the tensor, or one of several fused matrices.
     """
     place = place_of(config, part, layer)
+    if place.fused is not None and place.name not in tensors and place.fused[0] in tensors:
+        return _half_of_expert(tensors, place, *place.fused)
     info = tensors[place.name]
     if place.of is None:
         return place.name, info
@@ -68,6 +70,19 @@ def _find(config: ModelConfig, tensors: Tensors, part: str, layer: int) -> Named
     shape = info.shape[1:] if place.is_expert else (stop - first, *info.shape[1:])
     size = info.num_bytes // total
     return place.name, replace(info, shape=shape, offset=info.offset + first * size, num_bytes=(stop - first) * size)
+
+
+def _half_of_expert(tensors: Tensors, place: Place, name: str, which: int) -> NamedTensor:
+    """The name of the tensor that has gate and up of all experts, and the place of one of them in it."""
+    assert place.of is not None, "the part belongs to an expert"
+    (expert, _, total), info = place.of, tensors[name]
+    if len(info.shape) != 3 or info.shape[0] != total or info.shape[1] % 2:
+        raise InputError(
+            f"tensor {name} in {info.path} is {list(info.shape)}, its config asks for {total} experts first"
+        )
+    size = info.num_bytes // (2 * total)
+    shape = (info.shape[1] // 2, info.shape[2])
+    return name, replace(info, shape=shape, offset=info.offset + (2 * expert + which) * size, num_bytes=size)
 
 
 def _check(name: str, info: TensorInfo, shape: Shape) -> None:

@@ -1,0 +1,113 @@
+"""The text model within models that take images too: it alone is read, and gives the tokens of the whole."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tiny_models import make_tiny_tokenizer, randomize
+
+from batchgen.core.errors import InputError
+from batchgen.core.request import Request, SamplingParams
+from batchgen.engine.engine import Engine
+from batchgen.models.files import read_config, resolve_for_planning, resolve_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TEXT = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 3,
+}  # fmt: skip
+CLIP = {
+    "model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "image_size": 16, "patch_size": 8, "projection_dim": 16,
+}  # fmt: skip
+PIXTRAL = {
+    "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "image_size": 16, "patch_size": 8, "head_dim": 8,
+}  # fmt: skip
+QWEN2_VISION = {"depth": 1, "embed_dim": 16, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 1}
+QWEN2_5_VISION = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64,
+    "fullatt_block_indexes": [0],
+}  # fmt: skip
+QWEN3_VISION = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64,
+    "deepstack_visual_indexes": [0], "num_position_embeddings": 16,
+}  # fmt: skip
+MROPE = {"rope_type": "default", "rope_theta": 1e5, "mrope_section": [2, 3, 3]}
+GROWING = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 8.0, "original_max_position_embeddings": 8, "mscale": 1.0,
+    "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0, "llama_4_scaling_beta": 0.4,
+}  # fmt: skip
+# name -> (prefix of the classes in transformers, keys of the text model, of the tower, and outside of both)
+WRAPPED = {
+    "llava, llama": ("Llava", TEXT | {"model_type": "llama"}, CLIP, {}),
+    "llava, qwen2": ("Llava", TEXT | {"model_type": "qwen2"}, CLIP, {}),
+    "llava_next, mistral": ("LlavaNext", TEXT | {"model_type": "mistral", "sliding_window": None}, CLIP, {}),
+    "mistral3, mistral": ("Mistral3", TEXT | {"model_type": "mistral"}, PIXTRAL, {"tie_word_embeddings": False}),
+    "mistral3, ministral3": (
+        "Mistral3", TEXT | {"model_type": "ministral3", "rope_parameters": GROWING}, PIXTRAL,
+        {"tie_word_embeddings": True},
+    ),
+    "qwen2_vl": ("Qwen2VL", TEXT | {"rope_parameters": MROPE}, QWEN2_VISION, {}),
+    "qwen2_5_vl": ("Qwen2_5_VL", TEXT | {"rope_parameters": MROPE}, QWEN2_5_VISION, {"tie_word_embeddings": True}),
+    "qwen3_vl": ("Qwen3VL", TEXT | {"rope_parameters": MROPE, "head_dim": 16}, QWEN3_VISION, {}),
+}  # fmt: skip
+PROMPTS = [[5 + i * 7 % 400 for i in range(length)] for length in (3, 20, 33)]
+SAMPLING = SamplingParams(max_tokens=6, ignore_eos=True)
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_tokens_are_those_of_the_whole_model(name, tmp_path):
+    import transformers
+
+    prefix, text, vision, outside = WRAPPED[name]
+    config = getattr(transformers, f"{prefix}Config")(text_config=text, vision_config=vision, **outside)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{prefix}ForConditionalGeneration")(config)
+    randomize(model, "llama")
+    model.save_pretrained(tmp_path)
+    make_tiny_tokenizer(tmp_path)
+    path = tmp_path / "config.json"
+    stated = json.loads(path.read_text())
+    if prefix == "Qwen2_5_VL":  # as published: the keys of the text model beside those of the tower
+        rope = {"type": "mrope", "mrope_section": [2, 3, 3]}
+        flat = {**text, "rope_scaling": rope, "rope_theta": 1e5}
+        flat = {key: value for key, value in flat.items() if key != "rope_parameters"}
+        kept = {
+            key: stated[key] for key in ("architectures", "model_type", "vision_config", "tie_word_embeddings", "dtype")
+        }
+        path.write_text(json.dumps(kept | flat))
+    whole = getattr(transformers, f"{prefix}ForConditionalGeneration").from_pretrained(tmp_path, dtype=torch.float32)
+    whole.eval()
+    with torch.inference_mode():
+        wanted = [
+            whole.generate(torch.tensor([p]), max_new_tokens=6, min_new_tokens=6, do_sample=False)[0, len(p) :].tolist()
+            for p in PROMPTS
+        ]
+    assert resolve_for_planning(str(path))[1] == read_config(resolve_model(str(tmp_path)))
+    options = {"dtype": "float32", "cpu_memory": "4GiB", "max_model_len": 64, "sampling": SAMPLING}
+    with Engine(str(tmp_path), **options) as engine:
+        done = {each.index: each for each in engine.generate([Request(prompt) for prompt in PROMPTS])}
+    assert [list(done[i].samples[0].token_ids) for i in range(len(PROMPTS))] == wanted
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (
+            {"text_config": TEXT | {"model_type": "cohere2"}},
+            "LlavaForConditionalGeneration with a text model.*'cohere2'",
+        ),
+        ({"text_config": 3}, "text_config must be an object, not 3"),
+        ({"model_type": "llama"}, "model_type 'llama' contradicts architecture LlavaForConditionalGeneration"),
+        ({"architectures": ["MllamaForConditionalGeneration"]}, "MllamaForConditionalGeneration is not supported"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(change, named, tmp_path):
+    stated = {"architectures": ["LlavaForConditionalGeneration"], "text_config": TEXT | {"tie_word_embeddings": False}}
+    (tmp_path / "config.json").write_text(json.dumps(stated | change))
+    with pytest.raises(InputError, match=named):
+        resolve_for_planning(str(tmp_path / "config.json"))

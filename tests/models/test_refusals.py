@@ -1,0 +1,95 @@
+"""Every model that transformers or the gguf package names is supported, or refused in one line that names it."""
+
+from __future__ import annotations
+
+import json
+
+import gguf
+import pytest
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from batchgen.core.errors import InputError
+from batchgen.models.families import ARCHITECTURES
+from batchgen.models.files import resolve_for_planning
+from batchgen.models.formats.gguf.fields import GGUF_ARCHITECTURES, check_architecture
+from batchgen.models.hf.fields import read_architecture
+from batchgen.models.hf.rope import read_ropes
+from batchgen.models.hf.wrappers import WRAPPERS
+
+
+def names_of(mapping) -> list[str]:
+    names = (name for value in mapping.values() for name in ([value] if isinstance(value, str) else value))
+    return sorted(set(names))
+
+
+CLASSES = sorted({*names_of(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), *names_of(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)})
+
+
+def test_every_class_of_transformers_is_supported_or_refused_by_its_name():
+    assert len(CLASSES) > 200 and {*ARCHITECTURES, *WRAPPERS} & {*CLASSES} > {"LlamaForCausalLM"}
+    for name in sorted({*CLASSES} - {*ARCHITECTURES, *WRAPPERS}):
+        with pytest.raises(InputError) as caught:
+            read_architecture({"architectures": [name]})
+        message = str(caught.value)
+        assert message.startswith(f"architecture {name} is not supported; ") and "\n" not in message
+        assert message.split("the nearest that is: ")[1].split()[0] in ARCHITECTURES
+
+
+@pytest.mark.parametrize("model_type", sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {*ARCHITECTURES.values()})[:40])
+def test_a_model_type_alone_is_refused_by_its_name(model_type):
+    try:
+        assert read_architecture({"model_type": model_type}) in ARCHITECTURES
+    except InputError as error:
+        assert repr(model_type) in str(error)
+
+
+def test_every_architecture_of_ggufs_is_supported_or_refused_by_its_name():
+    names = set(gguf.MODEL_ARCH_NAMES.values())
+    assert set(GGUF_ARCHITECTURES) <= names
+    for name in sorted(names - set(GGUF_ARCHITECTURES)):
+        with pytest.raises(InputError) as caught:
+            check_architecture(name)
+        message = str(caught.value)
+        assert message.startswith(f"GGUF architecture '{name}' is not supported; ") and "\n" not in message
+        assert message.split("the nearest that is: '")[1].split("'")[0] in GGUF_ARCHITECTURES
+
+
+NEAREST = {
+    "MambaForCausalLM": "qwen3_next",
+    "GemmaForCausalLM": "gemma3",
+    "Gemma3nForCausalLM": "gemma3",
+    "PhiForCausalLM": "phi3",
+    "OlmoForCausalLM": "olmo2",
+    "DeepseekV3ForCausalLM": "qwen3_moe",
+    "Llama4ForConditionalGeneration": "llama",
+    "Ernie4_5_MoeForCausalLM": "qwen3_moe",
+    "FalconForCausalLM": "llama",
+}
+
+
+@pytest.mark.parametrize("name", NEAREST)
+def test_the_nearest_family_is_named(name):
+    with pytest.raises(InputError, match=rf"\({NEAREST[name]}\)"):
+        read_architecture({"architectures": [name]})
+
+
+def test_it_is_refused_before_any_weight_is_looked_for(tmp_path):
+    """A directory with a config.json alone: nothing is said of weights that are missing."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"]}))
+    with pytest.raises(InputError, match="MambaForCausalLM is not supported"):
+        resolve_for_planning(str(tmp_path))
+
+
+def test_a_further_factor_of_yarn_multiplies_that_of_its_formula():
+    """DeepSeek-R1-0528-Qwen3-8B states the reciprocal: its scores are not scaled."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    keys = {"rope_theta": 1e6, "max_position_embeddings": 131072}
+    plain, _ = read_ropes({"rope_scaling": scaling}, keys, "qwen3", 128)
+    factor = {"attn_factor": 0.8782488562869419}
+    changed, _ = read_ropes({"rope_scaling": scaling | factor}, keys, "qwen3", 128)
+    assert changed.attention_scaling() == pytest.approx(1.0)
+    assert plain.attention_scaling() == pytest.approx(1 / 0.8782488562869419)
+    assert changed.inv_freq(128) == plain.inv_freq(128)
