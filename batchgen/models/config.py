@@ -17,12 +17,13 @@ from batchgen.core.errors import InputError
 from batchgen.core.kernel_choice import attention_key, linear_key
 from batchgen.core.typed_json import read_typed
 from batchgen.models.rope import NO_ROPE, RopeConfig
-from batchgen.models.state_layers import DeltaNet, StateShape
+from batchgen.models.state_layers import DeltaNet, ShortConv, StateShape
 from batchgen.models.stated_numbers import require_positive
 
 DTYPES = ("float32", "bfloat16", "float16")
 Norm = Literal["rms", "layer"]
 NormPlace = Literal["inputs", "outputs", "both", "sums"]
+RouterActivation = Literal["softmax", "sigmoid"]
 Activation = Literal["silu", "relu", "gelu", "gelu_tanh", "swiglu_oai"]
 # Activations of a gate, which linear layers compute together with the product that follows.
 _GATES = ("silu", "gelu_tanh", "swiglu_oai")
@@ -31,7 +32,8 @@ _SELDOM_STATED = (
     "first_layer", "model_layers", "layer_formats", "end_formats", "logit_scale", "unrotated_layers",
     "state", "state_layers", "output_gate", "global_head_dim", "global_kv_heads", "shared_kv_layers", "value_norm",
     "keys_are_values", "layer_scale", "mlp_beside_experts", "per_layer_size", "norm_place", "projection_norms",
-    "shared_gate", "query_growth", "query_growth_period",
+    "shared_gate", "query_growth", "query_growth_period", "router_activation", "expert_bias", "routed_scale",
+    "head_bias", "sparsemixer_jitter",
 )  # fmt: skip
 
 
@@ -136,6 +138,14 @@ class ModelConfig:
             experts, or other widths.
         dense_size: Width of the MLP of `dense_layers`.
         router_bias: Whether the router has a bias.
+        head_bias: Whether the output matrix has a bias.
+        sparsemixer_jitter: Half of the largest relative distance of a router's score from the largest one at which it
+            counts, where two experts are chosen one after the other (SparseMixer, Phi-3.5-MoE). None: experts are
+            chosen by a softmax over all scores.
+        router_activation: Function of the router's results that gives the weights of experts: "softmax" or "sigmoid".
+        expert_bias: Whether each expert has a summand that counts when experts are chosen, and not in their weights
+            (LFM2-MoE).
+        routed_scale: Factor of the weights of a token's chosen experts.
         sinks: Whether each head has an attention sink: a further score that is part of the softmax's sum but has no
             value (gpt-oss).
         first_layer: Number in the whole model of the first layer of this pipeline stage (`stage`).
@@ -211,6 +221,11 @@ class ModelConfig:
     dense_layers: tuple[int, ...] = ()
     dense_size: int = 0
     router_bias: bool = False
+    head_bias: bool = False
+    sparsemixer_jitter: float | None = None
+    router_activation: RouterActivation = "softmax"
+    expert_bias: bool = False
+    routed_scale: float = 1.0
     sinks: bool = False
     state: StateShape | None = None
     state_layers: tuple[int, ...] = ()
@@ -536,12 +551,13 @@ class ModelConfig:
         matrices = self._matrices(kind)
         biased = {"qkv": self.qkv_bias, "out": self.out_bias, "up": self.mlp_bias, "down": self.mlp_bias}
         if kind.attention is None:
-            biased |= dict.fromkeys(("qkv", "out"), False)
+            biased |= dict.fromkeys(("qkv", "out"), isinstance(self.state, ShortConv) and self.state.bias)
         sizes = {
             group: sum(rows * columns + biased[group] * rows for rows, columns in shapes)
             for group, shapes in matrices.items()
         }
-        sizes["up"] += self._router_params(kind.has_experts) + kind.has_experts * self.router_bias * self.num_experts
+        biases = kind.has_experts * (self.router_bias + self.expert_bias) * self.num_experts
+        sizes["up"] += self._router_params(kind.has_experts) + biases
         sizes["qkv"] += self._norms_of_layer * self._norm_params + self.layer_scale
         if kind.attention is None:
             sizes["qkv"] += self._state_vector_params
@@ -559,7 +575,7 @@ class ModelConfig:
         if isinstance(self.state, DeltaNet):
             vectors = 2 * self.state.value_heads + self.state.value_dim
             return self._state_gate_params + self.state.kernel * self.state.channels + vectors
-        return 0 if self.state is None else self.state.kernel * self.state.channels
+        return 0 if self.state is None else (self.state.kernel + self.state.bias) * self.state.channels
 
     @property
     def _state_gate_params(self) -> int:
@@ -720,6 +736,7 @@ class ModelConfig:
     def head_params(self) -> int:
         """Number of weights after the last layer: final norm, projection, sinks and an untied output matrix."""
         output = 0 if self.tied_embeddings else self.vocab_size * self.embed_size
+        output += self.head_bias * self.vocab_size
         sinks = self.sinks * self.num_layers * self.num_heads
         if not self.has_head:
             return sinks
@@ -793,7 +810,8 @@ class ModelConfig:
             storing keys and values in the KV                (1, 1)
             output gate of attention                         (2, 1)
             convolution of a state layer                     (1, 1)
-            gated norm of a state layer's result             (2, 1)
+            gated norm, or gate, of a state layer's result   (2, 1)
+            gate of a short convolution's input              (2, 1)
             activation of the MLP                            (gate and up, or up alone; 1)
             both residual adds                               (2, 1)
 
@@ -811,7 +829,8 @@ class ModelConfig:
         """Numbers that one token reads and writes between a layer's projections, by `elementwise_bytes_per_token`."""
         if kind.attention is None:
             assert self.state is not None, "a state layer has a shape"
-            return 2 * self.state.channels + 3 * self.state.out_size
+            gate = 3 * self.state.channels if isinstance(self.state, ShortConv) else 0
+            return gate + 2 * self.state.channels + 3 * self.state.out_size
         q, kv = kind.attention.q_size, kind.attention.kv_size if kind.owns_kv else 0
         norms = (self.qk_norm or self.projection_norms) * 2 * (q + kv)
         rotary = 2 * (q + kv) if self.rope else 2 * q

@@ -32,6 +32,8 @@ OnCounts = Callable[[Sequence[int]], None]
 # Matrices of all experts of a layer, one after the other in the rows.
 MATRICES = ("gate_up.weight", "down.weight")
 STACKED = (*MATRICES, "gate_up.bias", "down.bias")
+# Summand of the sum of sigmoids that weights are divided by, as in LFM2-MoE.
+_LEAST_SUM = 1e-6
 # Weights of the experts' results, fp32, and the experts' numbers, int64: [tokens, experts_per_token] each.
 Routes = tuple[Tensor, Tensor]
 
@@ -78,28 +80,57 @@ def is_of_experts(name: str) -> bool:
 
 
 def route(config: ModelConfig, weights: Weights, x: Tensor) -> Routes:
-    """Choose the experts of each token: those with the largest probabilities, in decreasing order.
+    """Choose the experts of each token: those with the largest weights, in decreasing order.
+
+    A model may add a bias to each expert's weight for the choice alone.
 
     Args:
         config: Configuration of the model.
-        weights: Tensors of the layer, among them "router.weight" [experts, hidden] and perhaps "router.bias" [experts].
-            "expert_scale.weight" [experts], if it is there, has a factor of each expert's result.
+        weights: Tensors of the layer, among them "router.weight" [experts, hidden] and perhaps "router.bias" and
+            "expert_bias" [experts]. "expert_scale.weight" [experts], if it is there, has a factor of each expert's
+            result.
         x: Input of the router, [tokens, hidden]: that of the MLP, mostly.
 
     Returns:
         Weights of the chosen experts' results, fp32, and the experts' numbers, int64: each [tokens, experts_per_token].
     """
     scores = ops.linear(x, weights["router.weight"], weights.get("router.bias"), out_dtype=torch.float32)
+    if config.sparsemixer_jitter is not None:
+        return _sparsemixer(scores, config.sparsemixer_jitter)
     if config.mlp_beside_experts:
         scores.mul_(config.hidden_size**-0.5)
-    probs = scores.softmax(-1)
-    shares, chosen = probs.topk(config.experts_per_token)
+    is_sigmoid = config.router_activation == "sigmoid"
+    scores = scores.sigmoid_() if is_sigmoid else scores.softmax(-1)
+    biased = scores + weights["expert_bias"] if config.expert_bias else scores
+    chosen = biased.topk(config.experts_per_token).indices
+    shares = scores.gather(1, chosen)
     if config.norm_topk:
-        shares = shares / shares.sum(-1, keepdim=True)
+        shares = shares / (shares.sum(-1, keepdim=True) + (_LEAST_SUM if is_sigmoid else 0.0))
     if (scale := weights.get("expert_scale.weight")) is not None:
         assert isinstance(scale, Tensor), "factors are numbers"
         shares = shares * scale.float()[chosen]
-    return shares, chosen
+    return (shares if config.routed_scale == 1 else shares * config.routed_scale), chosen
+
+
+def _sparsemixer(scores: Tensor, jitter: float) -> Routes:
+    """The two experts of each token by SparseMixer (Liu et al., 2024), as it chooses them outside of training.
+
+    The first one has the largest score, the second one the largest score of the others. The share of each is a softmax
+    over the scores, the first expert's left out for the second, of which only those near the largest one count.
+
+    Args:
+        scores: Scores of the router, fp32 [tokens, experts].
+        jitter: Half of the largest distance to the largest score, as a part of the larger absolute value of both.
+    """
+    shares, chosen, left = [], [], scores
+    for _ in range(2):
+        largest, expert = left.max(-1, keepdim=True)
+        distance = (largest - scores) / scores.abs().clamp(min=largest)
+        near = left.masked_fill(distance > 2 * jitter, -torch.inf)
+        shares.append(near.softmax(-1).gather(-1, expert))
+        chosen.append(expert)
+        left = left.scatter(-1, expert, -torch.inf)
+    return torch.cat(shares, -1), torch.cat(chosen, -1)
 
 
 def experts(

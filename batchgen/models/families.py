@@ -25,12 +25,16 @@ ARCHITECTURES = {
     "Ministral3ForCausalLM": "ministral3",
     "MixtralForCausalLM": "mixtral",
     "OlmoeForCausalLM": "olmoe",
+    "PhimoeForCausalLM": "phimoe",
+    "PhiMoEForCausalLM": "phimoe",
     "GraniteMoeForCausalLM": "granitemoe",
     "GraniteMoeSharedForCausalLM": "granitemoeshared",
     "GraniteMoeHybridForCausalLM": "granitemoehybrid",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "GptOssForCausalLM": "gpt_oss",
+    "Lfm2ForCausalLM": "lfm2",
+    "Lfm2MoeForCausalLM": "lfm2_moe",
     "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_5",
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
@@ -44,21 +48,27 @@ GEMMA4 = ("gemma4", "gemma4_unified")
 OUTPUT_NORMS = ("olmo2", "olmo3")
 # Families with Gated DeltaNet layers, whose attention has an output gate and rotates a part of each head.
 DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+# Families with gated short convolutions.
+SHORT_CONVS = ("lfm2", "lfm2_moe")
 # Families that norm the queries and keys of each head, and those that norm all heads' together.
-HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3", *GEMMA4, *DELTA_NETS)
+HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3", *GEMMA4, *SHORT_CONVS, *DELTA_NETS)
 PROJECTION_NORMS = ("olmo2", "olmo3", "olmoe")
 # Families whose files have all experts of a layer in one tensor, and gate and up in one, and that have shared experts
 # without a gate.
 GRANITE_MIXTURES = ("granitemoe", "granitemoeshared", "granitemoehybrid")
 # Families whose checkpoints hold the weights of norms less one.
 NORMS_LESS_ONE = (*GEMMA, *DELTA_NETS)
+# Families with LayerNorm, whose norms have biases.
+LAYER_NORMS = ("opt", "phimoe")
 # Families with a mixture of experts: what a config.json calls their number, and the width of each.
 MIXTURES = {
     "mixtral": ("num_local_experts", "intermediate_size"),
     "qwen2_moe": ("num_experts", "moe_intermediate_size"),
     "qwen3_moe": ("num_experts", "moe_intermediate_size"),
     "gpt_oss": ("num_local_experts", "intermediate_size"),
+    "lfm2_moe": ("num_experts", "moe_intermediate_size"),
     "olmoe": ("num_experts", "intermediate_size"),
+    "phimoe": ("num_local_experts", "intermediate_size"),
     **dict.fromkeys(GRANITE_MIXTURES, ("num_local_experts", "intermediate_size")),
     "qwen3_next": ("num_experts", "moe_intermediate_size"),
     "qwen3_5_moe": ("num_experts", "moe_intermediate_size"),

@@ -27,7 +27,7 @@ from batchgen.core.dtypes import (
 )
 from batchgen.models.config import ModelConfig
 from batchgen.models.families import GRANITE_MIXTURES
-from batchgen.models.state_layers import DeltaNet
+from batchgen.models.state_layers import DeltaNet, ShortConv
 
 Shape = tuple[int, ...]
 # Tensors that are loaded together: before the layers, of a layer, after the layers, or the attention's sinks alone; and
@@ -111,9 +111,11 @@ def _attention_layout(config: ModelConfig, layer: int, fused: bool) -> Layout:
 
 
 def _state_layout(config: ModelConfig, unfused: bool) -> Layout:
-    """Parts of the tensors of a Gated DeltaNet: projections, convolution, gates and norm."""
+    """Parts of the tensors of a state layer: projections, convolution, and the gates and norm of a Gated DeltaNet."""
     state, hidden = config.state, config.hidden_size
-    assert isinstance(state, DeltaNet), "a state layer is a Gated DeltaNet"
+    if isinstance(state, ShortConv):
+        return _short_conv_layout(state)
+    assert isinstance(state, DeltaNet), "a state layer has a shape"
     heads, next_family = state.value_heads, config.family == "qwen3_next"
     fused = {"in_qkvz": state.projected_size}
     rows = fused if next_family and not unfused else {"in_qkv": state.channels, "in_z": state.out_size}
@@ -125,10 +127,20 @@ def _state_layout(config: ModelConfig, unfused: bool) -> Layout:
     return layout | _linear("out", {"state_out": hidden}, state.out_size, bias=False)
 
 
+def _short_conv_layout(state: ShortConv) -> Layout:
+    channels, bias = state.channels, state.bias
+    layout = _linear("qkv", {"in_bcx": state.projected_size}, channels, bias)
+    layout["conv.weight"] = (("conv.weight", (channels, state.kernel)),)
+    layout |= {"conv.bias": (("conv.bias", (channels,)),)} if bias else {}
+    return layout | _linear("out", {"state_out": channels}, channels, bias)
+
+
 def _experts_layout(config: ModelConfig, unfused: bool) -> Layout:
     """Parts of the tensors of a mixture of experts: the router, the stacked experts, and the shared expert."""
     hidden, inner, experts = config.hidden_size, config.intermediate_size, range(config.num_experts)
     layout = _linear("router", {"router": config.num_experts}, hidden, bias=config.router_bias)
+    if config.expert_bias:
+        layout |= _vector("expert_bias", config.num_experts, "feed_forward.expert_bias")
     biased, shared = config.family == "gpt_oss", config.shared_expert_size
     if config.mlp_beside_experts:
         layout |= _vector("router_norm.weight", hidden, "router_input.scale")
@@ -170,6 +182,8 @@ def head_layout(config: ModelConfig) -> Layout:
     if config.sinks:
         parts = ((f"attention.{layer}.sinks", (config.num_heads,)) for layer in range(config.num_layers))
         layout["sinks.weight"] = tuple(parts)
+    if config.head_bias:
+        layout["lm_head.bias"] = (("lm_head.bias", (config.vocab_size,)),)
     if not config.tied_embeddings:
         layout |= _linear("lm_head", {"lm_head": config.vocab_size}, config.embed_size, bias=False)
     return layout

@@ -6,13 +6,14 @@ those of `ops`; `state_layers.py` has the shapes.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
+import torch
 from torch import Tensor
 
 from batchgen.models.config import ModelConfig
 from batchgen.models.experts import Weights
-from batchgen.models.state_layers import DeltaNet
+from batchgen.models.state_layers import DeltaNet, ShortConv
 from batchgen.ops import dispatch as ops
 
 # The factors of the convolution, a tensor of two dimensions that no other is multiplied with as a matrix.
@@ -61,6 +62,11 @@ def mix_state(
         Result [tokens, `state.out_size`].
     """
     state = config.state
+    if isinstance(state, ShortConv):
+        b, c, x = projected.split(state.channels, dim=1)
+        bias = cast("Tensor | None", weights.get("conv.bias"))
+        y = ops.causal_conv(b * x, weights["conv.weight"], bias, states.inputs, source, target, starts, silu=False)
+        return torch.mul(c, y, out=y if out is None else out)
     assert isinstance(state, DeltaNet) and states.matrices is not None, "the layer is a Gated DeltaNet"
     mixed, z, b, a = projected.split((state.channels, state.out_size, state.value_heads, state.value_heads), dim=1)
     rows = source, target, starts

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tiny_models import DELTA_NETS, FAMILIES, GEMMA4, MODELS, classes_of, make_tiny_model
+from tiny_models import DELTA_NETS, FAMILIES, GEMMA4, MODELS, SHORT_CONVS, classes_of, make_tiny_model
 
 from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig, RopeConfig
@@ -23,7 +23,7 @@ from batchgen.models.hf.config import config_of_hf
 from batchgen.models.hf.keys import FIXED, IGNORED, KEYS, READ_APART
 from batchgen.models.layers import rope_table
 
-FAMILIES = (*FAMILIES, *DELTA_NETS)
+FAMILIES = (*FAMILIES, *SHORT_CONVS)
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 4096,
@@ -73,6 +73,8 @@ VARIANTS = [
     ("qwen3_next", {"decoder_sparse_step": 2, "full_attention_interval": 3}),
     ("qwen3_5", {"tie_word_embeddings": True, "linear_num_value_heads": 16, "linear_conv_kernel_dim": 2}),
     ("qwen3_5", {"layer_types": ["full_attention"] * 4}),
+    ("lfm2", {"conv_bias": True, "layer_types": ["conv", "full_attention", "conv"], "tie_word_embeddings": False}),
+    ("lfm2_moe", {"conv_bias": True, "num_dense_layers": 0, "use_expert_bias": False}),
     *(model for model in MODELS.values() if model[0] in GEMMA4),
 ]
 
@@ -94,6 +96,8 @@ def what_must_be_stated(family: str, layers: int) -> dict:
     """What a config must state, because batchgen refuses the default, or transformers cannot run it."""
     if family == "ministral":
         return {"head_dim": 16}
+    if family == "lfm2_moe":
+        return {"layer_types": ["conv"] * (layers - 1) + ["full_attention"]}
     return {"layer_types": ["full_attention"] * layers} if family == "granitemoehybrid" else {}
 
 
@@ -102,16 +106,21 @@ def config_of(model) -> ModelConfig:
     return config_of_hf(json.loads(json.dumps(stated, default=str)))
 
 
+def weights_of(module):
+    """Its parameters, and biases of experts, which are no parameters to transformers."""
+    return [*module.parameters(), *(values for name, values in module.named_buffers() if name.endswith("expert_bias"))]
+
+
 @pytest.mark.parametrize(("family", "overrides"), [*((family, {}) for family in FAMILIES), *VARIANTS])
 def test_parameter_count_is_that_of_transformers(family, overrides):
     model = hf_model(family, **overrides)
     config = config_of(model)
     assert config.family == family
     scales = config.layer_scale * config.num_layers  # which transformers does not count among its parameters
-    assert config.num_params == sum(p.numel() for p in model.parameters()) + scales
+    assert config.num_params == sum(map(torch.numel, weights_of(model))) + scales
     layers = model.model.decoder.layers if family == "opt" else model.model.layers
     sinks = config.sinks * config.num_heads  # which are loaded with the head
-    sizes = [sum(p.numel() for p in layer.parameters()) + config.layer_scale for layer in layers]
+    sizes = [sum(map(torch.numel, weights_of(layer))) + config.layer_scale for layer in layers]
     if len(set(map(config.kind_of, range(config.num_layers)))) == 1:
         assert config.params_per_layer + sinks == sizes[0]
     else:  # the largest size of each group
@@ -170,10 +179,10 @@ def test_old_and_new_spelling_mean_the_same():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_config_that_states_only_shapes_takes_the_defaults_of_transformers(family):
-    fields = {"architectures": [classes_of(family)[1].__name__], "hidden_size": 64, "num_hidden_layers": 2}
+    fields = {"architectures": [classes_of(family)[1].__name__], "hidden_size": 64, "num_hidden_layers": 3}
     fields |= {"num_attention_heads": 4, "vocab_size": 300}
     fields |= {"ffn_dim": 96} if family == "opt" else {"intermediate_size": 96, "num_key_value_heads": 2}
-    fields |= what_must_be_stated(family, 2)
+    fields |= what_must_be_stated(family, 3)
     fields |= {"num_hidden_layers": 4} if family in DELTA_NETS else {}
     fields |= {"vocab_size_per_layer_input": 300} if family == "gemma4" else {}
     assert config_of_hf(fields) == config_of(hf_model(family, **fields))
@@ -222,6 +231,20 @@ PUBLISHED = {
         "unsloth_fixed": True,
     },
     "mistral": {"sliding_window": None, "head_dim": None, "rope_theta": 1000000.0, "attention_dropout": 0.0},
+    "lfm2": {
+        "block_dim": 2048,
+        "block_ff_dim": 12288,
+        "block_norm_eps": 1e-05,
+        "block_use_swiglu": True,
+        "conv_dim": 2048,
+        "conv_dim_out": 2048,
+        "conv_use_xavier_init": True,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "num_heads": 32,
+        "rope_theta": 1000000.0,
+        "use_pos_enc": True,
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16, "theta": 1000000.0, "use_pos_enc": True},
     "qwen2": {
         "use_mrope": False,
         "use_sliding_window": False,
@@ -315,6 +338,23 @@ PUBLISHED = {
         "sliding_window": None,
     },
     "olmoe": {"clip_qkv": None, "norm_topk_prob": False, "rope_scaling": None, "router_aux_loss_coef": 0.01},
+    "phimoe": {
+        "attention_bias": True,
+        "auto_map": {"AutoConfig": "configuration_phimoe.PhiMoEConfig"},
+        "hidden_dropout": 0.0,
+        "input_jitter_noise": 0.01,
+        "lm_head_bias": True,
+        "original_max_position_embeddings": 4096,
+        "rope_scaling": {
+            "long_factor": [1.5] * 64,
+            "long_mscale": 1.243163121016122,
+            "original_max_position_embeddings": 4096,
+            "short_factor": [1.0] * 64,
+            "short_mscale": 1.243163121016122,
+            "type": "longrope",
+        },
+        "sliding_window": 131072,
+    },
     "granitemoe": {"attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "output_router_logits": False},
     "granitemoeshared": {"shared_intermediate_size": 1024, "attention_multiplier": 0.015625, "rope_scaling": None},
     "granitemoehybrid": {
@@ -671,6 +711,7 @@ class TestKeysAreThoseOfTransformers:
         fields = {field.name: field for field in dataclasses.fields(config_class)}
         apart = {"rope_theta", "rope_local_base_freq", "sliding_window_pattern", "head_dim", "layer_types"}
         apart |= {"full_attention_interval", "global_head_dim", "num_global_key_value_heads", "per_layer_config"}
+        apart |= {"tie_embedding", "block_ff_dim"}
         for name, key in KEYS[family].items():
             if name not in fields:
                 assert name in apart, name
@@ -710,7 +751,7 @@ def test_what_is_no_number_is_refused_by_its_key(name, text, tmp_path):
             read_config(ModelFiles(tmp_path, "hf", "any"))
 
 
-ROPES_APART = ("opt", "ministral3", "gemma3", "olmo3", "phi3")
+ROPES_APART = ("opt", "phimoe", "ministral3", "gemma3", "olmo3", "phi3")
 QWEN_CARD = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
@@ -762,6 +803,7 @@ def test_values_of_the_wrong_kind_are_input_errors(family, tmp_path):
 
 # A model without num_key_value_heads has as many as heads; a format has a name; there is one architecture.
 NAMED_OTHERWISE = (
+    "block_ffn_dim_multiplier",
     "full_attention_interval",
     "num_attention_heads",
     "quantization_config",

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_models import DELTA_NETS, FAMILIES, GEMMA4, classes_of, randomize
+from tiny_models import DELTA_NETS, FAMILIES, GEMMA4, SHORT_CONVS, classes_of, randomize
 
 from batchgen.core.errors import InputError
 from batchgen.core.request import Request, SamplingParams
@@ -28,7 +28,7 @@ from batchgen.models.files import resolve_for_planning
 from batchgen.models.hf.keys import IGNORED
 
 MARGIN = 1e-3  # log-probabilities in fp32 may differ by so much
-MODELS = (*FAMILIES, "gemma3 with images")
+MODELS = (*FAMILIES, "gemma3 with images", "qwen3_5 with images", "qwen3_5_moe with images")
 _PROMPT_LENGTHS = (23, 19)  # beyond short windows, and beyond the contexts that longrope is drawn with
 _MAX_TOKENS = 5
 _MOST_PARAMS = 12_000_000
@@ -42,10 +42,13 @@ _SIZES = (
         "num_key_value_heads",
         "moe_intermediate_size",
         "shared_intermediate_size",
+        "layer_types",
         "shared_expert_intermediate_size",
         "num_experts",
         "num_local_experts",
     ),
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    *("num_experts_per_tok", "layer_types"),
 )
 # What models read beside the keys of their class, or once read, or what other models do.
 _OTHER_KEYS = (
@@ -292,7 +295,7 @@ def _ordinary(family: str, rng: random.Random) -> dict[str, Any]:
     if family == "granitemoehybrid":
         drawn |= {"layer_types": rng.choice((["attention"] * layers, ["full_attention"] * layers))}
         drawn |= {"position_embedding_type": maybe("rope", None), "mamba_d_conv": maybe(4, 3)}
-        drawn |= {"mamba_n_heads": 2}
+        drawn |= {"hidden_size": 64}  # of which Mamba's default sizes are multiples
     if family.startswith("granite"):
         drawn |= {"embedding_multiplier": maybe(1.0, 12), "residual_multiplier": maybe(0.22, 1)}
         drawn |= {"logits_scaling": maybe(1.0, 6), "attention_multiplier": maybe(0.0625, 0.3)}
@@ -300,7 +303,8 @@ def _ordinary(family: str, rng: random.Random) -> dict[str, Any]:
         drawn |= {"no_rope_layer_interval": maybe(1, 2, 4), "no_rope_layers": maybe(None, [1, 0, 1], [0, 0, 1, 1])}
     if family == "seed_oss":
         drawn |= {"attention_out_bias": maybe(True, False)}
-    drawn |= _states(layers, rng) if family in DELTA_NETS else _windows(family, layers, rng)
+    of_states = {**dict.fromkeys(DELTA_NETS, _states), **dict.fromkeys(SHORT_CONVS, _short_convs)}
+    drawn |= of_states[family](layers, rng) if family in of_states else _windows(family, layers, rng)
     drawn |= _experts(family, layers, rng)
     drawn |= _gemma4(family, drawn, rng) if family in GEMMA4 else {}
     if family.startswith("gemma"):
@@ -368,7 +372,7 @@ def _windows(family: str, layers: int, rng: random.Random) -> dict[str, Any]:
     types = rng.choice((_LEFT_OUT, None, [rng.choice(("sliding_attention", "full_attention")) for _ in range(layers)]))
     if family == "ministral":
         return {"sliding_window": window, "layer_types": types}
-    if family in ("mistral", "ministral3", "mixtral", "phi3"):
+    if family in ("mistral", "ministral3", "mixtral", "phi3", "phimoe"):
         drawn = {"sliding_window": rng.choice((window, None))}
         if family == "mistral" and drawn["sliding_window"] is not None:
             drawn["layer_types"] = types
@@ -401,16 +405,42 @@ def _states(layers: int, rng: random.Random) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _short_convs(layers: int, rng: random.Random) -> dict[str, Any]:
+    """Kernels of short convolutions, and which layers they are; the last one attends."""
+    return {
+        "layer_types": [rng.choice(("conv", "full_attention")) for _ in range(layers - 1)] + ["full_attention"],
+        "conv_L_cache": rng.choice((_LEFT_OUT, 2, 3, 5)), "conv_bias": rng.choice((_LEFT_OUT, True, False)),
+        "norm_eps": rng.choice((_LEFT_OUT, 1e-5, 1e-3)),
+    }  # fmt: skip
+
+
 def _experts(family: str, layers: int, rng: random.Random) -> dict[str, Any]:
     if family in ("mixtral", "gpt_oss"):
         name = rng.choice(("num_local_experts", "num_experts"))
         return {name: rng.choice((4, 8)), "num_experts_per_tok": rng.choice((_LEFT_OUT, 1, 2))}
+    if family == "lfm2":
+        return {
+            "block_multiple_of": rng.choice((16, 32)), "block_ffn_dim_multiplier": rng.choice((_LEFT_OUT, 1.0, 1.3)),
+            "block_auto_adjust_ff_dim": rng.choice((_LEFT_OUT, True, False)),
+            "full_attn_idxs": rng.choice((_LEFT_OUT, None, [0])),
+        }  # fmt: skip
+    if family == "lfm2_moe":
+        return {
+            "num_experts": rng.choice((8, 16)), "num_experts_per_tok": rng.choice((_LEFT_OUT, 1, 3)),
+            "moe_intermediate_size": rng.choice((24, 40)), "norm_topk_prob": rng.choice((_LEFT_OUT, True, False)),
+            "num_dense_layers": rng.choice((_LEFT_OUT, 0, 1)),
+            "routed_scaling_factor": rng.choice((_LEFT_OUT, 1.0, 2.5)),
+            "use_expert_bias": rng.choice((_LEFT_OUT, True, False)),
+        }  # fmt: skip
     if family.startswith("granitemoe"):
         shared = {"shared_intermediate_size": rng.choice((24, 72))} if family != "granitemoe" else {}
         count = rng.choice((4, 8, 0) if family == "granitemoehybrid" else (4, 8))
         return {"num_local_experts": count, "num_experts_per_tok": rng.choice((_LEFT_OUT, 1, 3)), **shared}
+    if family == "phimoe":
+        noise = {"router_jitter_noise": rng.choice((_LEFT_OUT, 0.3)), "num_experts_per_tok": rng.choice((_LEFT_OUT, 2))}
+        return {"num_local_experts": rng.choice((4, 8)), "lm_head_bias": rng.choice((_LEFT_OUT, True, False)), **noise}
     if family == "olmoe":
-        drawn = {"num_experts": rng.choice((8, 16)), "num_experts_per_tok": rng.choice((1, 3))}
+        drawn = {"num_experts": rng.choice((8, 16)), "num_experts_per_tok": rng.choice((_LEFT_OUT, 1, 3))}
         return drawn | {"norm_topk_prob": rng.choice((_LEFT_OUT, True, False))}
     if family == "qwen3_5_moe":
         sizes = {"moe_intermediate_size": rng.choice((24, 40)), "shared_expert_intermediate_size": rng.choice((24, 72))}
@@ -439,6 +469,8 @@ def _rope(family: str, drawn: dict[str, Any], rng: random.Random) -> dict[str, A
     theta = rng.choice((_LEFT_OUT, 5000.0, 1e5))
     of_theta = {} if theta is _LEFT_OUT else {"rope_theta": theta}
     scaled = _phi3_scaling(drawn, rng) if family == "phi3" else _scaling(rng)
+    if family == "phimoe":
+        scaled = {"rope_type": "default"}
     if family == "ministral3":
         scaled |= {"llama_4_scaling_beta": rng.choice((0.1, 0.5)), "original_max_position_embeddings": 8}
     around = {}
@@ -592,4 +624,4 @@ def _with_images(family: str, stated: dict[str, Any], rng: random.Random) -> dic
     return outer
 
 
-assert set(ARCHITECTURES.values()) == {*FAMILIES, *DELTA_NETS}
+assert set(ARCHITECTURES.values()) == {*FAMILIES, *SHORT_CONVS}

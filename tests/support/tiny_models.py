@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 FAMILIES = (
     "opt",
     "llama",
@@ -30,17 +31,21 @@ FAMILIES = (
     "ministral3",
     "mixtral",
     "olmoe",
+    "phimoe",
     "granitemoe",
     "granitemoeshared",
     "granitemoehybrid",
     "qwen2_moe",
     "qwen3_moe",
     "gpt_oss",
+    *DELTA_NETS,
 )
 GEMMA4 = ("gemma4", "gemma4_unified")
 GRANITE_MIXTURES = ("granitemoe", "granitemoeshared", "granitemoehybrid")
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "olmoe", *GRANITE_MIXTURES)
-DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+MIXTURES = (
+    "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "olmoe", "phimoe", *GRANITE_MIXTURES, "qwen3_next", "qwen3_5_moe"
+)  # fmt: skip
+SHORT_CONVS = ("lfm2", "lfm2_moe")
 # What must hold for every model holds for each of these: families as they are, and with the switches that change what a
 # layer reads. name -> (family, fields of the transformers config). A test keeps it complete (test_token_identity.py).
 MODELS = {
@@ -98,6 +103,10 @@ MODELS = {
     "mixtral, one of 16, windows": ("mixtral", {
         "num_local_experts": 16, "num_experts_per_tok": 1, "sliding_window": 20, "num_hidden_layers": 2,
     }),
+    "phimoe, windows, no biases, plain rope, near scores alone": ("phimoe", {
+        "attention_bias": False, "lm_head_bias": False, "sliding_window": 20, "router_jitter_noise": 0.3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }),
     "olmoe, 3 of 16, shares of 1": ("olmoe", {
         "num_experts": 16, "num_experts_per_tok": 3, "norm_topk_prob": True, "num_key_value_heads": 1,
     }),
@@ -116,6 +125,13 @@ MODELS = {
         "num_local_experts": 32, "num_experts_per_tok": 4, "layer_types": ["sliding_attention"] * 2,
         "num_hidden_layers": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "attention_bias": False,
+    }),
+    "qwen3_5, one key head of many, all values rotated": ("qwen3_5", {
+        "linear_num_key_heads": 1, "linear_conv_kernel_dim": 2, "tie_word_embeddings": True, "attention_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+    }),
+    "qwen3_next, a dense layer, shares as they are": ("qwen3_next", {
+        "mlp_only_layers": [1], "norm_topk_prob": False, "linear_num_value_heads": 6, "num_hidden_layers": 4,
     }),
     "qwen3, tied, four layers": ("qwen3", {"tie_word_embeddings": True, "num_hidden_layers": 4}),
 }  # fmt: skip
@@ -166,6 +182,7 @@ def classes_of(family: str) -> tuple[type, type]:
         "qwen3_next": "Qwen3Next",
         "qwen3_5": "Qwen3_5",
         "qwen3_5_moe": "Qwen3_5Moe",
+        "lfm2_moe": "Lfm2Moe",
     }.get(family, family.capitalize())
     text = "Text" if family in ("gemma3", *GEMMA4, "qwen3_5", "qwen3_5_moe") else ""
     return getattr(transformers, f"{prefix}{text}Config"), getattr(transformers, f"{prefix}ForCausalLM")
@@ -212,11 +229,21 @@ _FIELDS = {
     },
     "mixtral": {"num_local_experts": 4},
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
+    "phimoe": {
+        "num_local_experts": 8, "attention_bias": True, "lm_head_bias": True, "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 1e4, "short_mscale": 1.0, "long_mscale": 1.0,
+            "original_max_position_embeddings": 512,
+        },
+    },
     "qwen2_moe": _SHARED,
     "qwen3_moe": {**_QWEN_EXPERTS, "head_dim": 32, "norm_topk_prob": True},
     "qwen3_next": {**_SHARED, **_DELTA_NET},
     "qwen3_5": _DELTA_NET,
     "qwen3_5_moe": {**_SHARED, **_DELTA_NET},
+    "lfm2": {"intermediate_size": 120, "block_multiple_of": 16},
+    "lfm2_moe": {
+        "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "num_dense_layers": 1,
+    },
     "gpt_oss": {
         "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20, "rope_parameters": {
             "rope_type": "yarn", "rope_theta": 15e4, "factor": 8.0, "original_max_position_embeddings": 64,
@@ -237,6 +264,8 @@ def _layer_types(family: str, layers: int) -> dict[str, list[str]]:
         return {"layer_types": windows + ["full_attention"] * (layers - len(windows))}
     if family in DELTA_NETS:
         return {"layer_types": [("linear_attention", "full_attention")[i % 2] for i in range(layers)]}
+    if family in SHORT_CONVS:
+        return {"layer_types": [("conv", "full_attention")[i % 2] for i in range(layers)]}
     return {}
 
 
@@ -265,8 +294,15 @@ def make_tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: s
     fields |= _layer_types(family, overrides.get("num_hidden_layers", common["num_hidden_layers"]))
     if family == "qwen3_5_moe":
         del fields["intermediate_size"]
+    sizes = {**common, **fields, **overrides}
+    if family == "phimoe" and sizes["rope_parameters"]["rope_type"] == "longrope":
+        pairs = range(sizes["hidden_size"] // sizes["num_attention_heads"] // 2)
+        sizes["rope_parameters"] |= {
+            "short_factor": [1 + i / 8 for i in pairs],
+            "long_factor": [2.0 + i for i in pairs],
+        }
     config_class, model_class = classes_of(family)
-    config = config_class(**{**common, **fields, **overrides})
+    config = config_class(**sizes)
     torch.manual_seed(seed)
     model = model_class(config).eval()
     randomize(model, family)
@@ -289,7 +325,7 @@ def randomize(model, family: str, std: float = 0.2) -> None:
                 weight.copy_(torch.empty_like(weight).uniform_(math.log(0.01), math.log(3.0)))
             elif name.endswith("dt_bias"):
                 weight.normal_(std=1.0)
-            elif name.endswith("conv1d.weight"):
+            elif name.endswith(("conv1d.weight", "conv.conv.weight")):
                 weight.normal_(std=0.5)
             elif family in GEMMA4 and weight.ndim == 1 and any(part in name for part in ("norm", "scale")):
                 weight.normal_(mean=1.0, std=0.4)
@@ -302,6 +338,9 @@ def randomize(model, family: str, std: float = 0.2) -> None:
                 weight.normal_(std=0.8 if family == "gpt_oss" else std)
             else:  # the embedding's padding row random like the rest
                 weight.normal_(std=std)
+        for name, values in model.named_buffers():
+            if name.endswith("expert_bias"):
+                values.normal_(std=std)
 
 
 def make_tiny_tokenizer(path: Path, *, chat_template: str | None = CHAT_TEMPLATE):
@@ -380,8 +419,10 @@ GGUF_FAMILIES = (
     "olmo3",
     "ministral3",
     "olmoe",
+    "phimoe",
     "granitemoe",
     "granitemoeshared",
+    *DELTA_NETS,
 )
 # How SentencePiece tokenizers differ between families: where the space comes from that stands before the first word.
 SENTENCEPIECE_STYLES = {"llama": "normalizer", "phi3": "normalizer", "gemma2": "none", "gemma3": "none"}
@@ -439,6 +480,11 @@ GGUF_MODELS = {
     "qwen2_moe": ("qwen2_moe", {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}),
     "qwen3_moe": ("qwen3_moe", {"moe_intermediate_size": 64, "decoder_sparse_step": 2}),
     "granitemoeshared": ("granitemoeshared", {"shared_intermediate_size": 96}),
+    "qwen3_next": ("qwen3_next", {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}),
+    "qwen3_5_moe": ("qwen3_5_moe", {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}),
+    "qwen3_5, as many key heads as value heads": ("qwen3_5", {
+        "linear_num_value_heads": 2, "linear_value_head_dim": 32, "tie_word_embeddings": True,
+    }),
     "gemma2, queries by a head's size": ("gemma2", {"query_pre_attn_scalar": 32}),
     "gemma2, no caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gemma3, scaled rope, an output of its own": ("gemma3", {
@@ -479,7 +525,7 @@ GGUF_MODELS = {
 }  # fmt: skip
 _GGUF_MIXTURES = {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
 _GGUF_MIXTURES |= {"qwen3_next": "qwen3next", "qwen3_5_moe": "qwen35moe", "olmoe": "olmoe"}
-_GGUF_MIXTURES |= {"granitemoe": "granitemoe", "granitemoeshared": "granitemoe"}
+_GGUF_MIXTURES |= {"phimoe": "phimoe", "granitemoe": "granitemoe", "granitemoeshared": "granitemoe"}
 _GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -566,6 +612,7 @@ MIXED_SIZES = {
     "hidden_size_per_layer_input": 256,
     "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "moe_intermediate_size": 256,
     "shared_expert_intermediate_size": 256, "shared_intermediate_size": 256, "num_hidden_layers": 2,
+    "linear_value_head_dim": 64,
 }  # fmt: skip
 
 
@@ -628,7 +675,7 @@ def write_tiny_gguf(  # a line for each key and each name of the format
         _write_mixture(writer, config, family)
     elif family in ("gemma2", "gemma3"):
         _write_gemma(writer, config, family)
-    elif family == "phi3":
+    if family in ("phi3", "phimoe"):
         _write_phi3(writer, config, head_dim)
     elif family == "olmo3":
         _write_olmo3(writer, config)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchgen.models.config import ModelConfig
-from batchgen.models.families import ARCHITECTURES, HEAD_NORMS, PROJECTION_NORMS
+from batchgen.models.families import ARCHITECTURES, HEAD_NORMS, LAYER_NORMS, PROJECTION_NORMS
 from batchgen.models.hf.fields import (
     read_activation,
     read_architecture,
@@ -19,6 +19,7 @@ from batchgen.models.hf.fields import (
     read_query_scale,
     read_scales,
     read_states,
+    read_ties,
     read_unrotated_layers,
     read_windows,
     stated_dtype,
@@ -65,13 +66,14 @@ def config_of_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
         head_dim=head_dim,
         vocab_size=keys["vocab_size"],
         max_position=max_position,
-        norm="layer" if opt else "rms",
-        **read_scales(keys, family, 1e-5 if opt else float(keys["rms_norm_eps"])),
+        norm="layer" if family in LAYER_NORMS else "rms",
+        head_bias=keys.get("lm_head_bias", False),
+        **read_scales(keys, family),
         activation=read_activation(keys, family),
         gated_mlp=not opt,
         qk_norm=family in HEAD_NORMS,
         projection_norms=family in PROJECTION_NORMS,
-        tied_embeddings=keys["tie_word_embeddings"],
+        tied_embeddings=read_ties(keys),
         rope=rope,
         windows=windows,
         **read_states(keys, family, layers),

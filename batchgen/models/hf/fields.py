@@ -18,12 +18,13 @@ from batchgen.models.families import (
     GRANITE_MIXTURES,
     MIXTURES,
     OUTPUT_NORMS,
+    SHORT_CONVS,
 )
 from batchgen.models.formats.schemes import read_scheme
 from batchgen.models.hf.keys import KEYS, read_keys, refuse_unsupported
 from batchgen.models.nearest import nearest_family
 from batchgen.models.scales import scales_of
-from batchgen.models.state_layers import DeltaNet
+from batchgen.models.state_layers import DeltaNet, ShortConv
 from batchgen.models.stated_numbers import is_count, require_positive, shown
 
 # Models that take images too, whose text model alone is read.
@@ -144,6 +145,8 @@ def read_heads(keys: Mapping[str, Any], family: str) -> tuple[int, int, int]:
 def read_activation(keys: Mapping[str, Any], family: str) -> Activation:
     if family == "gpt_oss":
         return "swiglu_oai"
+    if family in SHORT_CONVS:
+        return "silu"
     names = ("activation_function", "hidden_activation", "hidden_act")
     name, stated = next((name, keys[name]) for name in names if name in keys)
     computed = _ALONE if family == "opt" else _GATES
@@ -187,6 +190,8 @@ def read_norm_place(keys: Mapping[str, Any], family: str) -> NormPlace:
 
 def read_mlps(keys: Mapping[str, Any], family: str, layers: int) -> dict[str, Any]:
     """The fields of a ModelConfig that describe the kinds and widths of MLPs."""
+    if family == "lfm2":
+        return {"intermediate_size": _adjusted_width(keys)}
     if family in GEMMA4:
         return _gemma4_mlps(keys, layers)
     if family not in MIXTURES:
@@ -194,18 +199,31 @@ def read_mlps(keys: Mapping[str, Any], family: str, layers: int) -> dict[str, An
     if family in GRANITE_MIXTURES:
         return _granite_mlps(keys)
     count, width = MIXTURES[family]
-    dense = _dense_layers(keys, layers) if "decoder_sparse_step" in keys else ()
+    dense = _dense_layers(keys, layers)
     if len(dense) == layers:  # no mixture at all
         return {"intermediate_size": keys["intermediate_size"]}
     return {
         "intermediate_size": keys[width],
         "num_experts": keys[count],
-        "experts_per_token": keys["num_experts_per_tok"],
-        "norm_topk": keys.get("norm_topk_prob", True),
+        "experts_per_token": keys.get("num_experts_per_tok", 2),  # the one number that Phi-3.5-MoE is computed with
+        "norm_topk": keys.get("norm_topk_prob", family != "phimoe"),
+        "sparsemixer_jitter": keys.get("router_jitter_noise"),
         "shared_expert_size": keys.get("shared_expert_intermediate_size", 0),
         "dense_layers": dense,
         "dense_size": keys["intermediate_size"] if dense else 0,
+        "router_activation": "sigmoid" if family in SHORT_CONVS else "softmax",
+        "expert_bias": keys.get("use_expert_bias", False),
+        "routed_scale": float(keys.get("routed_scaling_factor", 1.0)),
     }
+
+
+def _adjusted_width(keys: Mapping[str, Any]) -> int:
+    """The width of LFM2's MLP: two thirds of the stated one, times a factor, up to a multiple, or the stated one."""
+    width: int = keys["block_ff_dim"] or keys["intermediate_size"]
+    if keys["block_auto_adjust_ff_dim"]:
+        multiple = keys["block_multiple_of"]
+        width = -(-int(keys["block_ffn_dim_multiplier"] * int(2 * width / 3)) // multiple) * multiple
+    return width
 
 
 def _gemma4_mlps(keys: Mapping[str, Any], layers: int) -> dict[str, Any]:
@@ -300,8 +318,10 @@ def _granite_mlps(keys: Mapping[str, Any]) -> dict[str, Any]:
 def _dense_layers(keys: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     """Numbers of layers with one MLP in a model with experts.
 
-    They are the layers that are named, and all layers but every `decoder_sparse_step`-th.
+    They are the first `num_dense_layers`, or those that are named and all but every `decoder_sparse_step`-th.
     """
+    if "decoder_sparse_step" not in keys:
+        return tuple(range(min(layers, keys.get("num_dense_layers", 0))))
     named, step = set(keys["mlp_only_layers"] or ()), keys["decoder_sparse_step"]
     return tuple(layer for layer in range(layers) if layer in named or (layer + 1) % step)
 
@@ -318,16 +338,18 @@ def read_biases(keys: Mapping[str, Any], family: str) -> dict[str, Any]:
     }
 
 
-def read_scales(keys: Mapping[str, Any], family: str, eps: float) -> dict[str, Any]:
-    """The fields of a ModelConfig that scale embeddings, hidden states and logits.
+def read_ties(keys: Mapping[str, Any]) -> bool:
+    """Tell whether the token embedding is also the output matrix; LFM2's files have a key of their own for it."""
+    own = keys.get("tie_embedding")
+    tied: bool = keys["tie_word_embeddings"] if own is None else own
+    return tied
 
-    Args:
-        keys: Values of the keys in `hf.keys.KEYS`.
-        family: Family of the model.
-        eps: Number that norms add to the mean square.
-    """
+
+def read_scales(keys: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """The fields of a ModelConfig that scale embeddings, hidden states and logits, and what norms add."""
+    eps = 1e-5 if family == "opt" else keys.get("norm_eps", keys.get("rms_norm_eps"))
     return scales_of(
-        eps,
+        float(eps),
         embedding=keys["hidden_size"] ** 0.5
         if family in (*GEMMA, *GEMMA4)
         else float(keys.get("embedding_multiplier", 1.0)),
@@ -373,7 +395,7 @@ def read_windows(
         raise InputError(
             f"layer_types {shown(stated)} contradicts sliding_window {shown(window)}, which holds for all layers"
         )
-    mixers = {"linear_attention"} if family in DELTA_NETS else {"sliding_attention"}
+    mixers = {_STATE_TYPES.get(family, "sliding_attention")}
     if unknown := sorted(set(types) - {*mixers, "full_attention"}):
         if family == "granitemoehybrid":
             raise InputError(
@@ -390,17 +412,22 @@ def read_windows(
 
 def read_states(keys: Mapping[str, Any], family: str, layers: int) -> dict[str, Any]:
     """The fields of a ModelConfig that describe its state layers."""
-    if family not in DELTA_NETS:
+    if family not in _STATE_TYPES:
         return {}
     types = keys["layer_types"] or _layer_types(keys, family, layers, None)
-    states = tuple(layer for layer, kind in enumerate(types) if kind == "linear_attention")
+    states = tuple(layer for layer, kind in enumerate(types) if kind == _STATE_TYPES[family])
     if len(states) == layers:
         raise InputError("layer_types: at least one layer must have full_attention")
+    if family in SHORT_CONVS:
+        conv = ShortConv(keys["hidden_size"], keys["conv_L_cache"], keys["conv_bias"])
+        return {"state": conv if states else None, "state_layers": states}
     names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
     shape = DeltaNet(*(keys[f"linear_{name}"] for name in names))
     return {"output_gate": True, "state": shape if states else None, "state_layers": states}
 
 
+# Family -> the type of its state layers.
+_STATE_TYPES = dict.fromkeys(DELTA_NETS, "linear_attention") | dict.fromkeys(SHORT_CONVS, "conv")
 _OF_LAYER_TYPES = tuple(family for family, keys in KEYS.items() if "layer_types" in keys)
 
 
@@ -422,6 +449,11 @@ def _layer_types(keys: Mapping[str, Any], family: str, layers: int, window: int 
             return keys["use_sliding_window"] and layer % 2 == 0 and layer < keys["max_window_layers"]
         return window is not None and layer >= keys.get("max_window_layers", 0)
 
+    if family == "lfm2_moe":
+        raise InputError("layer_types must be stated: conv or full_attention for each layer")
+    if family == "lfm2":
+        attending = keys["full_attn_idxs"]
+        return ["full_attention" if attending is None or layer in attending else "conv" for layer in range(layers)]
     if family == "granitemoehybrid":
         return ["mamba"] * layers
     if family in DELTA_NETS:

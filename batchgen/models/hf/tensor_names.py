@@ -6,7 +6,15 @@ In a name, {} stands for the number of the layer.
 from __future__ import annotations
 
 from batchgen.models.config import ModelConfig
-from batchgen.models.families import DELTA_NETS, GEMMA, GEMMA4, GRANITE_MIXTURES, OUTPUT_NORMS, QWEN_MIXTURES
+from batchgen.models.families import (
+    DELTA_NETS,
+    GEMMA,
+    GEMMA4,
+    GRANITE_MIXTURES,
+    OUTPUT_NORMS,
+    QWEN_MIXTURES,
+    SHORT_CONVS,
+)
 
 _LLAMA_NAMES = {
     "embed": "embed_tokens",
@@ -54,6 +62,22 @@ _DELTA_NET_NAMES = {
     "state_norm": "layers.{}.linear_attn.norm",
     "state_out": "layers.{}.linear_attn.out_proj",
 }
+_LFM_NAMES = _LLAMA_NAMES | {
+    "final_norm": "embedding_norm",
+    "input_norm": "layers.{}.operator_norm",
+    "q_norm": "layers.{}.self_attn.q_layernorm",
+    "k_norm": "layers.{}.self_attn.k_layernorm",
+    "out": "layers.{}.self_attn.out_proj",
+    "in_bcx": "layers.{}.conv.in_proj",
+    "conv": "layers.{}.conv.conv",
+    "state_out": "layers.{}.conv.out_proj",
+    "post_norm": "layers.{}.ffn_norm",
+    "gate": "layers.{}.feed_forward.w1",
+    "up": "layers.{}.feed_forward.w3",
+    "down": "layers.{}.feed_forward.w2",
+    "router": "layers.{}.feed_forward.gate",
+    "feed_forward": "layers.{}.feed_forward",
+}
 _OPT_NAMES = {
     "embed": "embed_tokens",
     "positions": "embed_positions",
@@ -81,10 +105,20 @@ def tensor_names(config: ModelConfig) -> dict[str, str]:
         **dict.fromkeys(GEMMA, _GEMMA_NAMES),
         **dict.fromkeys(GEMMA4, _GEMMA4_NAMES | _gemma4_mixture_names(config.num_experts)),
         **dict.fromkeys(OUTPUT_NORMS, _OLMO_NAMES),
+        **dict.fromkeys(SHORT_CONVS, _lfm_names(config.num_experts)),
         **dict.fromkeys(GRANITE_MIXTURES, _granite_names(config.num_experts)),
     }
     names = families.get(config.family, _LLAMA_NAMES)
     return names | _DELTA_NET_NAMES if config.family in DELTA_NETS else names
+
+
+def _lfm_names(num_experts: int) -> dict[str, str]:
+    names = dict(_LFM_NAMES)
+    for e in range(num_experts):
+        for part in ("gate", "up", "down"):
+            stem, name = _LFM_NAMES[part].rsplit(".", 1)
+            names[f"experts.{e}.{part}"] = f"{stem}.experts.{e}.{name}"
+    return names
 
 
 def _granite_names(num_experts: int) -> dict[str, str]:
@@ -146,4 +180,4 @@ def _mixture_names(num_experts: int) -> dict[str, dict[str, str]]:
     qwen["shared_gate"] = "layers.{}.mlp.shared_expert_gate"
     for part in ("gate", "up", "down"):
         qwen[f"shared.{part}"] = f"layers.{{}}.mlp.shared_expert.{part}_proj"
-    return {"mixtral": mixtral, **dict.fromkeys((*QWEN_MIXTURES, "olmoe"), qwen)}
+    return {"mixtral": mixtral, "phimoe": mixtral, **dict.fromkeys((*QWEN_MIXTURES, "olmoe"), qwen)}

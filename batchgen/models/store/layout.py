@@ -27,7 +27,7 @@ _LAYER_GROUPS = {
     ),
     "out": ("out",),
     "up": (
-        *("gate_up", "up", "router", "shared_gate_up", "shared_gate", "per_layer_up"),
+        *("gate_up", "up", "router", "expert_bias", "shared_gate_up", "shared_gate", "per_layer_up"),
         *("router_norm", "expert_scale", "experts_norm", "experts_out_norm", "shared_out_norm"),
     ),
     "down": ("down", "shared_down", "per_layer_down"),

@@ -1,0 +1,71 @@
+"""Models with gated short convolutions, run by their layer functions, against transformers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from plain_model import PlainModel
+from test_delta_net import assert_same_logits
+from tiny_models import make_tiny_model
+
+from batchgen.core.errors import InputError
+from batchgen.models.checkpoint import open_checkpoint
+from batchgen.models.files import read_config, resolve_model
+from batchgen.models.hf.config import config_of_hf
+
+VARIANTS = [
+    ("lfm2", {}),
+    ("lfm2", {"conv_bias": True, "conv_L_cache": 4, "tie_word_embeddings": False}),
+    ("lfm2", {"conv_L_cache": 2, "num_hidden_layers": 4, "layer_types": None, "full_attn_idxs": [1, 3]}),
+    ("lfm2_moe", {}),
+    ("lfm2_moe", {"norm_topk_prob": False, "routed_scaling_factor": 1.75, "num_dense_layers": 0}),
+    ("lfm2_moe", {"use_expert_bias": False, "conv_bias": True, "num_experts_per_tok": 1, "num_dense_layers": 2}),
+]
+_CONFIG = {
+    "architectures": ["Lfm2ForCausalLM"],
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.mark.parametrize(("family", "overrides"), VARIANTS)
+def test_prompts_and_single_tokens_equal_transformers(family, overrides, tmp_path):
+    model = make_tiny_model(family, tmp_path, **overrides)
+    model.set_attn_implementation("eager")
+    checkpoint = open_checkpoint(resolve_model(str(tmp_path)))
+    assert checkpoint.config.state is not None
+    assert_same_logits(model, PlainModel(checkpoint, 3), model.config.vocab_size)
+
+
+@pytest.mark.parametrize(
+    ("keys", "width"),
+    [
+        ({"intermediate_size": 120, "block_multiple_of": 16}, 80),
+        ({"intermediate_size": 120, "block_multiple_of": 64}, 128),
+        ({"intermediate_size": 120, "block_multiple_of": 64, "block_ffn_dim_multiplier": 1.7}, 192),
+        ({"intermediate_size": 120, "block_auto_adjust_ff_dim": False}, 120),
+        ({"intermediate_size": 999, "block_ff_dim": 120, "block_auto_adjust_ff_dim": False}, 120),
+    ],
+)
+def test_the_width_of_an_mlp_is_that_of_transformers(keys, width, tmp_path):
+    model = make_tiny_model("lfm2", tmp_path, **keys)
+    assert len(model.model.layers[0].feed_forward.w1.weight) == width
+    assert config_of_hf({**_CONFIG, **keys}).intermediate_size == width
+    assert read_config(resolve_model(str(tmp_path))).num_params == sum(p.numel() for p in model.parameters())
+
+
+def test_older_files_of_lfm2_have_keys_of_their_own():
+    config = config_of_hf({**_CONFIG, "full_attn_idxs": [1], "tie_embedding": False, "block_ff_dim": 96})
+    assert (config.state_layers, config.tied_embeddings) == ((0,), False)
+    assert config_of_hf(_CONFIG).state is None, "without a list all layers attend"
+    for keys, named in (
+        ({"layer_types": ["conv", "conv"]}, "at least one layer"),
+        ({"layer_types": ["conv", "mamba"]}, "'mamba'"),
+        ({"architectures": ["Lfm2MoeForCausalLM"]}, "layer_types"),
+        ({"tie_embedding": None}, "tie_embedding"),
+    ):
+        with pytest.raises(InputError, match=named):
+            config_of_hf(json.loads(json.dumps({**_CONFIG, **keys})))
