@@ -20,6 +20,7 @@ from tiny_models import (
     GGUF_FAMILIES,
     GGUF_MODELS,
     MODELS,
+    SHORT_CONVS,
     make_tiny_model,
     make_tiny_tokenizer,
     round_as_gguf,
@@ -450,7 +451,11 @@ def test_ranks_have_the_same_parts_of_a_gguf(tmp_path, name):
 
 def test_every_architecture_of_ggufs_has_a_family_here():
     shared = {"mixtral", "olmo3", "granitemoeshared"}  # that have the architecture of another
-    assert {ARCHITECTURES[name] for name in GGUF_ARCHITECTURES.values()} | shared == {*GGUF_FAMILIES, *DELTA_NETS}
+    assert {ARCHITECTURES[name] for name in GGUF_ARCHITECTURES.values()} | shared == {
+        *GGUF_FAMILIES,
+        *DELTA_NETS,
+        *SHORT_CONVS,
+    }
 
 
 def test_every_family_of_ggufs_is_in_the_table():

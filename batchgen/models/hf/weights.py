@@ -84,7 +84,8 @@ def _find(
         if matrix := scheme.find(tensors, stem, (rows, columns), in_layer=part.in_layer):
             return matrix
     info = tensors[name]
-    if part.name == "conv.weight" and len(info.shape) == 3:  # [channels, 1, kernel], as torch's convolutions have it
+    # [channels, 1, kernel], as torch's convolutions have it
+    if part.name in ("conv.weight", "short_conv.weight") and len(info.shape) == 3:
         info = replace(info, shape=(info.shape[0], *info.shape[2:]))
     check_stored(name, info, part.shape)
     is_norm = part.name.endswith("norm.weight") and part.name != "state_norm.weight"
