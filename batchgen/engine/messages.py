@@ -23,6 +23,7 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles
 from batchgen.models.rope import RopeConfig
 from batchgen.models.shard import Shard
+from batchgen.models.state_layers import DeltaNet, ShortConv
 from batchgen.models.store.layout import Extent, StoredTensor, StoreFile, WeightStore
 from batchgen.ops.attention_plan import AttentionPlan, DecodeGroup, PrefillItem, SharedItem
 from batchgen.runtime.sampler import SampledToken
@@ -126,8 +127,8 @@ class SentSequence:
 
 _TABLE = messages.table_of(
     StageLoads, ShardLoad, SweepMessage,
-    LoadRequest, MemoryPlan, Policy, ModelFiles, ModelConfig, RopeConfig, Device, SamplingParams, KernelChoice,
-    Measured, Shard,
+    LoadRequest, MemoryPlan, Policy, ModelFiles, ModelConfig, DeltaNet, ShortConv, RopeConfig,
+    Device, SamplingParams, KernelChoice, Measured, Shard,
     WeightStore, StoreFile, Extent, StoredTensor,
     PackedBatch, Segment, KVPlacement, Staging, StateRows, StateStaging, Run, LogitsRow,
     AttentionPlan, DecodeGroup, PrefillItem, SharedItem,

@@ -237,7 +237,7 @@ def check_stages(request: LoadRequest, stages: Sequence[Stage], size: int) -> No
 
 
 def _plan_stages(request: LoadRequest, stages: Sequence[Stage]) -> list[tuple[LoadRequest, MemoryPlan]]:
-    """The part that each stage loads, and its memory plan; all KV pools have the blocks of the smallest."""
+    """The part that each stage loads, and its memory plan; all pools have the blocks and slots of the smallest."""
     loads = []
     for stage in stages:
         load = replace(
@@ -251,9 +251,15 @@ def _plan_stages(request: LoadRequest, stages: Sequence[Stage]) -> list[tuple[Lo
     fewest = _fewest([memory.kv_blocks for _, memory in loads])
     window = max((memory.window for _, memory in loads if memory.window is not None), default=None)
     window_blocks = _fewest([memory.window_blocks for _, memory in loads if memory.window is not None])
-    return [
-        (load, replace(memory, kv_blocks=fewest, window=window, window_blocks=window_blocks)) for load, memory in loads
-    ]
+    of_states = [memory for load, memory in loads if load.config.state is not None]
+    in_all_stages = {
+        "kv_blocks": fewest,
+        "window": window,
+        "window_blocks": window_blocks,
+        "state_slots": _fewest([memory.state_slots for memory in of_states]),
+        "staging_states": min((memory.staging_states for memory in of_states), default=0),
+    }
+    return [(load, replace(memory, **in_all_stages)) for load, memory in loads]
 
 
 def _fewest(pools: Sequence[Mapping[str, int]]) -> dict[str, int]:

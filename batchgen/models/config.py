@@ -33,6 +33,7 @@ _SELDOM_STATED = (
     "state", "state_layers", "output_gate", "global_head_dim", "global_kv_heads", "shared_kv_layers", "value_norm",
     "keys_are_values", "layer_scale", "mlp_beside_experts", "per_layer_size", "norm_place", "projection_norms",
     "shared_gate", "query_growth", "query_growth_period", "router_activation", "expert_bias", "routed_scale",
+    "head_bias", "sparsemixer_jitter",
 )  # fmt: skip
 
 
@@ -137,6 +138,10 @@ class ModelConfig:
             experts, or other widths.
         dense_size: Width of the MLP of `dense_layers`.
         router_bias: Whether the router has a bias.
+        head_bias: Whether the output matrix has a bias.
+        sparsemixer_jitter: Half of the largest relative distance of a router's score from the largest one at which it
+            counts, where two experts are chosen one after the other (SparseMixer, Phi-3.5-MoE). None: experts are
+            chosen by a softmax over all scores.
         router_activation: Function of the router's results that gives the weights of experts: "softmax" or "sigmoid".
         expert_bias: Whether each expert has a summand that counts when experts are chosen, and not in their weights
             (LFM2-MoE).
@@ -216,6 +221,8 @@ class ModelConfig:
     dense_layers: tuple[int, ...] = ()
     dense_size: int = 0
     router_bias: bool = False
+    head_bias: bool = False
+    sparsemixer_jitter: float | None = None
     router_activation: RouterActivation = "softmax"
     expert_bias: bool = False
     routed_scale: float = 1.0
@@ -729,6 +736,7 @@ class ModelConfig:
     def head_params(self) -> int:
         """Number of weights after the last layer: final norm, projection, sinks and an untied output matrix."""
         output = 0 if self.tied_embeddings else self.vocab_size * self.embed_size
+        output += self.head_bias * self.vocab_size
         sinks = self.sinks * self.num_layers * self.num_heads
         if not self.has_head:
             return sinks

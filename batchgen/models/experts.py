@@ -95,6 +95,8 @@ def route(config: ModelConfig, weights: Weights, x: Tensor) -> Routes:
         Weights of the chosen experts' results, fp32, and the experts' numbers, int64: each [tokens, experts_per_token].
     """
     scores = ops.linear(x, weights["router.weight"], weights.get("router.bias"), out_dtype=torch.float32)
+    if config.sparsemixer_jitter is not None:
+        return _sparsemixer(scores, config.sparsemixer_jitter)
     if config.mlp_beside_experts:
         scores.mul_(config.hidden_size**-0.5)
     is_sigmoid = config.router_activation == "sigmoid"
@@ -108,6 +110,27 @@ def route(config: ModelConfig, weights: Weights, x: Tensor) -> Routes:
         assert isinstance(scale, Tensor), "factors are numbers"
         shares = shares * scale.float()[chosen]
     return (shares if config.routed_scale == 1 else shares * config.routed_scale), chosen
+
+
+def _sparsemixer(scores: Tensor, jitter: float) -> Routes:
+    """The two experts of each token by SparseMixer (Liu et al., 2024), as it chooses them outside of training.
+
+    The first one has the largest score, the second one the largest score of the others. The share of each is a softmax
+    over the scores, the first expert's left out for the second, of which only those near the largest one count.
+
+    Args:
+        scores: Scores of the router, fp32 [tokens, experts].
+        jitter: Half of the largest distance to the largest score, as a part of the larger absolute value of both.
+    """
+    shares, chosen, left = [], [], scores
+    for _ in range(2):
+        largest, expert = left.max(-1, keepdim=True)
+        distance = (largest - scores) / scores.abs().clamp(min=largest)
+        near = left.masked_fill(distance > 2 * jitter, -torch.inf)
+        shares.append(near.softmax(-1).gather(-1, expert))
+        chosen.append(expert)
+        left = left.scatter(-1, expert, -torch.inf)
+    return torch.cat(shares, -1), torch.cat(chosen, -1)
 
 
 def experts(

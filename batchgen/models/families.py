@@ -25,6 +25,8 @@ ARCHITECTURES = {
     "Ministral3ForCausalLM": "ministral3",
     "MixtralForCausalLM": "mixtral",
     "OlmoeForCausalLM": "olmoe",
+    "PhimoeForCausalLM": "phimoe",
+    "PhiMoEForCausalLM": "phimoe",
     "GraniteMoeForCausalLM": "granitemoe",
     "GraniteMoeSharedForCausalLM": "granitemoeshared",
     "GraniteMoeHybridForCausalLM": "granitemoehybrid",
@@ -56,6 +58,8 @@ PROJECTION_NORMS = ("olmo2", "olmo3", "olmoe")
 GRANITE_MIXTURES = ("granitemoe", "granitemoeshared", "granitemoehybrid")
 # Families whose checkpoints hold the weights of norms less one.
 NORMS_LESS_ONE = (*GEMMA, *DELTA_NETS)
+# Families with LayerNorm, whose norms have biases.
+LAYER_NORMS = ("opt", "phimoe")
 # Families with a mixture of experts: what a config.json calls their number, and the width of each.
 MIXTURES = {
     "mixtral": ("num_local_experts", "intermediate_size"),
@@ -64,6 +68,7 @@ MIXTURES = {
     "gpt_oss": ("num_local_experts", "intermediate_size"),
     "lfm2_moe": ("num_experts", "moe_intermediate_size"),
     "olmoe": ("num_experts", "intermediate_size"),
+    "phimoe": ("num_local_experts", "intermediate_size"),
     **dict.fromkeys(GRANITE_MIXTURES, ("num_local_experts", "intermediate_size")),
     "qwen3_next": ("num_experts", "moe_intermediate_size"),
     "qwen3_5_moe": ("num_experts", "moe_intermediate_size"),

@@ -422,7 +422,9 @@ def before_logits(config: ModelConfig, weights: Weights, hidden: Tensor) -> Tens
     return linear(weights, "head_proj", x) if "head_proj.weight" in weights else x
 
 
-def logits(config: ModelConfig, x: Tensor, rows: ops.Weight, out: Tensor | None = None) -> Tensor:
+def logits(
+    config: ModelConfig, x: Tensor, rows: ops.Weight, out: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
     """Compute logits, fp32 [tokens, rows], for all or some rows of the output matrix.
 
     Args:
@@ -430,6 +432,9 @@ def logits(config: ModelConfig, x: Tensor, rows: ops.Weight, out: Tensor | None 
         x: Result of `before_logits`, [tokens, embed].
         rows: Rows of the output matrix, [rows, embed].
         out: Tensor for the logits. None: a new tensor.
+        bias: Bias of these rows, [rows]; None: there is none.
     """
     scores = ops.linear(x, rows, out=out, out_dtype=torch.float32)
+    if bias is not None:
+        scores += bias
     return scores.div_(config.logit_softcap).tanh_().mul_(config.logit_softcap) if config.logit_softcap else scores

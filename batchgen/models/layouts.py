@@ -181,6 +181,8 @@ def head_layout(config: ModelConfig) -> Layout:
     if config.sinks:
         parts = ((f"attention.{layer}.sinks", (config.num_heads,)) for layer in range(config.num_layers))
         layout["sinks.weight"] = tuple(parts)
+    if config.head_bias:
+        layout["lm_head.bias"] = (("lm_head.bias", (config.vocab_size,)),)
     if not config.tied_embeddings:
         layout |= _linear("lm_head", {"lm_head": config.vocab_size}, config.embed_size, bias=False)
     return layout

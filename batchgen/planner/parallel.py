@@ -87,9 +87,12 @@ def with_all_reduce(hardware: HardwareProfile, ranks: int, link: Link) -> Hardwa
 
 
 def check_stages(config: ModelConfig, count: int, device: Device) -> None:
-    """Refuse more stages than layers, and a device that runs none. Raises InputError."""
+    """Refuse more stages than layers, models that cannot be cut, and a device that runs none. Raises InputError."""
     if count > 1 and device.kind == "cuda":
         raise InputError("--pipeline does not run on CUDA yet: leave it out, or give --device cpu")
+    if count > 1 and (config.shared_kv_layers or config.per_layer_size):
+        shares = "reuse the KV of earlier ones" if config.shared_kv_layers else "have embeddings of their own"
+        raise InputError(f"--pipeline cannot cut a model whose layers {shares}: use --tensor-parallel, or leave it out")
     if count > config.num_layers:
         raise InputError(f"--pipeline {count} is more than the model's {config.num_layers} layers: give fewer stages")
 

@@ -456,7 +456,7 @@ class _SweepCosts:
         """Seconds of reading a micro-batch's KV, or its states, from disk."""
         s, hardware = self._costs.inputs, self._costs.hardware
         blocks, runs = load.disk_reads
-        size = blocks * aligned(s.layer_block_bytes[step.layer])
+        size = blocks * aligned(s.layer_block_bytes[s.model.kv_source(step.layer)])
         if self._costs.config.has_state(step.layer):
             size, runs = load.states.disk_in * s.state_row_bytes, load.states.disk_in
         return transfer_s(size, hardware.disk_read_bytes_per_s, runs, hardware.disk_read_overhead_s)
@@ -500,7 +500,8 @@ def _head_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
 def _embedded_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
     """Bytes of the embedded rows, where they are not looked up where the activations are."""
     stays = load.hidden_on_host != costs.embeds_on_gpu
-    return 0.0 if stays else load.tokens * costs.inputs.hidden_bytes
+    rows = costs.config.per_layer_width * costs.element_bytes  # which only the host has
+    return load.tokens * (rows + (0.0 if stays else costs.inputs.hidden_bytes))
 
 
 def _hidden_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
@@ -512,7 +513,8 @@ def _staged_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
         return (load.states.host_in + load.states.disk_in) * costs.inputs.state_row_bytes
     windowed = costs.config.windows[step.layer] is not None
     host_blocks = load.windowed_host_blocks if windowed else load.host_blocks
-    return (host_blocks + (load.disk_blocks if load.disk_reads[0] else 0)) * costs.inputs.layer_block_bytes[step.layer]
+    block_bytes = costs.inputs.layer_block_bytes[costs.config.kv_source(step.layer)]
+    return (host_blocks + (load.disk_blocks if load.disk_reads[0] else 0)) * block_bytes
 
 
 def _stored_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:

@@ -58,7 +58,7 @@ def _prepare(context: StepContext, packed: PackedBatch, on_host: bool) -> BatchS
         lambda staging, window: cache.prepare(staging, window, context.device),
         cache.shape_in,
     )
-    if packed.state_staging is not None:
+    if packed.state_staging is not None and context.config.state is not None:
         state_moves = context.states.prepare(packed.state_staging, context.device)
     positions = torch.from_numpy(packed.positions), upload(packed.positions, context.device)
     indices = None  # all rows, in their order

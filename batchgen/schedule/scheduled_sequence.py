@@ -36,11 +36,16 @@ class ScheduledSequence(NamedTuple):  # one for each sequence in flight, in ever
 
     @property
     def defers(self) -> bool:
-        """Tell whether the token only begins in this sweep: the last one there is, since those after it need its KV."""
+        """Tell whether the token only begins in this sweep: the last one there is, since those after it need its KV.
+
+        A snapshot that the sequence has taken over might be gone when the CPU comes to it, so one sweep goes first.
+        """
+        sequence = self.sequence
         return (
-            self.sequence.kv_placement is KVPlacement.DEFERRED
+            sequence.kv_placement is KVPlacement.DEFERRED
             and self.decodes
-            and self.num_keys == len(self.sequence.tokens)
+            and self.num_keys == len(sequence.tokens)
+            and (sequence.state is None or sequence.state.source == sequence.state.target)
         )
 
     @property

@@ -139,12 +139,14 @@ def test_options_that_contradict_are_refused(options, message):
         check_options(JobOptions("demo", "in.jsonl", "out.jsonl", **options))
 
 
-@pytest.mark.parametrize(("device", "count", "message"), [
-    ("cpu", 4, "--pipeline 4 is more than the model's 3 layers: give fewer stages"),
-    ("cuda", 2, "--pipeline does not run on CUDA yet: leave it out, or give --device cpu"),
+@pytest.mark.parametrize(("family", "device", "count", "message"), [
+    ("llama", "cpu", 4, "--pipeline 4 is more than the model's 3 layers: give fewer stages"),
+    ("llama", "cuda", 2, "--pipeline does not run on CUDA yet: leave it out, or give --device cpu"),
+    ("gemma4", "cpu", 2, "--pipeline cannot cut a model whose layers reuse the KV of earlier ones: use "
+     "--tensor-parallel, or leave it out"),
 ])  # fmt: skip
-def test_what_cannot_be_staged_is_refused(device, count, message, tiny_models):
-    config = read_config(resolve_model(str(tiny_models("llama")[0])))
+def test_what_cannot_be_staged_is_refused(family, device, count, message, tiny_models):
+    config = read_config(resolve_model(str(tiny_models(family)[0])))
     with pytest.raises(InputError, match=f"^{message}$"):
         check_stages(config, count, Device(device))
 

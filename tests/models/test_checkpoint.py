@@ -134,10 +134,10 @@ def norms_of(layer, family: str):
 
 def expected_experts(mlp) -> dict:
     """Of a mixture: the experts' rows one after the other, and those of the expert that all tokens share."""
-    if hasattr(mlp, "router"):
+    if hasattr(mlp.experts, "gate_up_proj_bias"):
         return expected_gpt_oss_experts(mlp)
     found = {
-        "router.weight": mlp.gate.weight,
+        "router.weight": (mlp.router if hasattr(mlp, "router") else mlp.gate).weight,
         "gate_up.weight": mlp.experts.gate_up_proj.flatten(0, 1),
         "down.weight": mlp.experts.down_proj.flatten(0, 1),
     }

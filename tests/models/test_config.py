@@ -338,6 +338,23 @@ PUBLISHED = {
         "sliding_window": None,
     },
     "olmoe": {"clip_qkv": None, "norm_topk_prob": False, "rope_scaling": None, "router_aux_loss_coef": 0.01},
+    "phimoe": {
+        "attention_bias": True,
+        "auto_map": {"AutoConfig": "configuration_phimoe.PhiMoEConfig"},
+        "hidden_dropout": 0.0,
+        "input_jitter_noise": 0.01,
+        "lm_head_bias": True,
+        "original_max_position_embeddings": 4096,
+        "rope_scaling": {
+            "long_factor": [1.5] * 64,
+            "long_mscale": 1.243163121016122,
+            "original_max_position_embeddings": 4096,
+            "short_factor": [1.0] * 64,
+            "short_mscale": 1.243163121016122,
+            "type": "longrope",
+        },
+        "sliding_window": 131072,
+    },
     "granitemoe": {"attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "output_router_logits": False},
     "granitemoeshared": {"shared_intermediate_size": 1024, "attention_multiplier": 0.015625, "rope_scaling": None},
     "granitemoehybrid": {
@@ -734,7 +751,7 @@ def test_what_is_no_number_is_refused_by_its_key(name, text, tmp_path):
             read_config(ModelFiles(tmp_path, "hf", "any"))
 
 
-ROPES_APART = ("opt", "ministral3", "gemma3", "olmo3", "phi3")
+ROPES_APART = ("opt", "phimoe", "ministral3", "gemma3", "olmo3", "phi3")
 QWEN_CARD = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 

@@ -36,8 +36,9 @@ def test_every_key_is_drawn_stated_left_out_and_null(family):
     keys = {field.name for field in dataclasses.fields(classes_of(family)[0])} - {"architectures"}
     draws = [draw(family, seed) for seed in range(2500)]
     assert keys == {name for name in keys for given in draws if name in given.stated}
-    assert keys == {name for name in keys for given in draws if name not in given.stated}
-    assert keys == {name for name in keys for given in draws if given.stated.get(name, "") is None}
+    needed = {"head_dim"} if family == "ministral" else set()  # without which transformers cannot run it
+    assert keys - needed == {name for name in keys for given in draws if name not in given.stated}
+    assert keys - needed == {name for name in keys for given in draws if given.stated.get(name, "") is None}
     assert 0.4 < sum(not given.odd for given in draws) / len(draws) < 0.6
     if family not in ("opt", *GEMMA4):
         for spelling in ("rope_parameters", "rope_scaling", "rope_theta"):

@@ -18,6 +18,7 @@ from batchgen.schedule.scheduled_sequence import ScheduledSequence
 from batchgen.schedule.scheduler import Scheduler
 from batchgen.schedule.scheduler_limits import SchedulerLimits
 from batchgen.schedule.sequence import PENDING, Sequence
+from batchgen.schedule.state_slots import NO_STATE, StateSlots
 from batchgen.schedule.window_pool import NULL_BLOCK, WindowPool
 
 BLOCK = 4
@@ -41,6 +42,7 @@ class Load:
         pools: tier -> blocks.
         window: sliding window of some layers.
         windowed: tier -> blocks of these layers; 0: they have none of their own.
+        states: tier -> slots of state layers; empty: there are none.
         limits: the first limits, and those that they change to between sweeps, where the seed says so.
     """
 
@@ -52,6 +54,7 @@ class Load:
     seed: int
     window: int = 0
     windowed: dict = field(default_factory=dict)
+    states: dict = field(default_factory=dict)
 
 
 @st.composite
@@ -94,17 +97,21 @@ def loads(draw):
     window = draw(st.sampled_from([0, 0, 1, 3, 4, 5, 9, 14]))
     # The least with which any row runs to its end, and more.
     windowed = {h: window_blocks(window, BLOCK) + draw(st.integers(0, 15)) for h in homes if window and h != "disk"}
+    states = {h: draw(st.integers(1, 8)) for h in homes} if draw(st.booleans()) else {}
     share, seed = draw(st.booleans()), draw(st.integers(0, 1 << 16))
-    return Load(prompts, pools, share, limits, expected, seed, window, windowed)
+    return Load(prompts, pools, share, limits, expected, seed, window, windowed, states)
 
 
-def make_pools(sizes, share=True, window=0, windowed=()):
+def make_pools(sizes, share=True, window=0, windowed=(), states=()):
     def in_memory(home, blocks):
         own = WindowPool(windowed[home], BLOCK, window) if home in windowed else None
-        return BlockManager(blocks, BLOCK, share, own)
+        return BlockManager(blocks, BLOCK, share, own, slots(home))
+
+    def slots(home):
+        return StateSlots(states[home]) if states else None
 
     return {
-        home: ExtentManager(blocks, BLOCK) if home == "disk" else in_memory(home, blocks)
+        home: ExtentManager(blocks, BLOCK, slots(home)) if home == "disk" else in_memory(home, blocks)
         for home, blocks in sizes.items()
     }
 
@@ -124,6 +131,17 @@ def check_accounts(scheduler):
         else:
             assert all(pool._users[b] == n for b, n in users.items())
             check_windows(pool.windowed, own)
+        check_states(pool.states, own)
+
+
+def check_states(pool, own):
+    """Each sequence has a slot of its own, and perhaps reads one more, which others may read too."""
+    if pool is None:
+        assert all(s.state is None for s in own)
+        return
+    users = Counter(slot for s in own for slot in {*s.state} - {NO_STATE})
+    assert pool.num_used == len(users) and all(pool._users[slot] == n for slot, n in users.items())
+    assert all(users[s.state.target] == 1 for s in own)
 
 
 def check_windows(pool, own):
@@ -161,8 +179,26 @@ class FakeExecutor:
         self.compute_tier, self.window = compute_tier, window
         # (home, whether of layers with a window, block, offset) -> the tokens that this slot's KV was computed from
         self.content = {}
+        self.states = {}  # (home, slot) -> the tokens that this slot's state was computed from
+
+    def update_states(self, sweep):
+        """All states are read before any is written, as sequences are updated in any order."""
+        updated, read = {}, set()
+        for s in sweep:
+            if s.sequence.state is None:
+                continue
+            (source, target), home, begun = s.sequence.state, s.sequence.kv_placement.tier, s.sequence.num_computed
+            kept = () if source == NO_STATE else self.states[home, source]
+            assert kept == tuple(s.sequence.tokens[:begun]), "another sequence's state"
+            assert source == target or not s.defers, "what it reads is another's by the time it is updated"
+            assert (home, target) not in updated, "two sequences write one state"
+            updated[home, target] = tuple(s.sequence.tokens[: s.num_keys])
+            read |= {(home, source)} - {(home, target)}
+        assert not read & set(updated), "a state is written that another sequence reads"
+        self.states |= updated
 
     def run(self, sweep):
+        self.update_states(sweep)
         written, behind = set(), {}
         for s in sweep:
             sequence, home = s.sequence, s.sequence.kv_placement.tier
@@ -188,7 +224,7 @@ class FakeExecutor:
 @settings(max_examples=some_draws(400), deadline=None)
 @given(loads())
 def test_every_token_runs_once_and_no_block_leaks(load):
-    pools = make_pools(load.pools, load.share, load.window, load.windowed)
+    pools = make_pools(load.pools, load.share, load.window, load.windowed, load.states)
     expected = load.expected
     scheduler = Scheduler(pools, load.limits[0], (lambda s: expected) if expected else None)
     executor = FakeExecutor(load.limits[0].compute_tier, load.window)
@@ -243,16 +279,21 @@ def test_every_token_runs_once_and_no_block_leaks(load):
     assert sorted(done) == list(range(len(load.prompts)))
     assert all(len(done[i]) == wanted[i] for i in done)
     check_accounts(scheduler)
-    for home, pool in pools.items():
-        assert (
-            pool.num_used == 0 and pool.num_available == load.pools[home] and scheduler.tables.num_reserved[home] == 0
-        )
-        if pool.windowed is not None:
-            assert pool.windowed.num_used == 0 and pool.windowed.num_available == load.windowed[home]
-    if "disk" in pools:
-        assert free_runs(pools["disk"]) == [(0, load.pools["disk"])]
+    check_nothing_is_held(scheduler, load)
     if expected is None:
         assert scheduler.num_preempted == 0, "worst-case admission never preempts a sequence"
+
+
+def check_nothing_is_held(scheduler, load):
+    for home, pool in scheduler.pools.items():
+        sizes = [(pool, load.pools[home])]
+        sizes += [(pool.windowed, load.windowed[home])] if pool.windowed is not None else []
+        sizes += [(pool.states, load.states[home])] if pool.states is not None else []
+        for of_kind, size in sizes:
+            assert of_kind.num_used == 0 and of_kind.num_available == size
+        assert scheduler.tables.num_reserved[home] == 0
+        if home == "disk":
+            assert free_runs(pool) == [(0, load.pools["disk"])]
 
 
 def run_prompts(prompts, **kwargs):

@@ -42,6 +42,7 @@ _SIZES = (
         "num_key_value_heads",
         "moe_intermediate_size",
         "shared_intermediate_size",
+        "layer_types",
         "shared_expert_intermediate_size",
         "num_experts",
         "num_local_experts",
@@ -292,7 +293,7 @@ def _ordinary(family: str, rng: random.Random) -> dict[str, Any]:
     if family == "granitemoehybrid":
         drawn |= {"layer_types": rng.choice((["attention"] * layers, ["full_attention"] * layers))}
         drawn |= {"position_embedding_type": maybe("rope", None), "mamba_d_conv": maybe(4, 3)}
-        drawn |= {"mamba_n_heads": 2}
+        drawn |= {"hidden_size": 64}  # of which Mamba's default sizes are multiples
     if family.startswith("granite"):
         drawn |= {"embedding_multiplier": maybe(1.0, 12), "residual_multiplier": maybe(0.22, 1)}
         drawn |= {"logits_scaling": maybe(1.0, 6), "attention_multiplier": maybe(0.0625, 0.3)}
@@ -369,7 +370,7 @@ def _windows(family: str, layers: int, rng: random.Random) -> dict[str, Any]:
     types = rng.choice((_LEFT_OUT, None, [rng.choice(("sliding_attention", "full_attention")) for _ in range(layers)]))
     if family == "ministral":
         return {"sliding_window": window, "layer_types": types}
-    if family in ("mistral", "ministral3", "mixtral", "phi3"):
+    if family in ("mistral", "ministral3", "mixtral", "phi3", "phimoe"):
         drawn = {"sliding_window": rng.choice((window, None))}
         if family == "mistral" and drawn["sliding_window"] is not None:
             drawn["layer_types"] = types
@@ -433,8 +434,11 @@ def _experts(family: str, layers: int, rng: random.Random) -> dict[str, Any]:
         shared = {"shared_intermediate_size": rng.choice((24, 72))} if family != "granitemoe" else {}
         count = rng.choice((4, 8, 0) if family == "granitemoehybrid" else (4, 8))
         return {"num_local_experts": count, "num_experts_per_tok": rng.choice((_LEFT_OUT, 1, 3)), **shared}
+    if family == "phimoe":
+        noise = {"router_jitter_noise": rng.choice((_LEFT_OUT, 0.3)), "num_experts_per_tok": rng.choice((_LEFT_OUT, 2))}
+        return {"num_local_experts": rng.choice((4, 8)), "lm_head_bias": rng.choice((_LEFT_OUT, True, False)), **noise}
     if family == "olmoe":
-        drawn = {"num_experts": rng.choice((8, 16)), "num_experts_per_tok": rng.choice((1, 3))}
+        drawn = {"num_experts": rng.choice((8, 16)), "num_experts_per_tok": rng.choice((_LEFT_OUT, 1, 3))}
         return drawn | {"norm_topk_prob": rng.choice((_LEFT_OUT, True, False))}
     if family == "qwen3_5_moe":
         sizes = {"moe_intermediate_size": rng.choice((24, 40)), "shared_expert_intermediate_size": rng.choice((24, 72))}
@@ -463,6 +467,8 @@ def _rope(family: str, drawn: dict[str, Any], rng: random.Random) -> dict[str, A
     theta = rng.choice((_LEFT_OUT, 5000.0, 1e5))
     of_theta = {} if theta is _LEFT_OUT else {"rope_theta": theta}
     scaled = _phi3_scaling(drawn, rng) if family == "phi3" else _scaling(rng)
+    if family == "phimoe":
+        scaled = {"rope_type": "default"}
     if family == "ministral3":
         scaled |= {"llama_4_scaling_beta": rng.choice((0.1, 0.5)), "original_max_position_embeddings": 8}
     around = {}

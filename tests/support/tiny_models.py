@@ -30,6 +30,7 @@ FAMILIES = (
     "ministral3",
     "mixtral",
     "olmoe",
+    "phimoe",
     "granitemoe",
     "granitemoeshared",
     "granitemoehybrid",
@@ -39,7 +40,7 @@ FAMILIES = (
 )
 GEMMA4 = ("gemma4", "gemma4_unified")
 GRANITE_MIXTURES = ("granitemoe", "granitemoeshared", "granitemoehybrid")
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "olmoe", *GRANITE_MIXTURES)
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "olmoe", "phimoe", *GRANITE_MIXTURES)
 DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 SHORT_CONVS = ("lfm2", "lfm2_moe")
 # What must hold for every model holds for each of these: families as they are, and with the switches that change what a
@@ -98,6 +99,10 @@ MODELS = {
     "ministral3, windows": ("ministral3", {"sliding_window": 20}),
     "mixtral, one of 16, windows": ("mixtral", {
         "num_local_experts": 16, "num_experts_per_tok": 1, "sliding_window": 20, "num_hidden_layers": 2,
+    }),
+    "phimoe, windows, no biases, plain rope, near scores alone": ("phimoe", {
+        "attention_bias": False, "lm_head_bias": False, "sliding_window": 20, "router_jitter_noise": 0.3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     }),
     "olmoe, 3 of 16, shares of 1": ("olmoe", {
         "num_experts": 16, "num_experts_per_tok": 3, "norm_topk_prob": True, "num_key_value_heads": 1,
@@ -214,6 +219,12 @@ _FIELDS = {
     },
     "mixtral": {"num_local_experts": 4},
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
+    "phimoe": {
+        "num_local_experts": 8, "attention_bias": True, "lm_head_bias": True, "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 1e4, "short_mscale": 1.0, "long_mscale": 1.0,
+            "original_max_position_embeddings": 512,
+        },
+    },
     "qwen2_moe": _SHARED,
     "qwen3_moe": {**_QWEN_EXPERTS, "head_dim": 32, "norm_topk_prob": True},
     "qwen3_next": {**_SHARED, **_DELTA_NET},
@@ -273,8 +284,15 @@ def make_tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: s
     fields |= _layer_types(family, overrides.get("num_hidden_layers", common["num_hidden_layers"]))
     if family == "qwen3_5_moe":
         del fields["intermediate_size"]
+    sizes = {**common, **fields, **overrides}
+    if family == "phimoe" and sizes["rope_parameters"]["rope_type"] == "longrope":
+        pairs = range(sizes["hidden_size"] // sizes["num_attention_heads"] // 2)
+        sizes["rope_parameters"] |= {
+            "short_factor": [1 + i / 8 for i in pairs],
+            "long_factor": [2.0 + i for i in pairs],
+        }
     config_class, model_class = classes_of(family)
-    config = config_class(**{**common, **fields, **overrides})
+    config = config_class(**sizes)
     torch.manual_seed(seed)
     model = model_class(config).eval()
     randomize(model, family)
@@ -391,6 +409,7 @@ GGUF_FAMILIES = (
     "olmo3",
     "ministral3",
     "olmoe",
+    "phimoe",
     "granitemoe",
     "granitemoeshared",
 )
@@ -490,7 +509,8 @@ GGUF_MODELS = {
 }  # fmt: skip
 _GGUF_MIXTURES = {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
 _GGUF_MIXTURES |= {"qwen3_next": "qwen3next", "qwen3_5_moe": "qwen35moe", "olmoe": "olmoe"}
-_GGUF_MIXTURES |= {"granitemoe": "granitemoe", "granitemoeshared": "granitemoe", "lfm2_moe": "lfm2moe"}
+_GGUF_MIXTURES |= {"phimoe": "phimoe", "granitemoe": "granitemoe", "granitemoeshared": "granitemoe"}
+_GGUF_MIXTURES |= {"lfm2_moe": "lfm2moe"}
 _GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -654,7 +674,7 @@ def write_tiny_gguf(  # a line for each key and each name of the format
         _write_mixture(writer, config, family)
     elif family in ("gemma2", "gemma3"):
         _write_gemma(writer, config, family)
-    elif family == "phi3":
+    if family in ("phi3", "phimoe"):
         _write_phi3(writer, config, head_dim)
     elif family == "olmo3":
         _write_olmo3(writer, config)

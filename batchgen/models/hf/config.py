@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchgen.models.config import ModelConfig
-from batchgen.models.families import ARCHITECTURES, HEAD_NORMS, PROJECTION_NORMS
+from batchgen.models.families import ARCHITECTURES, HEAD_NORMS, LAYER_NORMS, PROJECTION_NORMS
 from batchgen.models.hf.fields import (
     read_activation,
     read_architecture,
@@ -66,7 +66,8 @@ def config_of_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
         head_dim=head_dim,
         vocab_size=keys["vocab_size"],
         max_position=max_position,
-        norm="layer" if opt else "rms",
+        norm="layer" if family in LAYER_NORMS else "rms",
+        head_bias=keys.get("lm_head_bias", False),
         **read_scales(keys, family),
         activation=read_activation(keys, family),
         gated_mlp=not opt,

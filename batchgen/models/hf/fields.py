@@ -205,8 +205,9 @@ def read_mlps(keys: Mapping[str, Any], family: str, layers: int) -> dict[str, An
     return {
         "intermediate_size": keys[width],
         "num_experts": keys[count],
-        "experts_per_token": keys["num_experts_per_tok"],
-        "norm_topk": keys.get("norm_topk_prob", True),
+        "experts_per_token": keys.get("num_experts_per_tok", 2),  # the one number that Phi-3.5-MoE is computed with
+        "norm_topk": keys.get("norm_topk_prob", family != "phimoe"),
+        "sparsemixer_jitter": keys.get("router_jitter_noise"),
         "shared_expert_size": keys.get("shared_expert_intermediate_size", 0),
         "dense_layers": dense,
         "dense_size": keys["intermediate_size"] if dense else 0,

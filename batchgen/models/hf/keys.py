@@ -287,6 +287,16 @@ KEYS: dict[str, dict[str, Key]] = {
         **_ends(None, 50279),
         "num_key_value_heads": _HEADS_NULL,
     },
+    "phimoe": {
+        **_rotary(theta=1e6, eps=1e-5),
+        **_counts(vocab_size=32064, hidden_size=4096, intermediate_size=6400, num_hidden_layers=32),
+        **_counts(num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=131072, num_local_experts=16),
+        **_flags(attention_bias=False, lm_head_bias=False, tie_word_embeddings=False),
+        **_ends(1, 2),
+        **_DERIVED_HEAD,
+        "sliding_window": Key(None, "index", True),
+        "router_jitter_noise": Key(0.01, "share"),
+    },
     "granitemoe": _GRANITE_MIXTURE,
     "granitemoeshared": {**_GRANITE_MIXTURE, "shared_intermediate_size": Key(0, "index")},
     "granitemoehybrid": {
@@ -392,7 +402,7 @@ _OF_TRAINING = (
     "init_std",
 )
 _OF_OUTPUTS = ("output_hidden_states", "output_router_logits", "return_dict", "use_cache", "id2label", "label2id")
-_OF_LOSSES = ("problem_type", "router_aux_loss_coef", "router_jitter_noise")
+_OF_LOSSES = ("input_jitter_noise", "problem_type", "router_aux_loss_coef", "router_jitter_noise")
 _OF_FORM = ("transformers_version", "chunk_size_feed_forward", "pad_token_id", "pretraining_tp")
 _OF_MAMBA = (  # of layers that Granite 4 may have, and that are refused by layer_types
     *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv", "mamba_expand"),
@@ -418,6 +428,7 @@ FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
     "mixtral": {**_EVERYWHERE, **_NORM_TOPK},
     **{family: {**_EVERYWHERE, **_NORM_TOPK} for family in GRANITE_MIXTURES},
     "olmoe": {**_EVERYWHERE, "clip_qkv": (None,)},
+    "phimoe": {**_EVERYWHERE, "num_experts_per_tok": (2,)},
     "gpt_oss": {**_EVERYWHERE, **_NORM_TOPK, "hidden_act": ("silu",), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
     **{name: {**_EVERYWHERE, "block_use_swiglu": (None, True), "use_pos_enc": (None, True)} for name in SHORT_CONVS},
     "qwen3_next": {**_EVERYWHERE, **_OUTPUT_GATE},
@@ -470,12 +481,20 @@ _NAMES_OF_NOTES = """
 _NOTES = frozenset(_NAMES_OF_NOTES.split())
 
 
+# Keys of published files of a family that say again what others say.
+_OF_LFM2 = (
+    *("block_dim", "block_norm_eps", "block_use_swiglu", "block_use_xavier_init", "conv_dim", "conv_dim_out"),
+    *("conv_use_xavier_init", "num_heads", "use_pos_enc", "theta"),
+)
+_NOTES_OF = dict.fromkeys(("lfm2", "lfm2_moe"), _OF_LFM2)
+
+
 def _refuse_unknown(config: Mapping[str, Any], family: str) -> None:
     """Raise InputError for a key that is in no table: it may state other mathematics, and nobody would notice.
 
     Keys that begin with an underscore are allowed, and those that state nothing: null, false, 0 or an empty value.
     """
-    known = {*KEYS[family], *FIXED[family], *_FOREIGN, *_EXPERTS}
+    known = {*KEYS[family], *FIXED[family], *_NOTES_OF.get(family, ()), *_FOREIGN, *_EXPERTS}
     for name, value in config.items():
         if value and not name.startswith("_") and name not in known | IGNORED | READ_APART | _NOTES | {"model_type"}:
             raise InputError(

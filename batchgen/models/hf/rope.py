@@ -185,6 +185,8 @@ def _read(
         require_positive("original_max_position_embeddings", original)
     if family == "phi3":
         return _phi3_rope(params, keys["max_position_embeddings"], original, head_dim)
+    if family == "phimoe":
+        return _phimoe_rope(params, keys["max_position_embeddings"], original)
     if family == "ministral3":
         params = {name: value for name, value in params.items() if name not in _OF_GROWTH}
     if family in DELTA_NETS:
@@ -208,6 +210,20 @@ def _phi3_rope(params: dict[str, Any], max_position: int, original: int, head_di
     named = {**params, "rope_type": "longrope" if kind in _PHI3_LONGROPE else kind, "partial_rotary_factor": 1.0}
     named.pop("type", None)
     return _rope(named, max_position, original, rotated)
+
+
+def _phimoe_rope(params: dict[str, Any], max_position: int, original: int | None) -> RopeConfig:
+    """The rotary positions of Phi-3.5-MoE, whose LongRoPE states its factor of cos and sin."""
+    kind = _kind(params)
+    if kind not in ("default", "longrope"):
+        raise InputError(f"rope_type {kind!r} of Phi-3.5-MoE is not supported; supported: default, longrope")
+    if kind == "default":
+        return _rope(params, max_position, original)
+    short, long = (_number(params, name, None) for name in ("short_mscale", "long_mscale"))
+    if short != long:
+        raise InputError(f"short_mscale {short} and long_mscale {long} that differ are not supported")
+    plain = {name: value for name, value in params.items() if name not in ("short_mscale", "long_mscale")}
+    return replace(_rope(plain, max_position, original), attention_factor=short)
 
 
 def _delta_net_rope(params: dict[str, Any], max_position: int, original: int | None, head_dim: int) -> RopeConfig:

@@ -180,4 +180,4 @@ def _mixture_names(num_experts: int) -> dict[str, dict[str, str]]:
     qwen["shared_gate"] = "layers.{}.mlp.shared_expert_gate"
     for part in ("gate", "up", "down"):
         qwen[f"shared.{part}"] = f"layers.{{}}.mlp.shared_expert.{part}_proj"
-    return {"mixtral": mixtral, **dict.fromkeys((*QWEN_MIXTURES, "olmoe"), qwen)}
+    return {"mixtral": mixtral, "phimoe": mixtral, **dict.fromkeys((*QWEN_MIXTURES, "olmoe"), qwen)}

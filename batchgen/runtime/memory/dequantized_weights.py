@@ -35,8 +35,7 @@ class DequantizedWeights:
             BatchgenError: Memory does not suffice.
         """
         self._config = config
-        # Shapes of a layer with experts, and of one without.
-        kinds = {config.has_experts(j): j for j in range(config.num_layers)}
+        kinds = {config.kind_of(j): j for j in range(config.num_layers)}
         self._shapes = {
             kind: {n: s for n, s in tensor_shapes(layer_layout(config, j)).items() if is_quantized(n, s)}
             for kind, j in kinds.items()
@@ -55,7 +54,7 @@ class DequantizedWeights:
         if not self.buffers:
             return {}
         buffers = self.buffers[layer % len(self.buffers)]
-        shapes = self._shapes[self._config.has_experts(layer)]
+        shapes = self._shapes[self._config.kind_of(layer)]
         return {name: _first_of(buffers[name], shape) for name, shape in shapes.items()}
 
     def dequantize(self, layer: int, stored: Mapping[str, Tensor], left_out: Collection[str]) -> None:

@@ -33,7 +33,7 @@ from batchgen.runtime.memory.weight_slots import WeightSlots
 from batchgen.runtime.memory.weight_source import SINKS, WeightSource
 from batchgen.schedule.residency import WeightResidency
 
-OUTPUT_MATRIX = "lm_head.weight"
+OUTPUT_MATRIX, OUTPUT_BIAS = "lm_head.weight", "lm_head.bias"
 _EMBEDDINGS = "embed.weight"
 
 
@@ -181,6 +181,14 @@ class Weights:
     def load_head(self, chunk: int, slot: int) -> None:
         """Copy a chunk of the output matrix to the accelerator."""
         self.output_matrix.load(self._logits_matrix(), chunk, slot, self._tiers.h2d)
+
+    def head_bias(self, start: int, stop: int) -> Tensor | None:
+        """The bias of rows [start, stop) of the output matrix; None: it has none."""
+        if not self.config.head_bias:
+            return None
+        bias = self.head[OUTPUT_BIAS]
+        assert isinstance(bias, Tensor)
+        return bias[start:stop]
 
     def vocabulary_chunk(self, chunk: int, slot: int | None) -> tuple[int, ops.Weight]:
         """(first row, rows) of the output matrix on the compute device; the whole of it where it is resident."""

@@ -20,17 +20,18 @@ def head(context: StepContext, step: Step, batch: BatchState) -> None:
         batch.hidden = layers.before_logits(config, weights.head, batch.hidden)
     start, rows = weights.vocabulary_chunk(step.layer, step.weight_slot)
     stop = start + rows.shape[0]
+    bias = weights.head_bias(start, stop)
     wanted = [*batch.packed.logits_rows, *(row for deferred_batch in batch.joined for row in deferred_batch.rows)]
     if rows.shape[0] == config.vocab_size or context.vocabulary_chunks:
         count = context.options.logit_rows or len(wanted)
         for i in range(0, len(wanted), count):
             part = batch.hidden[i : i + count]
-            logits = layers.logits(config, part, rows, context.logits_buffer(part, rows))
+            logits = layers.logits(config, part, rows, context.logits_buffer(part, rows), bias)
             context.take_logits(wanted[i : i + count], logits, start)
     else:
         if start == 0:
             batch.logits = torch.empty(len(wanted), config.vocab_size, device=context.device)
-        batch.logits[:, start:stop] = layers.logits(config, batch.hidden, rows)
+        batch.logits[:, start:stop] = layers.logits(config, batch.hidden, rows, bias=bias)
         if stop == config.vocab_size:
             context.take_logits(wanted, batch.logits, 0)
     if stop == config.vocab_size:

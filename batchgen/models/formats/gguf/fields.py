@@ -20,6 +20,7 @@ from batchgen.models.families import (
     GEMMA4,
     GRANITE_MIXTURES,
     HEAD_NORMS,
+    LAYER_NORMS,
     OUTPUT_NORMS,
     PROJECTION_NORMS,
     SHORT_CONVS,
@@ -66,6 +67,7 @@ GGUF_ARCHITECTURES = {
     "olmo2": "Olmo2ForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
+    "phimoe": "PhimoeForCausalLM",
     "mistral3": "Ministral3ForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "lfm2moe": "Lfm2MoeForCausalLM",
@@ -78,6 +80,7 @@ _GRANITE_SHARED = "GraniteMoeSharedForCausalLM"  # its GGUFs have architecture "
 _OLMO_WITH_WINDOWS = "Olmo3ForCausalLM"  # its GGUFs have architecture "olmo2", and windows
 # Family -> whether the weights of the experts chosen add up to 1, where the file does not say.
 _NORM_TOPK = {"mixtral": True, "qwen2_moe": False, "qwen3_moe": True, "gpt_oss": True, "olmoe": False}
+_NORM_TOPK |= {"phimoe": False}
 _NORM_TOPK |= dict.fromkeys((*GRANITE_MIXTURES, "qwen3_next", "qwen3_5_moe", "lfm2_moe"), True)
 # Role of a matrix (`layouts.role`) -> its name in a layer; with experts gate, up and down have "_exps" behind theirs.
 _MATRICES = {
@@ -257,7 +260,8 @@ def config_of_gguf(
         **heads_of,
         vocab_size=tensors["token_embd.weight"].shape[0],
         max_position=context,
-        norm="rms",
+        norm="layer" if family in LAYER_NORMS else "rms",
+        head_bias="output.bias" in tensors,
         **_scales(fields, family, hidden),
         activation="swiglu_oai" if gpt_oss else "gelu_tanh" if gemma else "silu",
         gated_mlp=True,
@@ -333,7 +337,8 @@ def _mlps(fields: Mapping[str, Any], family: str, tensors: Mapping[str, TensorIn
         )
     if not is_lfm and fields.get("expert_weights_scale", 1.0) not in (0.0, 1.0):
         raise InputError("GGUFs whose weights of experts are scaled (expert_weights_scale) are not supported")
-    width = "feed_forward_length" if family in ("mixtral", "olmoe", *GRANITE_MIXTURES) else "expert_feed_forward_length"
+    of_all = ("mixtral", "olmoe", "phimoe", *GRANITE_MIXTURES)  # families whose experts have the one width
+    width = "feed_forward_length" if family in of_all else "expert_feed_forward_length"
     shared = "ffn_gate_shexp" if family in ("qwen2_moe", "granitemoeshared", *DELTA_NETS) else None
     # A layer of one MLP has neither a router nor experts.
     dense = tuple(
@@ -350,6 +355,7 @@ def _mlps(fields: Mapping[str, Any], family: str, tensors: Mapping[str, TensorIn
         if shared
         else 0,
         "shared_gate": family not in GRANITE_MIXTURES,
+        "sparsemixer_jitter": 0.01 if family == "phimoe" else None,  # of the published models; no file says so
         "dense_layers": dense,
         "dense_size": _require_int(fields, "feed_forward_length") if dense else 0,
         "router_activation": "sigmoid" if is_lfm else "softmax",
@@ -452,7 +458,7 @@ def _rope(
     fields: Mapping[str, Any], family: str, head_dim: int, context: int, factors: Mapping[str, tuple[float, ...]]
 ) -> RopeConfig:
     every, short, long = (factors.get(name) for name in ROPE_FACTORS)
-    if family == "phi3":
+    if family in ("phi3", "phimoe"):
         return _phi3_rope(fields, head_dim, context, every, short, long)
     if short or long:
         raise InputError(f"rope factors for short and long contexts ({ROPE_FACTORS[1]}) are supported of Phi-3 alone")
