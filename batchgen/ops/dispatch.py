@@ -28,7 +28,7 @@ from torch import Tensor
 from batchgen.core.dtypes import WEIGHT_CODE_BITS, KVFormat
 from batchgen.core.kernel_choice import TORCH
 from batchgen.ops import cpp as kernels
-from batchgen.ops import quant, reference, state_reference
+from batchgen.ops import quant, reference, state_kernels, state_reference
 from batchgen.ops.attention_plan import AttentionPlan
 from batchgen.ops.cpp import BlockWeight, BoundWeight, KernelWeight, PackedWeight
 from batchgen.ops.sampling import Draws
@@ -843,7 +843,8 @@ def causal_conv(  # the operands of one kernel
     Returns:
         Results [tokens, channels].
     """
-    return state_reference.causal_conv(x, weight, bias, states, source, target, starts, silu=silu, out=out)
+    compute = state_kernels if x.is_cpu and state_kernels.supports_kernel(weight.shape[1]) else state_reference
+    return compute.causal_conv(x, weight, bias, states, source, target, starts, silu=silu, out=out)
 
 
 def delta_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -857,7 +858,7 @@ def delta_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[T
     Returns:
         g = -exp(a_log) * softplus(a + dt_bias) and beta = sigmoid(b), both fp32 [tokens, value_heads].
     """
-    return state_reference.delta_gates(a, b, a_log, dt_bias)
+    return _of_states(a).delta_gates(a, b, a_log, dt_bias)
 
 
 def delta_rule(  # the operands of one kernel
@@ -896,7 +897,8 @@ def delta_rule(  # the operands of one kernel
     Returns:
         Results [tokens, value_heads, value_dim].
     """
-    return state_reference.delta_rule(qkv, g, beta, states, source, target, starts, key_heads=key_heads, out=out)
+    compute = _of_states(qkv)
+    return compute.delta_rule(qkv, g, beta, states, source, target, starts, key_heads=key_heads, out=out)
 
 
 def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
@@ -912,7 +914,7 @@ def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, out: Tensor | N
     Returns:
         Results [tokens, heads, dim].
     """
-    return state_reference.gated_norm(x, z, weight, eps, out)
+    return _of_states(x).gated_norm(x, z, weight, eps, out)
 
 
 def gated(x: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
@@ -923,7 +925,12 @@ def gated(x: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
         gate: Tensor of x's shape, or [tokens, heads, dim] of as many columns; rows may lie apart.
         out: Tensor for the result, contiguous, which may be x. None: a new tensor.
     """
-    return state_reference.gated(x, gate, out)
+    return _of_states(x).gated(x, gate, out)
+
+
+def _of_states(x: Tensor) -> ModuleType:
+    """The module with the kernels of state layers, or torch operations, for the device of this tensor."""
+    return state_kernels if x.is_cpu else state_reference
 
 
 # Packed rows.
