@@ -532,6 +532,18 @@ def test_ranks_have_the_same_parts_of_a_gguf(tmp_path, name):
             assert torch.equal(found, numbers[n])
 
 
+@pytest.mark.parametrize(("family", "arch"), [("qwen2", "qwen2vl"), ("qwen3", "qwen3vl"), ("qwen3_moe", "qwen3vlmoe")])
+def test_a_gguf_of_a_model_that_takes_images_is_that_of_its_text(tmp_path, family, arch):
+    model = make_tiny_model(family, tmp_path)
+    plain, named = tmp_path / "plain.gguf", tmp_path / "named.gguf"
+    write_tiny_gguf(model, plain)
+    write_tiny_gguf(model, named, arch=arch)
+    first, second = (open_checkpoint(resolve_model(str(path))) for path in (plain, named))
+    assert first.config == second.config
+    for layer in range(first.config.num_layers):
+        assert_same(second.load_layer(layer, torch.float32), first.load_layer(layer, torch.float32), torch.float32)
+
+
 def test_every_architecture_of_ggufs_has_a_family_here():
     shared = {"mixtral", "olmo3", "granitemoeshared"}  # that have the architecture of another
     assert {ARCHITECTURES[name] for name in GGUF_ARCHITECTURES.values()} | shared == set(GGUF_FAMILIES)

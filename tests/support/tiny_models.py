@@ -665,12 +665,14 @@ def write_tiny_gguf(  # a line for each key and each name of the format
     tensors_per_part: int = 0,
     pre_tokenizer: str = "gpt-2",
     add_bos: bool | None = False,
+    arch: str | None = None,
 ) -> Path:
     """A model of `GGUF_FAMILIES` as llama.cpp's converter would write it; returns its first file.
 
     tensor_type: "F32", "F16", "BF16", "Q8_0" or another, for matrices, or what gives it for a name; one that the gguf
     package cannot quantize to has random numbers. Vectors and routers stay F32. tokenizer: to carry along; of a
     byte-level one the name of its pre-tokenizer, and whether it is said that a text begins with BOS, or nothing of it.
+    arch: architecture that is named, if it is not that of the family.
     rope_freqs: values for `rope_freqs.weight`. tensors_per_part: of each file of a split one; 0: it is one file.
     """
     import gguf
@@ -678,7 +680,9 @@ def write_tiny_gguf(  # a line for each key and each name of the format
     from gguf_blocks import random_rows
 
     config, family = model.config, model.config.model_type.removesuffix("_text")
-    arch = {**_GGUF_MIXTURES, "olmo3": "olmo2", "ministral3": "mistral3", "qwen3_5": "qwen35"}.get(family, family)
+    arch = arch or {**_GGUF_MIXTURES, "olmo3": "olmo2", "ministral3": "mistral3", "qwen3_5": "qwen35"}.get(
+        family, family
+    )
     writer = gguf.GGUFWriter(str(path), arch, split_max_tensors=tensors_per_part)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)

@@ -51,6 +51,10 @@ from batchgen.models.stated_numbers import require_positive
 from batchgen.models.tensor_files.headers import TensorInfo
 
 GGUF_ARCHITECTURES = {
+    # Text models of models that take images, whose positions for images a text does not need.
+    "qwen2vl": "Qwen2ForCausalLM",
+    "qwen3vl": "Qwen3ForCausalLM",
+    "qwen3vlmoe": "Qwen3MoeForCausalLM",
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
