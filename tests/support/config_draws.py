@@ -422,7 +422,8 @@ def _experts(family: str, layers: int, rng: random.Random) -> dict[str, Any]:
         return {name: rng.choice((4, 8)), "num_experts_per_tok": rng.choice((_LEFT_OUT, 1, 2))}
     if family == "lfm2":
         return {
-            "block_multiple_of": rng.choice((_LEFT_OUT, 16, 32)), "block_ffn_dim_multiplier": rng.choice((_LEFT_OUT, 1.0, 1.3)),
+            "block_multiple_of": rng.choice((_LEFT_OUT, 16, 32)),
+            "block_ffn_dim_multiplier": rng.choice((_LEFT_OUT, 1.0, 1.3)),
             "block_auto_adjust_ff_dim": rng.choice((_LEFT_OUT, True, False)),
             "full_attn_idxs": rng.choice((_LEFT_OUT, None, [0])),
         }  # fmt: skip
