@@ -33,6 +33,7 @@ from batchgen.models.convert import convert
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.kept_stores import find_or_convert
 from batchgen.models.shard import shard_of
+from batchgen.models.state_layers import ShortConv
 from batchgen.models.tokenizers.loading import load_tokenizer
 
 
@@ -41,9 +42,15 @@ def loaded(checkpoint, config):
     return [checkpoint.load_embeddings(torch.float32), *layers, checkpoint.load_head(torch.float32)]
 
 
-def put_together(config, name, shards):
-    """What ranks have of a tensor, as the whole model has it. Written apart from what cuts it."""
-    stem, kind = name.rsplit(".", 1)
+def put_together(config, name, shards, convolves):
+    """What ranks have of a tensor, as the whole model has it. Written apart from what cuts it.
+
+    convolves: Whether the layer has a short convolution, in place of attention.
+    """
+    stem, _, kind = name.rpartition(".")
+    if convolves and stem in ("qkv", "conv"):  # of the former B, then C, then x
+        split = [shard.chunk(3 if stem == "qkv" else 1) for shard in shards]
+        return torch.cat([part for parts in zip(*split, strict=True) for part in parts])
     if stem in ("out", "down", "shared_down"):
         return torch.cat(shards, dim=1) if kind == "weight" else sum(shards)
     if stem in ("gate_up", "shared_gate_up"):  # of each expert gate, then up
@@ -72,7 +79,8 @@ def heads_of(config):
 def assert_parts_of(whole, config, checkpoints):
     for tensors, *parts in zip(loaded(whole, config), *(loaded(c, config) for c in checkpoints), strict=True):
         for name, tensor in tensors.items():
-            assert torch.equal(put_together(config, name, [part[name] for part in parts]), tensor), name
+            convolves = isinstance(config.state, ShortConv) and "conv.weight" in tensors
+            assert torch.equal(put_together(config, name, [part[name] for part in parts], convolves), tensor), name
 
 
 @pytest.mark.parametrize("model", [name for name in MODELS if "one KV head" not in name])
