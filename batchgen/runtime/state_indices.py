@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,4 +22,6 @@ class StateIndices(NamedTuple):
     @classmethod
     def of(cls, rows: StateRows | None, device: torch.device) -> StateIndices | None:
         """The rows on a device; None: there are none."""
-        return None if rows is None else cls(*(upload(x, device) for x in (rows.source, rows.target, rows.starts)))
+        if rows is None:
+            return None
+        return cls(*(upload(np.ascontiguousarray(x), device) for x in (rows.source, rows.target, rows.starts)))
