@@ -128,8 +128,8 @@ MODELS = {
         "num_hidden_layers": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "attention_bias": False,
     }),
-    "qwen3_5, one key head of many, all values rotated": ("qwen3_5", {
-        "linear_num_key_heads": 1, "linear_conv_kernel_dim": 2, "tie_word_embeddings": True, "attention_bias": True,
+    "qwen3_5, four value heads for each key head, all values rotated": ("qwen3_5", {
+        "linear_num_value_heads": 8, "linear_conv_kernel_dim": 2, "tie_word_embeddings": True, "attention_bias": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
     }),
     "qwen3_next, a dense layer, shares as they are": ("qwen3_next", {
