@@ -228,6 +228,12 @@ PUBLISHED = {
         "is_llama_config": True,
         "rope_theta": 100000,
         "unsloth_fixed": True,
+        "activation": "swiglu",
+        "num_labels": 2,
+        "loss_type": "ForCausalLMLoss",
+        "neftune_noise_alpha": 5,
+        "tokenizer_padding_side": "right",
+        "tokenizer_model_max_length": 2048,
     },
     "mistral": {"sliding_window": None, "head_dim": None, "rope_theta": 1000000.0, "attention_dropout": 0.0},
     "lfm2": {
@@ -415,6 +421,7 @@ PUBLISHED = {
         "mlp_only_layers": [],
         "mtp_num_hidden_layers": 1,
         "mtp_use_dedicated_embeddings": False,
+        "output_gate_type": "swish",
         "rope_parameters": {
             "mrope_interleaved": True,
             "mrope_section": [11, 11, 10],
@@ -428,6 +435,7 @@ PUBLISHED = {
         "full_attention_interval": 4,
         "mlp_only_layers": [],
         "mtp_num_hidden_layers": 1,
+        "output_gate_type": "swish",
         "partial_rotary_factor": 0.25,
         "rope_parameters": {"mrope_section": [11, 11, 10], "rope_theta": 10000000, "rope_type": "default"},
     },
@@ -598,6 +606,7 @@ GEMMA, GEMMA_3 = ({"architectures": [f"Gemma{n}ForCausalLM"]} for n in (2, 3))
 PHI = {"architectures": ["Phi3ForCausalLM"], "rope_scaling": None}
 REFUSED = [
     ({"architectures": ["MambaForCausalLM"]}, ["MambaForCausalLM", "Qwen3NextForCausalLM"]),
+    ({"architectures": ["Qwen3_5ForCausalLM"], "output_gate_type": "sigmoid"}, ["output_gate_type", "'swish'"]),
     ({"rope_gain": 2.0}, ["rope_gain", "2.0", "(llama)"]),
     ({"attention_sink_tokens": [4]}, ["attention_sink_tokens", "[4]"]),
     (GPT_OSS | {"swiglu_limit": 5.0}, ["swiglu_limit", "5.0", "7.0"]),

@@ -413,13 +413,17 @@ _EVERYWHERE: dict[str, tuple[Any, ...]] = {"is_encoder_decoder": (False,)}
 _CAUSAL: dict[str, tuple[Any, ...]] = {"use_bidirectional_attention": (None, False)}
 _CAUSAL_TEXT: dict[str, tuple[Any, ...]] = {"use_bidirectional_attention": (None, "vision")}
 _NORM_TOPK: dict[str, tuple[Any, ...]] = {"norm_topk_prob": (None, True)}  # a key of other mixtures of experts
-_OUTPUT_GATE: dict[str, tuple[Any, ...]] = {"attn_output_gate": (None, True)}  # which the class does not read
+_OUTPUT_GATE: dict[str, tuple[Any, ...]] = {  # which the class does not read; swish is of states' gated norm
+    "attn_output_gate": (None, True),
+    "output_gate_type": (None, "swish", "silu"),
+}
 _ALL_SPARSE: dict[str, tuple[Any, ...]] = {"mlp_only_layers": (None, []), "decoder_sparse_step": (None, 1)}
 _NO_ROPE: dict[str, tuple[Any, ...]] = {"rope_scaling": (None,), "rope_parameters": (None,)}
 # Keys that batchgen computes with these values alone.
 FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
     **dict.fromkeys(KEYS, _EVERYWHERE),
     "opt": {**_EVERYWHERE, **_NO_ROPE, "layer_norm_elementwise_affine": (True,)},
+    "llama": {**_EVERYWHERE, "activation": (None, "swiglu")},  # of Falcon 3, beside its hidden_act
     "gemma2": {**_EVERYWHERE, **_CAUSAL},
     # Transformers does not apply the cap, the name says that it is applied: nobody can say what is meant.
     "gemma3": {**_EVERYWHERE, **_CAUSAL, "attn_logit_softcapping": (None,)},
@@ -470,6 +474,7 @@ _NAMES_OF_NOTES = """
     encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id
     remove_invalid_values return_dict_in_generate suppress_tokens begin_suppress_tokens
     activation_dropout hidden_dropout hidden_dropout_prob attn_pdrop ffn_dropout init_method classifier_dropout
+    num_labels loss_type neftune_noise_alpha tokenizer_padding_side tokenizer_model_max_length
     gradient_checkpointing router_z_loss_coef aux_loss_alpha is_llama_config rope_interleaved normalization_function
     interpolate_factor full_attn_mod attn_implementation use_flash_attn flash_attention use_liger_kernel
     model_max_length max_sequence_length seq_length initial_context_length experts_per_token max_window_layers
