@@ -118,7 +118,7 @@ sanitize: develop
 	LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 		BATCHGEN_KERNELS=$$(echo build/sanitize/_kernels.*.so) \
-		$(BIN)/python -m pytest tests/ops/test_cpp.py tests/ops/test_gguf_products.py tests/ops/test_grouped_products.py -p no:cacheprovider --timeout 1800
+		$(BIN)/python -m pytest tests/ops/test_cpp.py tests/ops/test_state_kernels.py tests/ops/test_gguf_products.py tests/ops/test_grouped_products.py -p no:cacheprovider --timeout 1800
 
 # The kernels compiled for 64-bit Arm, with the compiler of PyPI's ziglang.
 neon: develop

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from recording import machine
 
-from batchgen.core.dtypes import BLOCK_FORMATS, INT8, KV_CODE_BITS, matmul_key
+from batchgen.core.dtypes import BLOCK_FORMATS, INT8, KV_CODE_BITS, STATE_DTYPES, matmul_key
 from batchgen.core.hardware import ComputeRates, HardwareProfile, Rates
 from batchgen.ops import cpp
 from batchgen.ops.instruction_set import instruction_set
-from batchgen.profiler import compute
+from batchgen.profiler import compute, state_rates
 from batchgen.profiler.timing import Device, Effort, Trial
 
 KINDS = Path(__file__).parent.parent / "batchgen" / "profiler" / "kinds"
@@ -102,6 +102,10 @@ def rates_of(dtype: str) -> ComputeRates:
             name or dtype: compute.elementwise_rates(core, pool, subjects.main, brief, name) for name in formats
         },
         expand_bytes_per_s=compute.dequantize_rate(core, pool, subjects.main, brief),
+        state_update_bytes_per_s={
+            name: state_rates.update_rates(core, state_rates.USUAL, name, kind, brief) for name in STATE_DTYPES
+        },
+        state_prefill_flops_per_s={dtype: state_rates.prefill_rates(core, state_rates.USUAL, kind, brief)},
     )
 
 
@@ -114,7 +118,8 @@ def read_rate() -> float:
 def merged(a: ComputeRates, b: ComputeRates) -> ComputeRates:
     """Both tables; where both have a rate, that of `a`."""
     names = ("gemm_flops_per_s", "prefill_attention_flops_per_s", "decode_attention_bytes_per_s")
-    return replace(a, **{name: getattr(b, name) | getattr(a, name) for name in (*names, "elementwise_bytes_per_s")})
+    names += ("elementwise_bytes_per_s", "state_update_bytes_per_s", "state_prefill_flops_per_s")
+    return replace(a, **{name: getattr(b, name) | getattr(a, name) for name in names})
 
 
 def rounded(value: Any) -> Any:

@@ -12,6 +12,7 @@
 #include "attention/plan.h"
 #include "matmul/parallel.h"
 #include "pool.h"
+#include "state/parallel.h"
 
 namespace py = pybind11;
 using namespace batchgen;
@@ -98,6 +99,21 @@ Attention attention_args(const AttentionPlan& plan, Address q, int64_t q_stride,
     args.sinks = (const float*)at(sinks);
     args.kv = make_kv(kv, kv_type, plan.block_size(), plan.kv_heads(), head_dim);
     return args;
+}
+
+// The slots of a batch's states, once they are known to be ones.
+StateSlots make_slots(const Array<int64_t>& source, const Array<int64_t>& target, const Array<int64_t>& starts,
+                      int64_t slots, int64_t tokens) {
+    const int64_t sequences = source.size();
+    if (target.size() != sequences || starts.size() != sequences + 1) throw py::value_error("not a batch of sequences");
+    for (int64_t i = 0; i < sequences; i++) {
+        if (source.at(i) >= slots || target.at(i) < 0 || target.at(i) >= slots)
+            throw py::index_error("no such slot of a state: " + std::to_string(source.at(i)) + " or " +
+                                  std::to_string(target.at(i)));
+        if (starts.at(i) < 0 || starts.at(i + 1) < starts.at(i) || starts.at(i + 1) > tokens)
+            throw py::index_error("no such token of a sequence: " + std::to_string(starts.at(i + 1)));
+    }
+    return {source.data(), target.data(), starts.data()};
 }
 
 }  // namespace
@@ -309,6 +325,49 @@ PYBIND11_MODULE(_kernels, m) {
         py::gil_scoped_release release;
         over_rows(tokens, (heads + 2 * kv_heads) * head_dim * 2,
                   [&](int64_t token, int64_t stop) { kernels.rotary_store(args, token, stop); });
+    });
+
+    m.def("causal_conv", [](Address x, int64_t x_stride, int64_t tokens, int64_t channels, int kernel, Address weight,
+                            Address bias, Address states, int64_t state_stride, int64_t slots,
+                            const Array<int64_t>& source, const Array<int64_t>& target, const Array<int64_t>& starts,
+                            bool silu, int type, Address out, int64_t out_stride) {
+        CausalConv args{};
+        args.x = at(x), args.weight = at(weight), args.bias = at(bias), args.states = at(states);
+        args.out = at(out), args.slots = make_slots(source, target, starts, slots, tokens);
+        args.x_stride = x_stride, args.out_stride = out_stride, args.state_stride = state_stride;
+        args.channels = channels, args.kernel = kernel, args.silu = silu, args.type = Type(type);
+        py::gil_scoped_release release;
+        run_causal_conv(active_kernels(), args, source.size());
+    });
+    m.def("delta_rule", [](Address qkv, int64_t qkv_stride, int64_t tokens, int type, Address g, Address beta,
+                           Address states, int64_t state_stride, int state_type, int64_t slots,
+                           const Array<int64_t>& source, const Array<int64_t>& target, const Array<int64_t>& starts,
+                           int key_heads, int value_heads, int key_dim, int value_dim, Address out) {
+        DeltaRule args{};
+        args.qkv = at(qkv), args.g = at<float>(g), args.beta = at<float>(beta), args.states = at(states);
+        args.out = at(out), args.slots = make_slots(source, target, starts, slots, tokens);
+        args.qkv_stride = qkv_stride, args.state_stride = state_stride;
+        args.key_heads = key_heads, args.value_heads = value_heads;
+        args.key_dim = key_dim, args.value_dim = value_dim;
+        args.type = Type(type), args.state_type = Type(state_type);
+        py::gil_scoped_release release;
+        run_delta_rule(active_kernels(), args, source.size());
+    });
+    m.def("delta_gates", [](Address a, int64_t a_stride, Address b, int64_t b_stride, int64_t tokens, int64_t heads,
+                            int type, Address a_log, Address dt_bias, Address g, Address beta) {
+        const DeltaGates args{at(a),        at(b),           at<float>(a_log), at<float>(dt_bias),
+                              at<float>(g), at<float>(beta), a_stride,         b_stride,
+                              heads,        Type(type)};
+        const Kernels& kernels = active_kernels();
+        py::gil_scoped_release release;
+        over_rows(tokens, heads * 8, [&](int64_t token, int64_t stop) { kernels.delta_gates(args, token, stop); });
+    });
+    m.def("gated", [](Address x, Address gate, int64_t gate_stride, int64_t tokens, int64_t heads, int64_t columns,
+                      Address weight, float eps, int type, Address out) {
+        const Gated args{at(x), at(gate), at(weight), at(out), gate_stride, heads, columns, Type(type), eps};
+        const Kernels& kernels = active_kernels();
+        py::gil_scoped_release release;
+        over_rows(tokens * heads, columns * 2, [&](int64_t row, int64_t stop) { kernels.gated(args, row, stop); });
     });
 
     m.def("quantize", [](Address x, int64_t rows, int64_t columns, int type, Address packed, int bits) {

@@ -32,7 +32,7 @@ enum class Activation : int {
 inline bool is_gated(Activation activation) { return activation >= Activation::SiluMul; }
 
 constexpr int kGroup = 64;  // values of a group of quantized KV
-constexpr int kMaxHeadDim = 256;
+constexpr int kMaxHeadDim = 512;
 constexpr int kTileRows = 288;           // query rows of an item, at most: whole tiles of 12 or 6
 constexpr int kMostHeads = 64;           // KV heads of an item, at most
 constexpr int kAllKeys = INT32_MAX / 2;  // `causal` of tokens that see all keys
@@ -168,6 +168,83 @@ struct LinearCut {
 // The products of tile registers.
 enum class TileProduct : int { BF16 = 0, I8 = 1, U8 = 2 };
 
+// ---- state layers --------------------------------------------------------------------------------------------------
+
+// The sequences of a batch whose states are in slots. Tokens are packed: those of sequence i are [starts[i],
+// starts[i + 1]). Its state before them is in slot source[i], or is zero where that is negative; its state after them
+// goes to slot target[i], which no other sequence reads or writes.
+struct StateSlots {
+    const int64_t* source;
+    const int64_t* target;
+    const int64_t* starts;
+};
+
+// The causal convolution of each channel over the tokens of each sequence. A state has the last kernel - 1 inputs of
+// each channel, the oldest first.
+struct CausalConv {
+    const void* x;       // [tokens, channels]
+    const void* weight;  // [channels, kernel], that of the oldest input first
+    const void* bias;    // [channels] or null
+    void* states;        // [slots, channels, kernel - 1]
+    void* out;           // [tokens, channels]
+    StateSlots slots;
+    int64_t x_stride, out_stride, state_stride;  // numbers from token to token, and from slot to slot
+    int64_t channels;
+    int kernel;
+    bool silu;
+    Type type;  // of all
+};
+
+// Tokens [first, stop) of a sequence, and channels.
+struct ConvPiece {
+    int64_t sequence, first, stop, channel, channel_stop;
+};
+
+// The gated delta rule. For each token and value head the state S [key_dim, value_dim] becomes exp(g) S, then
+// beta k (v - S^T k)^T is added to it, and S^T q is the result.
+struct DeltaRule {
+    const void* qkv;    // [tokens, 2 key_heads * key_dim + value_heads * value_dim]
+    const float* g;     // [tokens, value_heads]
+    const float* beta;  // [tokens, value_heads]
+    void* states;       // [slots, value_heads, key_dim, value_dim]
+    void* out;          // [tokens, value_heads, value_dim]
+    StateSlots slots;
+    int64_t qkv_stride, state_stride;  // numbers from token to token, and from slot to slot
+    int key_heads, value_heads, key_dim, value_dim;
+    Type type, state_type;  // of qkv and out; of states, fp32 or bf16
+};
+
+// Value heads [head, head_stop) of a sequence, which share a key head.
+struct DeltaPiece {
+    int64_t sequence;
+    int head, head_stop;
+};
+
+// g = -exp(a_log) softplus(a + dt_bias) and beta = sigmoid(b).
+struct DeltaGates {
+    const void* a;  // [tokens, heads]
+    const void* b;
+    const float* a_log;  // [heads]
+    const float* dt_bias;
+    float* g;  // [tokens, heads]
+    float* beta;
+    int64_t a_stride, b_stride;
+    int64_t heads;
+    Type type;  // of a and b
+};
+
+// out = RMSNorm(x) weight silu(gate) of each head, or x sigmoid(gate) where weight is null.
+struct Gated {
+    const void* x;       // [tokens, heads, columns]
+    const void* gate;    // of x's shape
+    const void* weight;  // [columns] or null
+    void* out;
+    int64_t gate_stride;  // numbers from token to token
+    int64_t heads, columns;
+    Type type;
+    float eps;
+};
+
 // ---- other kernels -------------------------------------------------------------------------------------------------
 
 // RMSNorm or LayerNorm of rows.
@@ -270,6 +347,19 @@ struct Kernels {
     void (*norm)(const Norm&, int64_t row, int64_t stop);
     void (*weighted_sums)(const WeightedSums&, int64_t token, int64_t stop);
     void (*rotary_store)(const RotaryStore&, int64_t token, int64_t stop);
+    // The results of a piece; of a piece with all tokens of its sequence also the state after them.
+    void (*causal_conv)(const CausalConv&, const ConvPiece&);
+    // The state after all tokens of a piece's sequence, which is in several pieces.
+    void (*causal_conv_state)(const CausalConv&, const ConvPiece&);
+    // Bytes of scratch memory of a call of the next two.
+    int64_t (*delta_scratch)(const DeltaRule&);
+    // Pairs [pair, stop) of a sequence, which has one token, and a value head: pair / value_heads is its place in
+    // `sequences`.
+    void (*delta_steps)(const DeltaRule&, const int64_t* sequences, int64_t pair, int64_t stop, void* scratch);
+    // All tokens of a piece, in chunks.
+    void (*delta_chunks)(const DeltaRule&, const DeltaPiece&, void* scratch);
+    void (*delta_gates)(const DeltaGates&, int64_t token, int64_t stop);
+    void (*gated)(const Gated&, int64_t row, int64_t stop);  // rows of [tokens, heads]
     void (*quantize)(const Quant&, int64_t row, int64_t stop);
     void (*quantize_fitted)(const Quant&, int64_t row, int64_t stop);  // best with `width` rows
     void (*dequantize)(const Quant&, int64_t row, int64_t stop);

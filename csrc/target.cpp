@@ -13,6 +13,11 @@
 #include "quant/groups.h"
 #include "rotary.h"
 #include "simd/target.h"
+#include "state/causal_conv.h"
+#include "state/delta_chunks.h"
+#include "state/delta_gates.h"
+#include "state/delta_steps.h"
+#include "state/gated.h"
 
 #define BATCHGEN_JOIN(a, b) a##b
 #define BATCHGEN_NAME(a, b) BATCHGEN_JOIN(a, b)
@@ -40,6 +45,13 @@ const Kernels& BATCHGEN_NAME(BATCHGEN_TARGET, _kernels)() {
         norm,
         weighted_sums,
         rotary_store,
+        causal_conv,
+        causal_conv_state,
+        delta_scratch,
+        delta_steps,
+        delta_chunks,
+        delta_gates,
+        gated,
         quantize,
         quantize_fitted,
         dequantize,

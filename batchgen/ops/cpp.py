@@ -40,7 +40,7 @@ GGUF_TYPES = {
 BLOCK_TYPES = GGUF_TYPES | {"W4_G32": 1032, "W4_G64": 1064, "W4_G128": 1128, "FP8_G32": 2032, "FP8_G128": 2128}
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu_mul": 4, "gelu_tanh_mul": 5, "swiglu_oai_mul": 6}
 GATED = ("silu_mul", "gelu_tanh_mul", "swiglu_oai_mul")
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 
 
 def instruction_sets() -> list[str]:

@@ -28,7 +28,7 @@ from torch import Tensor
 from batchgen.core.dtypes import WEIGHT_CODE_BITS, KVFormat
 from batchgen.core.kernel_choice import TORCH
 from batchgen.ops import cpp as kernels
-from batchgen.ops import quant, reference, state_reference
+from batchgen.ops import quant, reference, state_kernels, state_reference
 from batchgen.ops.attention_plan import AttentionPlan
 from batchgen.ops.cpp import BlockWeight, BoundWeight, KernelWeight, PackedWeight
 from batchgen.ops.sampling import Draws
@@ -835,7 +835,8 @@ def causal_conv(  # the operands of one kernel
         states: Last inputs of each sequence, the oldest first, [slots, channels, kernel - 1], in x's dtype; slots may
             lie apart.
         source: Slot of each sequence's state before its first token here, int32 or int64 [sequences]. -1: zeros.
-        target: Slot of each sequence's state after its last token, of the same type.
+        target: Slot of each sequence's state after its last token, of the same type. Where `can_capture` is true, a
+            state with a slot below 0 is not kept.
         starts: Number of each sequence's first token in x, then the number of all tokens, [sequences + 1].
         silu: Whether silu is applied to the results.
         out: Tensor for the result, of x's shape, contiguous. None: a new tensor.
@@ -843,7 +844,10 @@ def causal_conv(  # the operands of one kernel
     Returns:
         Results [tokens, channels].
     """
-    return state_reference.causal_conv(x, weight, bias, states, source, target, starts, silu=silu, out=out)
+    compute = _of_states(x)
+    if compute is state_kernels and not state_kernels.supports_kernel(weight.shape[1]):
+        compute = state_reference
+    return compute.causal_conv(x, weight, bias, states, source, target, starts, silu=silu, out=out)
 
 
 def delta_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -857,7 +861,7 @@ def delta_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[T
     Returns:
         g = -exp(a_log) * softplus(a + dt_bias) and beta = sigmoid(b), both fp32 [tokens, value_heads].
     """
-    return state_reference.delta_gates(a, b, a_log, dt_bias)
+    return _of_states(a).delta_gates(a, b, a_log, dt_bias)
 
 
 def delta_rule(  # the operands of one kernel
@@ -888,7 +892,8 @@ def delta_rule(  # the operands of one kernel
         beta: Strength of each update, fp32 [tokens, value_heads].
         states: States, fp32 or bf16 [slots, value_heads, key_dim, value_dim]; slots may lie apart.
         source: Slot of each sequence's state before its first token here, int32 or int64 [sequences]. -1: zeros.
-        target: Slot of each sequence's state after its last token, of the same type.
+        target: Slot of each sequence's state after its last token, of the same type. Where `can_capture` is true, a
+            state with a slot below 0 is not kept.
         starts: Number of each sequence's first token, then the number of all tokens, [sequences + 1].
         key_heads: Number of query heads, which is that of key heads.
         out: Tensor for the result, contiguous. None: a new tensor of qkv's dtype.
@@ -896,7 +901,8 @@ def delta_rule(  # the operands of one kernel
     Returns:
         Results [tokens, value_heads, value_dim].
     """
-    return state_reference.delta_rule(qkv, g, beta, states, source, target, starts, key_heads=key_heads, out=out)
+    compute = _of_states(qkv)
+    return compute.delta_rule(qkv, g, beta, states, source, target, starts, key_heads=key_heads, out=out)
 
 
 def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
@@ -912,7 +918,7 @@ def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, out: Tensor | N
     Returns:
         Results [tokens, heads, dim].
     """
-    return state_reference.gated_norm(x, z, weight, eps, out)
+    return _of_states(x).gated_norm(x, z, weight, eps, out)
 
 
 def gated(x: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
@@ -923,7 +929,12 @@ def gated(x: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
         gate: Tensor of x's shape, or [tokens, heads, dim] of as many columns; rows may lie apart.
         out: Tensor for the result, contiguous, which may be x. None: a new tensor.
     """
-    return state_reference.gated(x, gate, out)
+    return _of_states(x).gated(x, gate, out)
+
+
+def _of_states(x: Tensor) -> ModuleType:
+    """The module with the kernels of state layers, or torch operations, for the device of this tensor."""
+    return state_kernels if x.is_cpu else _device_kernels(x.device) or state_reference
 
 
 # Packed rows.

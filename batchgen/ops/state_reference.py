@@ -106,8 +106,8 @@ def _chunk(operands: Iterable[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
     """Update states by some tokens each, as matrix products (Gated Delta Networks, Yang et al., 2024, section 3.3).
 
     Args:
-        operands: Queries and keys [heads, tokens, key_dim], values [heads, tokens, value_dim], log decay and strength of
-            each update [heads, tokens].
+        operands: Queries and keys [heads, tokens, key_dim], values [heads, tokens, value_dim], log decay and strength
+            of each update [heads, tokens].
         state: States before the first token, [heads, key_dim, value_dim].
 
     Returns:

@@ -9,22 +9,33 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, KVFormat, dtype_name, matmul_key, weight_row_bytes
+from batchgen.core.dtypes import (
+    BLOCK_FORMATS,
+    INT4,
+    INT8,
+    STATE_DTYPES,
+    KVFormat,
+    dtype_name,
+    matmul_key,
+    weight_row_bytes,
+)
 from batchgen.core.hardware import ComputeRates, Rates
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.models.config import ModelConfig
 from batchgen.models.rope import RopeConfig
+from batchgen.models.state_layers import DeltaNet
 from batchgen.ops import dispatch as ops
 from batchgen.ops import int8
 from batchgen.ops.attention_plan import SequenceSlice, plan_attention
 from batchgen.ops.cpp import BlockWeight
+from batchgen.profiler import state_rates
 from batchgen.profiler.timing import Device, Effort, Trial, pieces
 
 # Function that runs a measurement under a name for people, and returns its result.
@@ -44,11 +55,13 @@ class Subjects:
         products: Models whose GEMMs are measured, one for each hidden size.
         attention: Models whose decode attention is measured, one for each number of query heads per KV head.
         main: Model for all other rates.
+        state: Shape of the state layers whose rates are measured; None: the model has none.
     """
 
     products: tuple[ModelConfig, ...]
     attention: tuple[ModelConfig, ...]
     main: ModelConfig
+    state: DeltaNet | None
 
 
 def subjects_of(device: str, effort: Effort, model: ModelConfig | None) -> Subjects:
@@ -60,11 +73,11 @@ def subjects_of(device: str, effort: Effort, model: ModelConfig | None) -> Subje
         model: Model whose rates are wanted; None: models of several usual sizes.
     """
     if model is not None:
-        return Subjects((model,), (model,), model)
+        return Subjects((model,), (model,), model, model.state if isinstance(model.state, DeltaNet) else None)
     width, kv_heads, head_dim = _GENERIC[device]
     groups = tuple(_llama(width, kv_heads * group, kv_heads, head_dim) for group in effort.groups)
     widths = tuple(_llama(w, max(1, w // head_dim), kv_heads, head_dim) for w in effort.widths)
-    return Subjects(widths, groups, groups[len(groups) // 2])
+    return Subjects(widths, groups, groups[len(groups) // 2], state_rates.USUAL)
 
 
 # Width, KV heads, head_dim.
@@ -89,11 +102,44 @@ def measure_compute(device: Device, dtype_name: str, subjects: Subjects, effort:
     decode = timed(f"decode attention {where}", lambda: decode_rates(device, pool, subjects.attention, effort))
     prefill = timed(f"prefill attention {where}", lambda: prefill_rates(device, pool, subjects.main, effort))
     elementwise = timed(f"element-wise work {where}", lambda: elementwise_rates(device, pool, subjects.main, effort))
-    return ComputeRates(
+    rates = measure_states(device, dtype_name, subjects, effort, timed)
+    return replace(
+        rates,
         gemm_flops_per_s={dtype_name: gemm},
         prefill_attention_flops_per_s={dtype_name: prefill},
         decode_attention_bytes_per_s={dtype_name: decode},
         elementwise_bytes_per_s={dtype_name: elementwise},
+    )
+
+
+@torch.inference_mode()
+def measure_states(
+    device: Device, dtype_name: str, subjects: Subjects, effort: Effort, timed: Timed, *, prefill: bool = True
+) -> ComputeRates:
+    """Measure the rates of updates of states, in each format of states; no rates for a model without state layers.
+
+    Args:
+        device: The device that updates the states.
+        dtype_name: Compute dtype.
+        subjects: Models whose layers are measured.
+        effort: Grid points and time limits.
+        timed: Function that runs a measurement under a name.
+        prefill: Whether the updates by whole prompts are measured too.
+    """
+    shape, dtype = subjects.state, getattr(torch, dtype_name)
+    if shape is None:
+        return ComputeRates()
+
+    def updates() -> dict[str, Rates]:
+        return {name: state_rates.update_rates(device, shape, name, dtype, effort) for name in STATE_DTYPES}
+
+    def prompts() -> dict[str, Rates]:
+        return {dtype_name: state_rates.prefill_rates(device, shape, dtype, effort)}
+
+    where = f"in {dtype_name} on {device.kind}"
+    return ComputeRates(
+        state_update_bytes_per_s=timed(f"updates of states {where}", updates),
+        state_prefill_flops_per_s=timed(f"states of prompts {where}", prompts) if prefill else {},
     )
 
 
@@ -106,7 +152,7 @@ def measure_decode_attention(
     timed: Timed,
     kv_format: str | None = None,
 ) -> ComputeRates:
-    """Measure a CPU's rate of decode attention, for machines whose GPU runs everything else.
+    """Measure a CPU's rate of decode attention and of states' updates, for machines whose GPU runs everything else.
 
     Args:
         device: The CPU.
@@ -120,7 +166,8 @@ def measure_decode_attention(
     kind = kv_format or dtype_name
     name = f"decode attention in {kind} on {device.kind}"
     rates = timed(name, lambda: decode_rates(device, pool, subjects.attention, effort, kv_format))
-    return ComputeRates(decode_attention_bytes_per_s={kind: rates})
+    states = ComputeRates() if kv_format else measure_states(device, dtype_name, subjects, effort, timed, prefill=False)
+    return replace(states, decode_attention_bytes_per_s={kind: rates})
 
 
 @torch.inference_mode()

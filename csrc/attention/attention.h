@@ -202,7 +202,7 @@ struct Attend {
     bool uses_small_m(int count) const {
 #ifdef BATCHGEN_FAST_BF16
         return Mma::kPerWord == 2 && !uses_small_m_tiles(count) && count <= kMaxSmallM &&
-               n % (kCodes ? kGroup : 2 * W) == 0;
+               (kCodes ? n % kGroup == 0 : has_pair_chunks(n));
 #else
         (void)count;
         return false;
@@ -284,7 +284,7 @@ struct Attend {
             const int64_t next = left > 2 ? args.kv.head_bytes : 0;
             ahead.spread(left * (whole / (count == 1 ? kFetchOfOne : kFetchOfMany)) * count);
             const uint32_t* a = s.a + held_row * s.depth;
-            with_count<kMaxHeadDim / 32>(n / 32, [&]<int Chunks>() {
+            with_pair_chunks(n, [&]<int Chunks>() {
                 for (int i = 0; i < whole; i += W) {
                     const uint8_t* from = rows[i] + head;
                     if (!one_run[i / W]) {

@@ -113,9 +113,10 @@ __attribute__((noinline)) void interleave_codes(const uint8_t* const* values, in
 __attribute__((noinline)) void fixed_weights(const float* weights, int rows, int groups, const float* scale,
                                              const float* minimum, int keys, int8_t* out, float* step, float* least,
                                              const float* change) {
-    constexpr int kAtOnce = W / kGroups;  // rows: each row and group has a lane
-    for (int first = 0; first < rows; first += kAtOnce) {
-        const int count = int(smaller(kAtOnce, rows - first));
+    const int lanes = groups <= kGroups / 2 ? kGroups / 2 : kGroups;  // of a row: each group has one
+    const int at_once = W / lanes;
+    for (int first = 0; first < rows; first += at_once) {
+        const int count = int(smaller(at_once, rows - first));
         vf most[W], all[W];
         for (int i = 0; i < W; i++) most[i] = all[i] = zero();
         for (int r = 0; r < count; r++) {
@@ -126,19 +127,20 @@ __attribute__((noinline)) void fixed_weights(const float* weights, int rows, int
                     sum = fma(weight, load(minimum + g * kKeys + i), sum);
                     largest = max_or_nan(largest, mul(weight, load(scale + g * kKeys + i)));
                 }
-                most[r * kGroups + g] = largest, all[r * kGroups + g] = sum;
+                most[r * lanes + g] = largest, all[r * lanes + g] = sum;
             }
         }
-        float to_fixed[W], added[W];
+        float of_step[W], to_fixed[W], added[W];
         const vf highest = across(most, [](vf a, vf b) { return max_or_nan(a, b); });
-        store(step + first * kGroups, mul(highest, set1(1 / kFixedMost)));
+        store(of_step, mul(highest, set1(1 / kFixedMost)));
         store(to_fixed, div(set1(kFixedMost), highest));
         store(added, sums(all));
         for (int r = 0; r < count; r++) {
             for (int g = 0; g < groups; g++) {
-                const int at = (first + r) * kGroups + g;
-                least[at] = least[at] * change[first + r] + added[r * kGroups + g];
-                const vf fixed = set1(to_fixed[r * kGroups + g]);
+                const int at = (first + r) * kGroups + g, lane = r * lanes + g;
+                step[at] = of_step[lane];
+                least[at] = least[at] * change[first + r] + added[lane];
+                const vf fixed = set1(to_fixed[lane]);
                 for (int i = 0; i < keys; i += W) {
                     const vf x = mul(load(weights + (first + r) * kSmallMKeys + i), load(scale + g * kKeys + i));
                     store_fixed(mul(x, fixed), out + at * kFixedWeights + i,

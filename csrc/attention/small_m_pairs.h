@@ -1,5 +1,5 @@
 // Attention of small M over bf16 KV with products of bf16 pairs, straight from the rows of K and V. Head sizes are
-// multiples of 32.
+// multiples of 32 up to 256, or 512.
 #pragma once
 
 #include <stdint.h>
@@ -18,6 +18,14 @@ namespace {
 // at once. Scores are made a row at a time, so many rows prefetch more often anyway.
 constexpr int kFetchOfOne = 2, kFetchOfMany = 8;
 constexpr int values_fetch(int rows) { return rows > 4 ? kFetchOfMany : rows > 2 ? 4 : kFetchOfOne; }
+
+// Whether there is a path for heads of n values, and a call of f<n / 32>().
+inline bool has_pair_chunks(int n) { return n % 32 == 0 && (n <= 256 || n == 512); }
+template <class F>
+inline void with_pair_chunks(int n, F f) {
+    if (n == 512) return f.template operator()<16>();
+    with_count<8>(n / 32, f);
+}
 
 // Scores of the rows of a [rows, a_stride] and of W keys whose rows lie one after the other: out [rows, out_stride].
 // next: the distance to the rows that are read next, which are prefetched once more, because memory may have dropped

@@ -55,13 +55,14 @@ inline void store(float* p, vf a) { _mm256_storeu_ps(p, a); }
 inline void store(f16* p, vf a) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)); }
 // The low 16 bits of each lane.
 inline __m128i narrow(vi a) { return _mm_packus_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1)); }
-inline __m128i to_bf16(vf a) {
+// Each lane rounded to bf16, in its high 16 bits; the others are any.
+inline vi rounded_to_bf16(vf a) {
     vi bits = _mm256_castps_si256(a), lsb = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     vi rounded = _mm256_add_epi32(bits, _mm256_add_epi32(lsb, _mm256_set1_epi32(0x7fff)));
     vi nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
-    rounded = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), nan);
-    return narrow(_mm256_srli_epi32(rounded, 16));
+    return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), nan);
 }
+inline __m128i to_bf16(vf a) { return narrow(_mm256_srli_epi32(rounded_to_bf16(a), 16)); }
 inline void store(bf16* p, vf a) { _mm_storeu_si128((__m128i*)p, to_bf16(a)); }
 // Stores past the caches, to addresses aligned to what is stored.
 inline void stream(float* p, vf a) { _mm256_stream_ps(p, a); }
@@ -103,6 +104,10 @@ inline void store_nibbles(uint8_t* p, vf low, vf high) {
 inline void split_bf16(vi words, vf& low, vf& high) {
     low = as_float(_mm256_slli_epi32(words, 16));
     high = as_float(_mm256_and_si256(words, _mm256_set1_epi32(int(0xffff0000))));
+}
+// The other way: each lane of two vectors rounded to bf16.
+inline vi join_bf16(vf low, vf high) {
+    return _mm256_blend_epi16(_mm256_srli_epi32(rounded_to_bf16(low), 16), rounded_to_bf16(high), 0xaa);
 }
 inline void split_f16(vi words, vf& low, vf& high) {
     low = _mm256_cvtph_ps(narrow(_mm256_and_si256(words, _mm256_set1_epi32(0xffff))));

@@ -48,15 +48,18 @@ inline vf load(const f16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const 
 inline vf load(const int8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))); }
 inline void store(float* p, vf a) { _mm512_storeu_ps(p, a); }
 inline void store(f16* p, vf a) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)); }
+// Each lane rounded to bf16, in its high 16 bits; the others are any.
+inline vi rounded_to_bf16(vf a) {
+    __m512i bits = _mm512_castps_si512(a), lsb = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(lsb, _mm512_set1_epi32(0x7fff)));
+    __mmask16 nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
+    return _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
+}
 inline __m256i to_bf16(vf a) {
 #ifdef BATCHGEN_FAST_BF16
     return (__m256i)_mm512_cvtneps_pbh(a);
 #else
-    __m512i bits = _mm512_castps_si512(a), lsb = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(lsb, _mm512_set1_epi32(0x7fff)));
-    __mmask16 nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
-    rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
-    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_to_bf16(a), 16));
 #endif
 }
 inline void store(bf16* p, vf a) { _mm256_storeu_si256((__m256i*)p, to_bf16(a)); }
@@ -101,6 +104,16 @@ inline void store_nibbles(uint8_t* p, vf low, vf high) {
 inline void split_bf16(vi words, vf& low, vf& high) {
     low = as_float(_mm512_slli_epi32(words, 16));
     high = as_float(_mm512_and_si512(words, _mm512_set1_epi32(int(0xffff0000))));
+}
+// The other way: each lane of two vectors rounded to bf16.
+inline vi join_bf16(vf low, vf high) {
+#ifdef BATCHGEN_FAST_BF16
+    const vi order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
+                                      20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_permutexvar_epi16(order, (vi)_mm512_cvtne2ps_pbh(high, low));
+#else
+    return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(rounded_to_bf16(low), 16), rounded_to_bf16(high));
+#endif
 }
 inline void split_f16(vi words, vf& low, vf& high) {
     low = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(words));

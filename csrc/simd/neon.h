@@ -41,12 +41,13 @@ inline vf load(const int8_t* p) { return vcvtq_f32_s32(int32x4_t{p[0], p[1], p[2
 inline float to_float(f16 a) { return vgetq_lane_f32(vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(a.bits))), 0); }
 inline void store(float* p, vf a) { vst1q_f32(p, a); }
 inline void store(f16* p, vf a) { vst1_u16(&p->bits, vreinterpret_u16_f16(vcvt_f16_f32(a))); }
-inline void store(bf16* p, vf a) {
+// Each lane rounded to bf16, in its high 16 bits; the others are any.
+inline vi rounded_to_bf16(vf a) {
     vi bits = vreinterpretq_u32_f32(a), lsb = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
     vi rounded = vaddq_u32(bits, vaddq_u32(lsb, vdupq_n_u32(0x7fff)));
-    rounded = vbslq_u32(vceqq_f32(a, a), rounded, vdupq_n_u32(0x7fc00000));
-    vst1_u16(&p->bits, vshrn_n_u32(rounded, 16));
+    return vbslq_u32(vceqq_f32(a, a), rounded, vdupq_n_u32(0x7fc00000));
 }
+inline void store(bf16* p, vf a) { vst1_u16(&p->bits, vshrn_n_u32(rounded_to_bf16(a), 16)); }
 
 // Stores through the caches: Arm has no stores past them.
 template <class T>
@@ -86,6 +87,8 @@ inline void split_bf16(vi words, vf& low, vf& high) {
     low = as_float(vshlq_n_u32(words, 16));
     high = as_float(vandq_u32(words, vdupq_n_u32(0xffff0000)));
 }
+// The other way: each lane of two vectors rounded to bf16.
+inline vi join_bf16(vf low, vf high) { return vsriq_n_u32(rounded_to_bf16(high), rounded_to_bf16(low), 16); }
 inline void split_f16(vi words, vf& low, vf& high) {
     low = vcvt_f32_f16(vreinterpret_f16_u16(vmovn_u32(words)));
     high = vcvt_f32_f16(vreinterpret_f16_u16(vshrn_n_u32(words, 16)));

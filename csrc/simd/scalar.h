@@ -181,6 +181,14 @@ inline void store_nibbles(uint8_t* p, vf low, vf high) {
 inline void split_bf16(vi words, vf& low, vf& high) {
     low = as_float(words << 16), high = as_float(words & 0xffff0000u);
 }
+// The other way: each lane of two vectors rounded to bf16.
+inline vi join_bf16(vf low, vf high) {
+    const auto rounded = [](vf a) {
+        const vi bits = as_int(a);
+        return as_int(select(a == a, as_float(bits + 0x7fff + (bits >> 16 & 1)), as_float(set1_int(0x7fc00000))));
+    };
+    return rounded(low) >> 16 | (rounded(high) & 0xffff0000u);
+}
 inline void split_f16(vi words, vf& low, vf& high) {
     for (int i = 0; i < W; i++) {
         low[i] = to_float(f16{uint16_t(words[i])});

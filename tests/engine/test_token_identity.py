@@ -9,7 +9,6 @@ that no row of the table has fails a test here.
 
 import itertools
 import random
-import threading
 from dataclasses import replace
 from functools import cache
 
@@ -19,7 +18,7 @@ from fake_device import FIRST_USES, ORDERS, FakeDevice, as_on_a_device, run_on
 from quantized_checkpoints import awq, fp8, gptq, in_mxfp4, pack_quantized, requantize
 from rank_threads import make_parts_on_ranks
 from thorough import covering, quick_or, rotating, some_of
-from tiered import CPU, EMULATED, before_each_step, everything_moves, make_parts, make_policy
+from tiered import CPU, EMULATED, before_each_step, everything_moves, make_parts, make_policy, once_all_rows_are_there
 from tiny_models import (
     FAMILIES,
     GGUF_FAMILIES,
@@ -260,14 +259,6 @@ _OF_MIXTURES = [
 ]
 
 
-def once_all_rows_are_there():
-    """Wait, before a sweep, for the thread that reads the rows, however busy the machine is; nothing is stopped."""
-    for thread in threading.enumerate():
-        if thread.name == "batchgen-input":
-            thread.join(timeout=60)
-    return False
-
-
 @pytest.mark.parametrize("model", _OF_MIXTURES)
 @pytest.mark.parametrize(("disk", "num_batches"), [(False, 1), (True, 2)])
 def test_many_rows_in_flight_give_the_tokens_of_transformers(model, disk, num_batches, expected_of_many, stores):
@@ -438,6 +429,16 @@ _WIDE_OF = {
     "opt": {"hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 128},
     "qwen2_moe": {**_WIDE, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128},
     "qwen3_moe": {**_WIDE, "moe_intermediate_size": 128},
+    "qwen3_5": {**_WIDE, "linear_value_head_dim": 32},
+    **{
+        family: {
+            **_WIDE,
+            "linear_value_head_dim": 32,
+            "moe_intermediate_size": 128,
+            "shared_expert_intermediate_size": 128,
+        }
+        for family in ("qwen3_next", "qwen3_5_moe")
+    },
     "granitemoeshared": {**_WIDE, "shared_intermediate_size": 128},
     "granitemoehybrid": {**_WIDE, "shared_intermediate_size": 128},
 }

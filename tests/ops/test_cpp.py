@@ -91,7 +91,7 @@ def sweeps(draw):
         sequences,
         draw(st.sampled_from([None, None, None, 1, 20, 100])),
         (kv_heads * group, kv_heads),
-        draw(st.sampled_from([8, 32, 40, 64, 80, 96, 128, 256])),
+        draw(st.sampled_from([8, 16, 32, 40, 64, 80, 96, 128, 256, 512])),
         draw(st.sampled_from([16, 16, 16, 8, 32])),
         draw(st.integers(0, 2**20)),
     )
@@ -161,6 +161,19 @@ def test_keys_of_blocks_that_only_seem_to_lie_together():
         torch.testing.assert_close(got.double(), attended(q, meant, slices, window), atol=0.015, rtol=0.015)
 
 
+# Heads of Gemma 4: 256 values in layers with a window and 512 in the others, and its numbers of heads.
+@pytest.mark.parametrize("kv_format", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "window"),
+    [(8, 1, 256, 40), (8, 1, 512, None), (16, 8, 256, 40), (16, 2, 512, None), (32, 4, 512, None), (16, 1, 512, None)],
+)
+def test_attention_of_large_heads(heads, kv_heads, head_dim, window, kv_format):
+    dtype = torch.float32 if kv_format == "float32" else torch.bfloat16
+    sequences = [(1, 200, False), (1, 15, False), (40, 33, False), (1, 64, True), (7, 0, True), (130, 0, False)]
+    case = (5, sequences, window, (heads, kv_heads), head_dim, 16, 5)
+    check_attention(case, dtype, kv_format, 2e-5 if dtype == torch.float32 else 0.02)
+
+
 @examples(60, sweeps())
 def test_attention_bf16(case):
     # Softmax weights are rounded to bf16 where pairs are multiplied, and so is the result.
@@ -199,7 +212,9 @@ def test_a_long_context_is_cut_into_parts_and_put_together(kv_format):
 
 @pytest.mark.parametrize(
     ("packing", "head_dim", "group", "window"),
-    some_of(itertools.product(PACKINGS, (64, 128, 192, 256), (1, 3, 4, 7, 8), (None, 40)), 10, "decode over packed KV"),
+    some_of(
+        itertools.product(PACKINGS, (64, 128, 192, 256, 512), (1, 3, 4, 7, 8), (None, 40)), 12, "decode over packed KV"
+    ),
 )
 def test_decode_over_packed_kv(packing, head_dim, group, window, instruction_set):
     """One query a sequence, and few rows of a tail after a shared prefix; nothing but the result is rounded to bf16."""
@@ -653,13 +668,23 @@ def test_norms(rows, columns, dtype, layer_norm, seed):
     torch.testing.assert_close(got.double(), expected, atol=2 * ROUNDING[dtype] + slack, rtol=2 * ROUNDING[dtype])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_norm_of_some_columns_is_in_place(dtype):
+    """As of the queries of all heads within queries, keys and values."""
+    x, weight = random(1, 5, 96, dtype=dtype), random(2, 40, dtype=dtype)
+    expected = x.clone()
+    expected[:, 16:56] = kernels.norm(x[:, 16:56].contiguous(), weight, None, 1e-5)
+    kernels.norm(x[:, 16:56], weight, None, 1e-5, x[:, 16:56])
+    assert torch.equal(x, expected)
+
+
 @real_sets
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "kv_format", "family"),
     covering(
         itertools.product(
             DTYPES,
-            (8, 40, 64, 256),
+            (8, 40, 64, 256, 512),
             ("own", *PACKINGS, "none", "none, rotated"),
             ("rope", "learned", "qk_norm"),
         ),

@@ -28,7 +28,10 @@ from batchgen.models.files import resolve_for_planning
 from batchgen.models.hf.keys import IGNORED
 
 MARGIN = 1e-3  # log-probabilities in fp32 may differ by so much
-MODELS = (*FAMILIES, "gemma3 with images", "gemma4 with images", "gemma4_unified with images")
+MODELS = (
+    *FAMILIES,
+    *(f"{family} with images" for family in ("gemma3", "gemma4", "gemma4_unified", "qwen3_5", "qwen3_5_moe")),
+)
 _PROMPT_LENGTHS = (23, 19)  # beyond short windows, and beyond the contexts that longrope is drawn with
 _MAX_TOKENS = 5
 _MOST_PARAMS = 12_000_000
@@ -47,6 +50,8 @@ _SIZES = (
         "num_experts",
         "num_local_experts",
     ),
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    *("num_experts_per_tok", "layer_types"),
 )
 # What models read beside the keys of their class, or once read, or what other models do.
 _OTHER_KEYS = (
@@ -305,6 +310,8 @@ def _ordinary(family: str, rng: random.Random) -> dict[str, Any]:
     drawn |= of_states[family](layers, rng) if family in of_states else _windows(family, layers, rng)
     drawn |= _experts(family, layers, rng)
     drawn |= _gemma4(family, drawn, rng) if family in GEMMA4 else {}
+    if family in SHORT_CONVS:  # which have keys of their own, or none
+        del drawn["hidden_act"], drawn["rms_norm_eps"]
     if family.startswith("gemma"):
         drawn.pop("hidden_act")
         drawn |= {"hidden_activation": maybe("gelu_pytorch_tanh")}
@@ -419,7 +426,8 @@ def _experts(family: str, layers: int, rng: random.Random) -> dict[str, Any]:
         return {name: rng.choice((4, 8)), "num_experts_per_tok": rng.choice((_LEFT_OUT, 1, 2))}
     if family == "lfm2":
         return {
-            "block_multiple_of": rng.choice((16, 32)), "block_ffn_dim_multiplier": rng.choice((_LEFT_OUT, 1.0, 1.3)),
+            "block_multiple_of": rng.choice((_LEFT_OUT, 16, 32)),
+            "block_ffn_dim_multiplier": rng.choice((_LEFT_OUT, 1.0, 1.3)),
             "block_auto_adjust_ff_dim": rng.choice((_LEFT_OUT, True, False)),
             "full_attn_idxs": rng.choice((_LEFT_OUT, None, [0])),
         }  # fmt: skip
@@ -631,4 +639,4 @@ def _with_images(family: str, stated: dict[str, Any], rng: random.Random) -> dic
     return outer
 
 
-assert set(ARCHITECTURES.values()) == {*FAMILIES, *DELTA_NETS, *SHORT_CONVS}
+assert set(ARCHITECTURES.values()) == set(FAMILIES)
