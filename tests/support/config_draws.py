@@ -40,7 +40,8 @@ _LEFT_OUT = object()
 # Sizes of models, whose defaults are those of large ones: at most one of them is left out.
 _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads"),
-    *("max_position_embeddings", "head_dim"),
+    *("max_position_embeddings", "head_dim", "top_k_experts"),
+    *("vocab_size_per_layer_input", "hidden_size_per_layer_input"),
     *(
         "num_key_value_heads",
         "moe_intermediate_size",
@@ -332,7 +333,7 @@ def _gemma4(family: str, drawn: dict[str, Any], rng: random.Random) -> dict[str,
     if shared == 1:  # each layer that reuses KV needs one of its kind
         types[layers - 2] = "full_attention"
     made = {
-        "head_dim": rng.choice((8, 16)), "sliding_window": rng.choice((6, 20)), "global_head_dim": rng.choice((16, 24)),
+        "head_dim": rng.choice((8, 16)), "sliding_window": rng.choice((_LEFT_OUT, 6, 20)), "global_head_dim": rng.choice((16, 24)),
         "layer_types": types, "num_kv_shared_layers": shared,
         "num_global_key_value_heads": rng.choice((_LEFT_OUT, None, 1, heads)),
         "attention_k_eq_v": rng.choice((_LEFT_OUT, True, False)),
