@@ -333,7 +333,8 @@ def _gemma4(family: str, drawn: dict[str, Any], rng: random.Random) -> dict[str,
     if shared == 1:  # each layer that reuses KV needs one of its kind
         types[layers - 2] = "full_attention"
     made = {
-        "head_dim": rng.choice((8, 16)), "sliding_window": rng.choice((_LEFT_OUT, 6, 20)), "global_head_dim": rng.choice((16, 24)),
+        "head_dim": rng.choice((8, 16)), "global_head_dim": rng.choice((16, 24)),
+        "sliding_window": rng.choice((_LEFT_OUT, 6, 20)),
         "layer_types": types, "num_kv_shared_layers": shared,
         "num_global_key_value_heads": rng.choice((_LEFT_OUT, None, 1, heads)),
         "attention_k_eq_v": rng.choice((_LEFT_OUT, True, False)),
