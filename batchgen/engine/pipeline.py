@@ -252,14 +252,14 @@ def _plan_stages(request: LoadRequest, stages: Sequence[Stage]) -> list[tuple[Lo
     window = max((memory.window for _, memory in loads if memory.window is not None), default=None)
     window_blocks = _fewest([memory.window_blocks for _, memory in loads if memory.window is not None])
     of_states = [memory for load, memory in loads if load.config.state is not None]
-    in_all_stages = {
-        "kv_blocks": fewest,
-        "window": window,
-        "window_blocks": window_blocks,
-        "state_slots": _fewest([memory.state_slots for memory in of_states]),
-        "staging_states": min((memory.staging_states for memory in of_states), default=0),
-    }
-    return [(load, replace(memory, **in_all_stages)) for load, memory in loads]
+    slots = _fewest([memory.state_slots for memory in of_states])
+    staged = min((memory.staging_states for memory in of_states), default=0)
+
+    def as_in_all(memory: MemoryPlan) -> MemoryPlan:
+        pools = replace(memory, kv_blocks=fewest, window=window, window_blocks=window_blocks)
+        return replace(pools, state_slots=slots, staging_states=staged)
+
+    return [(load, as_in_all(memory)) for load, memory in loads]
 
 
 def _fewest(pools: Sequence[Mapping[str, int]]) -> dict[str, int]:

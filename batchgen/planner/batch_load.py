@@ -71,8 +71,10 @@ class BatchLoad:
         new_tokens: Number of tokens whose KV is copied to the host's pool.
         disk_reads: (KV blocks, runs of neighbouring blocks) that are read from disk.
         disk_writes: (KV blocks, runs of neighbouring blocks) that are written to disk.
-        disk_blocks: Number of KV blocks, old and new, of sequences on disk, all of which pass through the staging
-            buffer.
+        new_host_blocks: Number of KV blocks with new tokens alone, of sequences of the host's pool. Layers that reuse
+            KV take them from there.
+        all_disk: (KV blocks, runs of neighbouring blocks), old and new, of sequences on disk, all of which pass through
+            the staging buffer.
         states: Sequences whose KV or state passes through the staging buffer.
         hidden_on_host: Whether activations wait in host memory between layers.
     """
@@ -87,7 +89,8 @@ class BatchLoad:
     new_tokens: int = 0
     disk_reads: tuple[int, int] = (0, 0)
     disk_writes: tuple[int, int] = (0, 0)
-    disk_blocks: int = 0
+    new_host_blocks: int = 0
+    all_disk: tuple[int, int] = (0, 0)
     states: StagedStates = _NO_STATES
     hidden_on_host: bool = False
 
@@ -149,12 +152,12 @@ def load_of(
     windowed_host_blocks = _history_blocks(on_host, kv_block_size, windowed=True) if windows else host_blocks
     reads: list[tuple[int, int]] = []
     writes: list[tuple[int, int]] = []
-    blocks = 0
+    all_reads: list[tuple[int, int]] = []
     for s in on_disk:
         table, used = s.sequence.block_table, _blocks(s.num_keys, kv_block_size)
         reads += runs_of(table[: _blocks(s.sequence.num_computed, kv_block_size)])
         writes += runs_of(table[s.sequence.num_computed // kv_block_size : used])
-        blocks += used
+        all_reads += runs_of(table[:used])
     return BatchLoad(
         tokens=sum([s.num_tokens for s in batch]),
         sampled=sum([s.num_keys == len(s.sequence.tokens) for s in batch]),
@@ -164,12 +167,19 @@ def load_of(
         host_blocks=host_blocks,
         windowed_host_blocks=windowed_host_blocks,
         new_tokens=sum(s.num_tokens for s in on_host),
-        disk_reads=(sum(count for _, count in reads), len(reads)),
-        disk_writes=(sum(count for _, count in writes), len(writes)),
-        disk_blocks=blocks,
+        new_host_blocks=sum(
+            _blocks(s.num_keys, kv_block_size) - _blocks(s.sequence.num_computed, kv_block_size) for s in on_host
+        ),
+        disk_reads=_blocks_and_runs(reads),
+        disk_writes=_blocks_and_runs(writes),
+        all_disk=_blocks_and_runs(all_reads),
         states=StagedStates(_begun(on_host), len(on_host), _begun(on_disk), len(on_disk)),
         hidden_on_host=hidden_on_host,
     )
+
+
+def _blocks_and_runs(runs: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    return sum(count for _, count in runs), len(runs)
 
 
 def _begun(members: Sequence[ScheduledSequence]) -> int:

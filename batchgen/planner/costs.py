@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import singledispatch
 from typing import NamedTuple
 
+from batchgen.core.direct_io import aligned
 from batchgen.core.dtypes import INT8, NATIVE_FORMATS
 from batchgen.core.hardware import ComputeRates, known
 from batchgen.core.plan import first_batch_cpu_share
@@ -206,7 +207,7 @@ def streamed_kv_bytes(s: CostInputs, phase: Phase) -> float:
     if s.window:
         most = s.window - 1 + s.kv_block_size - 1
         windowed = brought(min(unshared, most), min(shared, max(0.0, most - unshared)))
-    return s.kv_bytes_of_tokens(tokens, windowed) / s.model.num_layers
+    return s.read_kv_bytes(tokens, windowed) / s.model.num_layers
 
 
 def _prompt_states(s: CostInputs, phase: Phase) -> tuple[float, float]:
@@ -252,10 +253,13 @@ def _disk_bytes(s: CostInputs, phase: Phase) -> _DiskBytes:
     read = phase.decode_seqs * _history_tokens(s, phase) / s.kv_block_size
     written = phase.decode_seqs + prompts / s.kv_block_size
     states_in, states_out = ((phase.decode_seqs + n) * s.layer_state_bytes for n in _prompt_states(s, phase))
-    on_disk, copied = (
-        (read * block + states_in, written * block + states_out) for block in (s.disk_block_bytes, s.kv_block_bytes)
-    )
-    return _DiskBytes(on_disk, copied)
+
+    def moved(round_up: Callable[[int], int]) -> tuple[float, float]:
+        stored = sum(map(round_up, s.layer_block_bytes)) / s.model.num_layers
+        reused = sum(map(round_up, s.layer_read_bytes)) / s.model.num_layers - stored  # comes with its new tokens
+        return read * stored + (read + written) * reused + states_in, written * stored + states_out
+
+    return _DiskBytes(on_disk=moved(aligned), copied=moved(int))
 
 
 def moved_bytes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]:
@@ -281,6 +285,8 @@ def moved_bytes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
     activations = at.act_cpu * (phase.tokens * s.hidden_bytes)
     delegated_out = phase.decode_seqs * attention_input_bytes(s) + kv_prefilled
     h2d = at.w_streamed * s.layer_bytes + at.kv_streamed * streamed_bytes(s, phase) + activations
+    if s.per_layer_bytes:
+        h2d += at.act_cpu * (phase.tokens * s.per_layer_bytes / s.model.num_layers)
     if states_in:
         h2d += at.kv_cpu * states_in + states_in * deferred_rows
     # What the last layer makes stays where the head is computed.
@@ -521,7 +527,7 @@ def head_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]:
         compute = compute + at.head_cpu * (stored_s - prepacked_s)
     lanes: dict[str, Linear] = {"compute": compute}
     if s.on_gpu:
-        moved = at.head_cpu * s.head_bytes + at.act_gpu * (phase.tokens * s.hidden_bytes)
+        moved = at.head_cpu * s.head_bytes + at.act_gpu * (phase.tokens * (s.hidden_bytes + s.per_layer_bytes))
         lanes["h2d"] = transfer_s(moved, s.hardware.h2d_bytes_per_s)
         lanes["dram"] = moved * (1 / s.hardware.dram_bytes_per_s)
         if s.hardware.shared_cores:

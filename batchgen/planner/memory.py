@@ -174,7 +174,7 @@ def _activation_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
 
 def _waiting_bytes(s: Sizes, batches: Batches) -> int:
     """Bytes of one micro-batch's activations between layers, with the layers' inputs from per-layer embeddings."""
-    return int(batches.batch_tokens * (s.hidden_bytes + s.model.per_layer_width * s.element_bytes))
+    return int(batches.batch_tokens * (s.hidden_bytes + s.per_layer_bytes))
 
 
 def kv_bytes(s: CostInputs, at: Placement) -> dict[str, Linear]:

@@ -157,14 +157,16 @@ class CostInputs(Sizes):
         """Bytes of KV of a sequence with so many blocks, in all layers."""
         return self._kept_block_bytes * blocks + self._windowed_block_bytes * self.held_blocks(blocks)
 
-    def kv_bytes_of_tokens(self, tokens: float, windowed: float) -> float:
-        """Bytes of KV of so many tokens, in all layers.
+    def read_kv_bytes(self, tokens: float, windowed: float) -> float:
+        """Bytes of KV of so many tokens, in all layers that attend: where layers reuse KV it comes to each of them.
 
         Args:
             tokens: Tokens in layers that keep all KV.
             windowed: Tokens in layers that free what no later token sees.
         """
-        return (self._kept_block_bytes * tokens + self._windowed_block_bytes * windowed) / self.kv_block_size
+        all_sizes = sum(self.layer_read_bytes)
+        windows = window_bytes(self.model, self.layer_read_bytes) if self.window else 0
+        return ((all_sizes - windows) * tokens + windows * windowed) / self.kv_block_size
 
     @property
     def seq_kv_bytes(self) -> float:
@@ -176,7 +178,7 @@ class CostInputs(Sizes):
         """Bytes of KV of the prefix that sequences share."""
         shared = self.workload.shared_prefix_len
         in_window = min(shared, self.held_blocks(self.kv_blocks(shared)) * self.kv_block_size)
-        return self.kv_bytes_of_tokens(shared, in_window)
+        return (self._kept_block_bytes * shared + self._windowed_block_bytes * in_window) / self.kv_block_size
 
     @property
     def chunk_kv_bytes(self) -> int:

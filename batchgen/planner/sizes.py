@@ -128,6 +128,11 @@ class Sizes:
         return self.model.hidden_size * self.element_bytes
 
     @property
+    def per_layer_bytes(self) -> float:
+        """Bytes of a token's inputs of all layers from per-layer embeddings; 0 where the model has none."""
+        return self.model.per_layer_width * self.element_bytes
+
+    @property
     def head_bytes(self) -> float:
         """Bytes of the final norm and the output matrix."""
         embedding, head = self._end_bytes
@@ -161,6 +166,12 @@ class Sizes:
     def layer_block_bytes(self) -> tuple[int, ...]:
         """Bytes of a KV block in memory, in each layer: 0 where a layer has no keys and values of its own."""
         return kv_block_bytes(self.model, self.kv_block_size, self.kv_format)
+
+    @cached_property
+    def layer_read_bytes(self) -> tuple[int, ...]:
+        """Bytes of a KV block that each layer attends to, its own or that of another layer; 0 in state layers."""
+        model, sizes = self.model, self.layer_block_bytes
+        return tuple(0 if model.has_state(j) else sizes[model.kv_source(j)] for j in range(model.num_layers))
 
     @cached_property
     def kv_block_bytes(self) -> float:

@@ -341,8 +341,11 @@ class _SweepCosts:
         """Seconds of a copy that compute makes itself; the CPU copies nothing."""
         if step.kind == "join_deferred":
             self._joined[step.batch] += load.deferred
-        moved, h2d = _BYTES[step.kind](self._costs, step, load), self._costs.hardware.h2d_bytes_per_s
-        return transfer_s(moved, h2d, 1, self._costs.hardware.link_overhead_s) if h2d and moved else 0.0
+        hardware = self._costs.hardware
+        links = [(_BYTES[step.kind](self._costs, step, load), hardware.h2d_bytes_per_s)]
+        if step.kind == "embed":
+            links.append((_bytes_from_embedding(self._costs, load), hardware.d2h_bytes_per_s))
+        return sum(transfer_s(size, rate, 1, hardware.link_overhead_s) for size, rate in links if rate and size)
 
     def computed(self, step: Step, load: BatchLoad) -> float:
         """Seconds of a computation, and what the copies before it took of its cores."""
@@ -454,10 +457,10 @@ class _SweepCosts:
 
     def read_kv(self, step: Step, load: BatchLoad) -> float:
         """Seconds of reading a micro-batch's KV, or its states, from disk."""
-        s, hardware = self._costs.inputs, self._costs.hardware
-        blocks, runs = load.disk_reads
-        size = blocks * aligned(s.layer_block_bytes[s.model.kv_source(step.layer)])
-        if self._costs.config.has_state(step.layer):
+        s, hardware, config = self._costs.inputs, self._costs.hardware, self._costs.config
+        blocks, runs = load.disk_reads if config.owns_kv(step.layer) else load.all_disk
+        size = blocks * aligned(s.layer_read_bytes[step.layer])
+        if config.has_state(step.layer):
             size, runs = load.states.disk_in * s.state_row_bytes, load.states.disk_in
         return transfer_s(size, hardware.disk_read_bytes_per_s, runs, hardware.disk_read_overhead_s)
 
@@ -498,14 +501,31 @@ def _head_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
 
 
 def _embedded_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
-    """Bytes of the embedded rows, where they are not looked up where the activations are."""
-    stays = load.hidden_on_host != costs.embeds_on_gpu
-    rows = costs.config.per_layer_width * costs.element_bytes  # which only the host has
-    return load.tokens * (rows + (0.0 if stays else costs.inputs.hidden_bytes))
+    """Bytes of embedded rows that come to the accelerator: per-layer embeddings are looked up by the host alone."""
+    s = costs.inputs
+    if costs.embeds_on_gpu:
+        return load.tokens * s.per_layer_bytes
+    return 0.0 if load.hidden_on_host else load.tokens * (s.hidden_bytes + s.per_layer_bytes)
 
 
-def _hidden_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
+def _bytes_from_embedding(costs: StepCosts, load: BatchLoad) -> float:
+    """Bytes of rows that are embedded on the accelerator, and wait in host memory."""
+    s = costs.inputs
+    waits = costs.embeds_on_gpu and load.hidden_on_host
+    return load.tokens * (s.hidden_bytes + s.per_layer_bytes) if waits else 0.0
+
+
+def _stored_hidden_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
     return (load.tokens - (0 if step.layer == 0 else load.deferred)) * costs.inputs.hidden_bytes
+
+
+def _loaded_hidden_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
+    """Bytes of activations, and of the layer's input from per-layer embeddings for the rows that leave the layer."""
+    s, last = costs.inputs, costs.config.num_layers - 1
+    rows = load.logits_rows if step.layer == last else load.tokens - load.deferred
+    per_layer = rows * s.per_layer_bytes / costs.config.num_layers
+    begun = load.deferred * s.per_layer_bytes if step.layer == 0 else 0.0
+    return _stored_hidden_bytes(costs, step, load) + per_layer + begun
 
 
 def _staged_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
@@ -513,8 +533,10 @@ def _staged_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
         return (load.states.host_in + load.states.disk_in) * costs.inputs.state_row_bytes
     windowed = costs.config.windows[step.layer] is not None
     host_blocks = load.windowed_host_blocks if windowed else load.host_blocks
-    block_bytes = costs.inputs.layer_block_bytes[costs.config.kv_source(step.layer)]
-    return (host_blocks + (load.disk_blocks if load.disk_reads[0] else 0)) * block_bytes
+    disk_blocks = load.all_disk[0] if load.disk_reads[0] else 0
+    if not costs.config.owns_kv(step.layer):
+        host_blocks, disk_blocks = host_blocks + load.new_host_blocks, load.all_disk[0]
+    return (host_blocks + disk_blocks) * costs.inputs.layer_read_bytes[step.layer]
 
 
 def _stored_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
@@ -547,8 +569,8 @@ _BYTES: Mapping[str, Callable[[StepCosts, Step, BatchLoad], float]] = {
     "load_weight": _weight_bytes,
     "load_head": _head_bytes,
     "embed": _embedded_bytes,
-    "load_hidden": _hidden_bytes,
-    "store_hidden": _hidden_bytes,
+    "load_hidden": _loaded_hidden_bytes,
+    "store_hidden": _stored_hidden_bytes,
     "load_cache": _staged_bytes,
     "store_cache": _stored_bytes,
     "send_qkv": _sent_bytes,

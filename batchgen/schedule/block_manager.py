@@ -145,6 +145,10 @@ class BlockManager(BlockPool):
                 high = middle
         return len(blocks) - low
 
+    def num_shareable(self, tokens: Sequence[int]) -> int:
+        """The number of leading tokens that a sequence could take over now."""
+        return self._longest_prefix(self.known(tokens)) * self.kv_block_size
+
     def known(self, tokens: Sequence[int]) -> list[int]:
         """Blocks in the trie of a prefix of `tokens`; layers with a window or a state may lack what belongs to them.
 

@@ -13,6 +13,8 @@ from batchgen.schedule.state_slots import NO_STATE, StateSlot
 from batchgen.schedule.window_pool import NULL_BLOCK, WindowPool
 
 Pool = BlockManager | ExtentManager
+# Tokens of a prefix for which a snapshot of its state is left, and waited for. Fewer are computed again.
+_LEAST_TOKENS = 64
 
 
 class BlockTables:
@@ -24,6 +26,7 @@ class BlockTables:
         num_reserved: blocks promised to sequences in flight and not yet allocated, by tier.
         share_prefixes: Whether sequences take over KV of others in any tier.
         have_windows: Whether layers with a sliding window have pools of their own in any tier.
+        have_states: Whether sequences have state slots.
     """
 
     def __init__(self, pools: Mapping[str, Pool]) -> None:
@@ -32,6 +35,7 @@ class BlockTables:
         self.num_reserved = dict.fromkeys(pools, 0)
         self.share_prefixes = any(pool.share_prefixes for pool in pools.values())
         self.have_windows = any(pool.windowed is not None for pool in pools.values())
+        self.have_states = any(pool.states is not None for pool in pools.values())
 
     def pool(self, sequence: Sequence) -> Pool:
         """The pool that a sequence in flight has its blocks from."""
@@ -47,8 +51,8 @@ class BlockTables:
         """
         pool, matched = self.pool(sequence), allocation.blocks[: allocation.num_matched]
         sequence.state = allocation.state
-        if allocation.state is not None and allocation.num_known > len(matched):
-            sequence.forks.add(allocation.num_known * pool.kv_block_size)
+        if allocation.state is not None:
+            self._add_fork(sequence, allocation.num_known * pool.kv_block_size, len(matched) * pool.kv_block_size)
         sequence.block_table.extend(allocation.blocks)
         if allocation.window_table is not None:
             sequence.window_table = array("i", allocation.window_table)
@@ -78,6 +82,38 @@ class BlockTables:
                 return False
             sequence.window_table.append(windows.allocate())
         return True
+
+    def fork_before(self, sequence: Sequence, following: Sequence) -> None:
+        """Have a sequence that has been admitted leave a snapshot for the one that is admitted next, if that helps."""
+        if sequence.state is not None and self.pool(sequence).share_prefixes:
+            self._add_fork(sequence, self._common_tokens(sequence, following), sequence.num_computed)
+
+    def _add_fork(self, sequence: Sequence, num_tokens: int, num_known: int) -> None:
+        """Note a fork, if there are so many tokens from a state that is known that a snapshot is worth its slot."""
+        if num_tokens - num_known >= _LEAST_TOKENS:
+            sequence.forks.add(num_tokens)
+
+    def fork_ahead(self, sequence: Sequence, following: Sequence) -> int:
+        """Tokens of a prefix that a sequence in flight is computing, and will leave a snapshot of; 0: there is none.
+
+        Args:
+            sequence: The sequence in flight.
+            following: A sequence that could take the snapshot over, with many tokens less to compute than without.
+        """
+        if self.next_fork(sequence) is None:
+            return 0
+        common, pool = self._common_tokens(sequence, following), self.pool(sequence)
+        end = max((end for end in self._fork_ends(sequence) if sequence.num_computed < end <= common), default=0)
+        if not end or not isinstance(pool, BlockManager):
+            return 0
+        return end if end - pool.num_shareable(following.shareable) >= _LEAST_TOKENS else 0
+
+    def _common_tokens(self, sequence: Sequence, following: Sequence) -> int:
+        """Tokens of whole blocks at the start of a prompt that another sequence, which has more tokens, can share."""
+        size, tokens, others = self.pool(sequence).kv_block_size, sequence.tokens, following.shareable
+        most = min(sequence.num_prompt, len(others) - 1) // size * size
+        ends = range(size, most + 1, size)
+        return next((end - size for end in ends if tokens[end - size : end] != others[end - size : end]), max(0, most))
 
     def next_fork(self, sequence: Sequence) -> int | None:
         """The token of a prompt at which its next chunk must end, so that a snapshot of its state can be left there.

@@ -269,6 +269,9 @@ class Scheduler:
 
         while self.waiting and budget > 0 and len(sweep) < most:
             sequence = self.waiting[0]
+            if self._follows_one_in_flight(sequence, in_placement):
+                self.waiting.popleft()
+                continue
             is_full = len(self.running) >= self.limits.max_num_seqs
             if is_full or not self._admit_to_placement(
                 sequence, in_placement, admission, self._chunk(sequence, budget)
@@ -279,12 +282,26 @@ class Scheduler:
             self.waiting.popleft()
             self.running.append(sequence)
             in_placement[sequence.kv_placement] += 1
+            if self.waiting:
+                self.tables.fork_before(sequence, self.waiting[0])
             count = min(self._chunk(sequence, budget), self.tables.window_capacity(sequence))
             self._grow(sequence, count)
             budget -= count
             sweep.append(ScheduledSequence(sequence, count))
             if sequence in self._followers and not self._waits_for_prefix(self._followers[sequence][0]):
                 self._queue_followers(sequence)
+
+    def _follows_one_in_flight(self, sequence: Sequence, in_placement: Mapping[KVPlacement, int]) -> bool:
+        """Put a sequence aside if one in flight is about to leave a snapshot of a state for it; False: none is."""
+        if not self.tables.have_states or sequence.token_slot is not None or self.limits.admission == "static":
+            return False
+        tiers = [kv_placement.tier for kv_placement in self._open_placements(in_placement)[:1]]
+        ends = ((self.tables.fork_ahead(s, sequence), s) for s in self.running if s.kv_placement.tier in tiers)
+        end, source = max(ends, key=lambda pair: pair[0], default=(0, sequence))
+        if end:
+            sequence.prefix_source, sequence.num_source_tokens = source, end
+            self._followers.setdefault(source, []).append(sequence)
+        return end > 0
 
     def _admissible(self) -> Iterator[Sequence]:
         """The first waiting sequences, as many as may be admitted. Followers count as no longer than their source."""

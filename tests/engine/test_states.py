@@ -6,7 +6,7 @@ test_token_identity.py and test_tiers.py have models with state layers in all ti
 import random
 
 import pytest
-from tiered import CPU, EMULATED, make_parts, make_policy, make_requests, run, shuffle_steps
+from tiered import CPU, EMULATED, make_parts, make_policy, make_requests, once_all_rows_are_there, run, shuffle_steps
 
 from batchgen.core.request import Request, SamplingParams, ScoreRequest
 from batchgen.engine.engine import Engine
@@ -128,15 +128,31 @@ def test_samples_of_a_prompt_take_over_its_state(place, model, alone, stores):
 
 
 def test_the_third_row_takes_over_what_the_second_left_at_the_fork(model, alone, stores):
-    prefix = (alone[0][0] * 99)[: 3 * BLOCK + 3]
+    prefix = (alone[0][0] * 99)[: 5 * BLOCK + 3]
     prompts = [prefix + [7 + i] * (20 + i) for i in range(4)]
     with Engine.from_parts(parts_at(model, "memory", stores), sampling=SamplingParams(max_tokens=2)) as engine:
         cached = []
         for prompt in prompts:
             list(engine.generate([Request(prompt)]))
             cached.append(engine.stats.cached_prompt_tokens)
-        assert cached == [0, 0, 3 * BLOCK, 6 * BLOCK]
+        assert cached == [0, 0, 5 * BLOCK, 10 * BLOCK]
         assert snapshots(engine) == 1 and engine.used_state_slots == 0
+
+
+@pytest.mark.parametrize("place", ["memory", "streamed", "delegated"])
+@pytest.mark.parametrize("max_tokens", [30, 300])
+def test_a_prefix_of_rows_that_follow_each_other_is_computed_once(place, max_tokens, model, alone, stores):
+    prefix = (alone[0][0] * 99)[: 6 * BLOCK]
+    prompts = [[*prefix, 9 + i, 11, 12] for i in range(9)]
+    requests, sampling = [Request(p) for p in prompts], SamplingParams(max_tokens=3, ignore_eos=True)
+    parts = parts_at(model, place, stores, max_num_batched_tokens=max_tokens)
+    with Engine.from_parts(parts, sampling=sampling) as engine:
+        done = {c.index: c.samples[0].token_ids for c in engine.generate(requests, should_stop=once_all_rows_are_there)}
+        assert engine.stats.prefilled_tokens == len(prefix) + 3 * len(prompts)
+        found = [next(iter(engine.generate([Request(prompt)]))).samples[0].token_ids for prompt in prompts[:3]]
+    assert [done[i] for i in range(3)] == found
+    with Engine.from_parts(parts_at(model, "memory", stores, share_prefixes=False), sampling=sampling) as engine:
+        assert found == [next(iter(engine.generate([Request(prompt)]))).samples[0].token_ids for prompt in prompts[:3]]
 
 
 def test_snapshots_go_when_sequences_need_their_slots(model, alone, stores):
@@ -146,7 +162,7 @@ def test_snapshots_go_when_sequences_need_their_slots(model, alone, stores):
         slots = engine._pools["cpu"].states.num_blocks
         rng = random.Random(2)
         for _ in range(slots // 8 + 2):  # each leaves eight snapshots
-            prefixes = [[rng.randrange(4, 500) for _ in range(20)] for _ in range(8)]
+            prefixes = [[rng.randrange(4, 500) for _ in range(70)] for _ in range(8)]
             prompts = [[*prefix, 9, i] for prefix in prefixes for i in range(2)]
             for prompt in prompts:
                 list(engine.generate([Request(prompt)]))
@@ -192,7 +208,7 @@ def test_a_job_that_is_stopped_leaves_no_slot_taken(place, model, alone, stores)
 
 def test_a_state_that_is_not_finite_is_not_taken_over(model, alone, stores):
     """Rows after one whose logits are not finite compute its prefix themselves, though a snapshot of it is there."""
-    prefix = (alone[0][0] * 99)[: 2 * BLOCK]
+    prefix = (alone[0][0] * 99)[: 4 * BLOCK]
     prompts = [[*prefix, 9 + i, 11] for i in range(4)]
     sampling = SamplingParams(max_tokens=3, ignore_eos=True)
 

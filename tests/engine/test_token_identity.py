@@ -9,7 +9,6 @@ that no row of the table has fails a test here.
 
 import itertools
 import random
-import threading
 from dataclasses import replace
 from functools import cache
 
@@ -19,7 +18,7 @@ from fake_device import FIRST_USES, ORDERS, FakeDevice, as_on_a_device, run_on
 from quantized_checkpoints import awq, fp8, gptq, in_mxfp4, pack_quantized, requantize
 from rank_threads import make_parts_on_ranks
 from thorough import covering, quick_or, rotating, some_of
-from tiered import CPU, EMULATED, before_each_step, everything_moves, make_parts, make_policy
+from tiered import CPU, EMULATED, before_each_step, everything_moves, make_parts, make_policy, once_all_rows_are_there
 from tiny_models import (
     FAMILIES,
     GGUF_FAMILIES,
@@ -258,14 +257,6 @@ _OF_MIXTURES = [
     "gpt_oss, 4 of 32, all windows, plain rope",
     "gemma4, experts, keys are values",
 ]
-
-
-def once_all_rows_are_there():
-    """Wait, before a sweep, for the thread that reads the rows, however busy the machine is; nothing is stopped."""
-    for thread in threading.enumerate():
-        if thread.name == "batchgen-input":
-            thread.join(timeout=60)
-    return False
 
 
 @pytest.mark.parametrize("model", _OF_MIXTURES)

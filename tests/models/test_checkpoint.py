@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import struct
 import subprocess
@@ -52,12 +53,14 @@ VARIANTS = [
 
 def expected_tensors(model) -> tuple[dict, list[dict], dict]:
     """Embeddings, layers and head, put together by hand from a transformers model."""
-    family = model.config.model_type
+    family = model.config.model_type.removesuffix("_text")
     opt = family == "opt"
     decoder = model.model.decoder if opt else model.model
 
     def params(module, name):
-        one = name.endswith("norm") and family.startswith(("gemma2", "gemma3"))  # which multiply with 1 + w
+        one = name.endswith("norm") and family.startswith(
+            ("gemma2", "gemma3", *DELTA_NETS)
+        )  # which multiply with 1 + w
         return {f"{name}.{kind}": value.detach() + one for kind, value in module.named_parameters()}
 
     def fused(name, *modules):
@@ -66,28 +69,7 @@ def expected_tensors(model) -> tuple[dict, list[dict], dict]:
 
     embeddings = params(decoder.embed_tokens, "embed")
     head = {}
-    layers = []
-    for layer in decoder.layers:
-        attention = layer.self_attn
-        if family == "phi3":
-            tensors = params(attention.qkv_proj, "qkv")
-        else:
-            projections = (getattr(attention, f"{part}_proj", None) for part in ("q", "k", "v"))
-            tensors = fused("qkv", *filter(None, projections))
-        if opt:
-            tensors |= params(layer.self_attn_layer_norm, "input_norm")
-            tensors |= params(layer.final_layer_norm, "post_norm")
-            tensors |= params(attention.out_proj, "out")
-            tensors |= params(layer.fc1, "up") | params(layer.fc2, "down")
-        else:
-            for name, module in norms_of(layer, family):
-                tensors |= params(module, name)
-            tensors |= params(attention.o_proj, "out")
-            tensors |= expected_mlp(layer, family, params, fused)
-        for name in ("q_norm", "k_norm"):
-            if hasattr(attention, name):
-                tensors |= params(getattr(attention, name), name)
-        layers.append(tensors | expected_gemma4_tensors(layer, params))
+    layers = [expected_layer(model, layer, family, params, fused) for layer in decoder.layers]
     if opt:
         embeddings |= params(decoder.embed_positions, "positions")
         if decoder.project_in is not None:
@@ -105,6 +87,79 @@ def expected_tensors(model) -> tuple[dict, list[dict], dict]:
     if not model.config.tie_word_embeddings:
         head |= params(model.lm_head, "lm_head")
     return embeddings, layers, head
+
+
+def expected_layer(model, layer, family: str, params, fused) -> dict:
+    """The tensors of one layer."""
+    if family in DELTA_NETS:
+        return expected_delta_net(model.config, layer, params, fused)
+    attention = layer.self_attn
+    if family == "phi3":
+        tensors = params(attention.qkv_proj, "qkv")
+    else:
+        projections = (getattr(attention, f"{part}_proj", None) for part in ("q", "k", "v"))
+        tensors = fused("qkv", *filter(None, projections))
+    if family == "opt":
+        tensors |= params(layer.self_attn_layer_norm, "input_norm")
+        tensors |= params(layer.final_layer_norm, "post_norm")
+        tensors |= params(attention.out_proj, "out")
+        tensors |= params(layer.fc1, "up") | params(layer.fc2, "down")
+    else:
+        for name, module in norms_of(layer, family):
+            tensors |= params(module, name)
+        tensors |= params(attention.o_proj, "out")
+        tensors |= expected_mlp(layer, family, params, fused)
+    for name in ("q_norm", "k_norm"):
+        if hasattr(attention, name):
+            tensors |= params(getattr(attention, name), name)
+    return tensors | expected_gemma4_tensors(layer, params)
+
+
+def expected_delta_net(config, layer, params, fused) -> dict:
+    """A layer of a model with Gated DeltaNets."""
+    family = config.model_type.removesuffix("_text")
+    mixer = expected_states(config, layer) if hasattr(layer, "linear_attn") else expected_gated(config, layer, params)
+    norms = {key: value for name, module in norms_of(layer, family) for key, value in params(module, name).items()}
+    return mixer | norms | expected_mlp(layer, family, params, fused)
+
+
+def expected_gated(config, layer, params) -> dict:
+    """The tensors of attention with an output gate and heads that are rotated in part."""
+    heads, dim = config.num_attention_heads, config.head_dim
+    attention, half = layer.self_attn, int(dim * config.rope_parameters["partial_rotary_factor"]) // 2
+    others = (dim - 2 * half) // 2
+    order = torch.cat([x.split((half, half, others, others))[i] for i in (0, 2, 1, 3) for x in [torch.arange(dim)]])
+    found = params(attention.o_proj, "out")
+    for kind, _ in attention.q_proj.named_parameters():
+        q, k, v = (getattr(getattr(attention, f"{part}_proj"), kind).detach() for part in "qkv")
+        queries, gates = q.unflatten(0, (heads, 2, dim)).unbind(1)
+        parts = gates.flatten(0, 1), queries[:, order].flatten(0, 1), k.unflatten(0, (-1, dim))[:, order].flatten(0, 1)
+        found[f"qkv.{kind}"] = torch.cat((*parts, v))
+    for name in ("q_norm", "k_norm"):
+        found |= {key: norm[order] for key, norm in params(getattr(attention, name), name).items()}
+    return found
+
+
+def expected_states(config, layer) -> dict:
+    """The tensors of a Gated DeltaNet."""
+    net = layer.linear_attn
+    found = {
+        "conv.weight": net.conv1d.weight.squeeze(1), "a_log": net.A_log, "dt_bias": net.dt_bias,
+        "state_norm.weight": net.norm.weight, "out.weight": net.out_proj.weight,
+    }  # fmt: skip
+    if hasattr(net, "in_proj_qkv"):
+        found["qkv.weight"] = torch.cat([net.in_proj_qkv.weight, net.in_proj_z.weight])
+        found["ba.weight"] = torch.cat([net.in_proj_b.weight, net.in_proj_a.weight])
+    else:  # of each key head its query, key, values and gates
+        group = config.linear_num_value_heads // config.linear_num_key_heads
+        values = group * config.linear_value_head_dim
+        for name, module, sizes in (
+            ("qkv", net.in_proj_qkvz, [config.linear_key_head_dim] * 2 + [values] * 2),
+            ("ba", net.in_proj_ba, [group] * 2),
+        ):
+            by_head = module.weight.unflatten(0, (config.linear_num_key_heads, -1)).split(sizes, dim=1)
+            found[f"{name}.weight"] = torch.cat([part.flatten(0, 1) for part in by_head])
+    return {name: tensor.detach() for name, tensor in found.items()}
 
 
 def expected_mlp(layer, family: str, params, fused) -> dict:
@@ -426,6 +481,11 @@ def test_gguf_tensors_are_those_written(tmp_path, monkeypatch, name, tensor_type
     for layer in range(ours.config.num_layers):
         expected = theirs.load_layer(layer, torch.float32)
         found = ours.load_layer(layer, torch.float32)
+        if ours.config.has_state(layer):
+            torch.testing.assert_close(found.pop("a_log"), expected.pop("a_log"), atol=1e-6, rtol=1e-6)  # by way of exp
+            if (state := ours.config.state).out_by_member:  # columns stay as they are in the file
+                shape = state.key_heads, -1, state.value_dim
+                expected["out.weight"] = expected["out.weight"].unflatten(1, shape).transpose(1, 2).flatten(1)
         assert found.keys() == expected.keys() and all(torch.equal(found[n], t) for n, t in expected.items())
 
 
@@ -450,7 +510,7 @@ def test_ranks_have_the_same_parts_of_a_gguf(tmp_path, name):
 
 def test_every_architecture_of_ggufs_has_a_family_here():
     shared = {"mixtral", "olmo3", "granitemoeshared"}  # that have the architecture of another
-    assert {ARCHITECTURES[name] for name in GGUF_ARCHITECTURES.values()} | shared == {*GGUF_FAMILIES, *DELTA_NETS}
+    assert {ARCHITECTURES[name] for name in GGUF_ARCHITECTURES.values()} | shared == set(GGUF_FAMILIES)
 
 
 def test_every_family_of_ggufs_is_in_the_table():
@@ -465,9 +525,11 @@ def test_gguf_config_is_that_of_the_model(tmp_path, name):
     path = tmp_path / "model.gguf"
     write_tiny_gguf(model, path, tensor_type="F16")
     config = read_config(resolve_model(str(path)))
-    other = ("rope", "norm_eps", "query_scale", "dtype", "bos_token_id", "eos_token_ids")  # no tokenizer was written
+    # No tokenizer was written.
+    other = ("rope", "norm_eps", "query_scale", "dtype", "bos_token_id", "eos_token_ids", "state")
     same = [name for name in hf.__dataclass_fields__ if name not in other]
     assert {name: getattr(config, name) for name in same} == {name: getattr(hf, name) for name in same}
+    assert hf.state == (None if config.state is None else dataclasses.replace(config.state, out_by_member=False))
     assert config.norm_eps == pytest.approx(hf.norm_eps)
     assert config.query_scale == pytest.approx(hf.query_scale)
     for context in (64, 512):

@@ -23,7 +23,7 @@ from batchgen.models.hf.config import config_of_hf
 from batchgen.models.hf.keys import FIXED, IGNORED, KEYS, READ_APART
 from batchgen.models.layers import rope_table
 
-FAMILIES = (*FAMILIES, *DELTA_NETS, *SHORT_CONVS)
+FAMILIES = (*FAMILIES, *SHORT_CONVS)
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 4096,

@@ -8,7 +8,13 @@ from planner_cases import GIB, budgets, cpu_box, gpu_box, llama_8b, llama_with_t
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.workload import Workload
 from batchgen.planner.batch_load import Attended, BatchLoad
-from batchgen.planner.costs import decode_kv_bytes, phase_decode_attention_s, phase_prefill_attention_s
+from batchgen.planner.costs import (
+    decode_kv_bytes,
+    moved_bytes,
+    phase_decode_attention_s,
+    phase_prefill_attention_s,
+    streamed_kv_bytes,
+)
 from batchgen.planner.explain import make_plan
 from batchgen.planner.memory import kv_bytes
 from batchgen.planner.phases import Phase
@@ -86,3 +92,17 @@ def test_a_stage_of_state_layers_alone_is_planned(box):
     candidate, plan = planned(model, box(), max_num_seqs=16)
     assert candidate.inputs.seq_kv_bytes == 0
     assert sum(parts.get("KV", 0) for parts in memory_of(plan, model).parts.values()) == 0
+
+
+def test_kv_that_layers_reuse_comes_to_each_of_them():
+    """Of eight layers, five have KV; three more bring in that of the last one of their kind, with its new tokens."""
+    model = replace(llama_with_two_head_sizes(), windows=(None,) * 8, global_head_dim=0, global_kv_heads=0)
+    candidate, _ = planned(model, gpu_box(gpu_memory_bytes=4 * GIB), max_num_seqs=16)
+    s, phase = candidate.inputs, Phase(1, 0, 0, 16, 1000)
+    assert streamed_kv_bytes(s, phase) * 8 == pytest.approx(16 * (999 + 7.5) * 8 * LOCAL)
+    at = replace(
+        candidate.counts.placement(s), w_gpu=1, w_cpu=0, w_disk=0, kv_gpu=0, kv_cpu=0, kv_streamed=0, kv_disk=1
+    )
+    moved, block = moved_bytes(s, phase, at), 16 * LOCAL
+    assert moved["disk_read"] * 8 == pytest.approx(16 * ((999 + 7.5) / 16 * 8 + 3) * block)
+    assert moved["disk_write"] * 8 == pytest.approx(16 * 5 * block)

@@ -12,6 +12,7 @@ from thorough import some_draws
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import window_blocks
 from batchgen.core.request import SamplingParams
+from batchgen.schedule import block_tables
 from batchgen.schedule.block_manager import BlockManager
 from batchgen.schedule.extents import ExtentManager
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
@@ -22,6 +23,14 @@ from batchgen.schedule.state_slots import NO_STATE, StateSlots
 from batchgen.schedule.window_pool import NULL_BLOCK, WindowPool
 
 BLOCK = 4
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_prefixes_are_worth_a_snapshot():
+    """Prefixes here have few tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_tables, "_LEAST_TOKENS", 5)
+        yield
 
 
 def free_runs(extents):

@@ -28,7 +28,7 @@ from batchgen.models.files import resolve_for_planning
 from batchgen.models.hf.keys import IGNORED
 
 MARGIN = 1e-3  # log-probabilities in fp32 may differ by so much
-MODELS = (*FAMILIES, "gemma3 with images")
+MODELS = (*FAMILIES, "gemma3 with images", "qwen3_5 with images", "qwen3_5_moe with images")
 _PROMPT_LENGTHS = (23, 19)  # beyond short windows, and beyond the contexts that longrope is drawn with
 _MAX_TOKENS = 5
 _MOST_PARAMS = 12_000_000
@@ -47,6 +47,8 @@ _SIZES = (
         "num_experts",
         "num_local_experts",
     ),
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    *("num_experts_per_tok", "layer_types"),
 )
 # What models read beside the keys of their class, or once read, or what other models do.
 _OTHER_KEYS = (
@@ -622,4 +624,4 @@ def _with_images(family: str, stated: dict[str, Any], rng: random.Random) -> dic
     return outer
 
 
-assert set(ARCHITECTURES.values()) == {*FAMILIES, *DELTA_NETS, *SHORT_CONVS}
+assert set(ARCHITECTURES.values()) == {*FAMILIES, *SHORT_CONVS}

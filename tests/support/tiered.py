@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -122,6 +123,14 @@ def run(
 def generate(parts: EngineParts, prompts: list[list[int]], output_lens: list[int], **options) -> list[tuple[int, ...]]:
     """The tokens of every prompt, in order."""
     return run(parts, prompts, output_lens, **options)[0]
+
+
+def once_all_rows_are_there():
+    """Wait, before a sweep, for the thread that reads the rows, however busy the machine is; nothing is stopped."""
+    for thread in threading.enumerate():
+        if thread.name == "batchgen-input":
+            thread.join(timeout=60)
+    return False
 
 
 def before_each_step(parts: EngineParts, act: Callable[[Step], None]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 FAMILIES = (
     "opt",
     "llama",
@@ -37,11 +38,13 @@ FAMILIES = (
     "qwen2_moe",
     "qwen3_moe",
     "gpt_oss",
+    *DELTA_NETS,
 )
 GEMMA4 = ("gemma4", "gemma4_unified")
 GRANITE_MIXTURES = ("granitemoe", "granitemoeshared", "granitemoehybrid")
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "olmoe", "phimoe", *GRANITE_MIXTURES)
-DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+MIXTURES = (
+    "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "olmoe", "phimoe", *GRANITE_MIXTURES, "qwen3_next", "qwen3_5_moe"
+)  # fmt: skip
 SHORT_CONVS = ("lfm2", "lfm2_moe")
 # What must hold for every model holds for each of these: families as they are, and with the switches that change what a
 # layer reads. name -> (family, fields of the transformers config). A test keeps it complete (test_token_identity.py).
@@ -122,6 +125,13 @@ MODELS = {
         "num_local_experts": 32, "num_experts_per_tok": 4, "layer_types": ["sliding_attention"] * 2,
         "num_hidden_layers": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "attention_bias": False,
+    }),
+    "qwen3_5, one key head of many, all values rotated": ("qwen3_5", {
+        "linear_num_key_heads": 1, "linear_conv_kernel_dim": 2, "tie_word_embeddings": True, "attention_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+    }),
+    "qwen3_next, a dense layer, shares as they are": ("qwen3_next", {
+        "mlp_only_layers": [1], "norm_topk_prob": False, "linear_num_value_heads": 6, "num_hidden_layers": 4,
     }),
     "qwen3, tied, four layers": ("qwen3", {"tie_word_embeddings": True, "num_hidden_layers": 4}),
 }  # fmt: skip
@@ -412,6 +422,7 @@ GGUF_FAMILIES = (
     "phimoe",
     "granitemoe",
     "granitemoeshared",
+    *DELTA_NETS,
 )
 # How SentencePiece tokenizers differ between families: where the space comes from that stands before the first word.
 SENTENCEPIECE_STYLES = {"llama": "normalizer", "phi3": "normalizer", "gemma2": "none", "gemma3": "none"}
@@ -469,6 +480,11 @@ GGUF_MODELS = {
     "qwen2_moe": ("qwen2_moe", {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}),
     "qwen3_moe": ("qwen3_moe", {"moe_intermediate_size": 64, "decoder_sparse_step": 2}),
     "granitemoeshared": ("granitemoeshared", {"shared_intermediate_size": 96}),
+    "qwen3_next": ("qwen3_next", {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}),
+    "qwen3_5_moe": ("qwen3_5_moe", {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}),
+    "qwen3_5, as many key heads as value heads": ("qwen3_5", {
+        "linear_num_value_heads": 2, "linear_value_head_dim": 32, "tie_word_embeddings": True,
+    }),
     "gemma2, queries by a head's size": ("gemma2", {"query_pre_attn_scalar": 32}),
     "gemma2, no caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gemma3, scaled rope, an output of its own": ("gemma3", {
@@ -596,6 +612,7 @@ MIXED_SIZES = {
     "hidden_size_per_layer_input": 256,
     "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "moe_intermediate_size": 256,
     "shared_expert_intermediate_size": 256, "shared_intermediate_size": 256, "num_hidden_layers": 2,
+    "linear_value_head_dim": 64,
 }  # fmt: skip
 
 
