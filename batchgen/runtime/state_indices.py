@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,4 +23,5 @@ class StateIndices(NamedTuple):
         """The rows on a device; None: there are none."""
         if rows is None:
             return None
-        return cls(*(upload(np.ascontiguousarray(x), device) for x in (rows.source, rows.target, rows.starts)))
+        # A column of one row is contiguous to numpy, and not to torch, unless it is copied.
+        return cls(*(upload(x.copy(), device) for x in (rows.source, rows.target, rows.starts)))

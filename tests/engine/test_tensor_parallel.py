@@ -33,7 +33,7 @@ from batchgen.models.convert import convert
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.kept_stores import find_or_convert
 from batchgen.models.shard import shard_of
-from batchgen.models.state_layers import DeltaNet
+from batchgen.models.state_layers import DeltaNet, ShortConv
 from batchgen.models.tokenizers.loading import load_tokenizer
 
 
@@ -78,6 +78,8 @@ def sections_of(config, stem):
         if stem == "ba":
             yield [state.value_heads] * 2
         yield [state.key_size] * 2 + [state.out_size] * (2 if stem == "qkv" else 1)
+    if isinstance(state, ShortConv):
+        yield [state.channels] * (3 if stem == "qkv" else 1)
 
 
 def assert_parts_of(whole, config, checkpoints):
