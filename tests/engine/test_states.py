@@ -35,9 +35,11 @@ def stores(tmp_path_factory):
     return tmp_path_factory.mktemp("stores")
 
 
-@pytest.fixture(scope="module")
-def model(tiny_models):
-    return tiny_models("qwen3_5", num_hidden_layers=len(LAYERS), layer_types=LAYERS)[0]
+@pytest.fixture(scope="module", params=["qwen3_5", "lfm2"])
+def model(request, tiny_models):
+    """A model whose states are matrices and the inputs of a convolution, and one with such inputs alone."""
+    kinds = LAYERS if request.param == "qwen3_5" else [kind.replace("linear_attention", "conv") for kind in LAYERS]
+    return tiny_models(request.param, num_hidden_layers=len(LAYERS), layer_types=kinds)[0]
 
 
 @pytest.fixture(scope="module")

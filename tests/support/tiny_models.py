@@ -135,6 +135,14 @@ MODELS = {
     "qwen3_next, a dense layer, shares as they are": ("qwen3_next", {
         "mlp_only_layers": [1], "norm_topk_prob": False, "linear_num_value_heads": 6, "num_hidden_layers": 4,
     }),
+    "lfm2, biases, a kernel of 4, two convolutions first": ("lfm2", {
+        "conv_bias": True, "conv_L_cache": 4, "tie_word_embeddings": False, "num_hidden_layers": 4,
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+    }),
+    "lfm2_moe, one of 8 in every layer, scaled": ("lfm2_moe", {
+        "num_dense_layers": 0, "num_experts_per_tok": 1, "routed_scaling_factor": 1.75, "use_expert_bias": False,
+        "norm_topk_prob": False, "num_hidden_layers": 2,
+    }),
     "qwen3, tied, four layers": ("qwen3", {"tie_word_embeddings": True, "num_hidden_layers": 4}),
 }  # fmt: skip
 VOCAB_SIZE = 512

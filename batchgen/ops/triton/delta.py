@@ -414,8 +414,16 @@ def _inverse(lower, N: tl.constexpr):
 def _with_corners(inverse, lower, row, column, WIDTH: tl.constexpr):
     """The inverses of blocks twice as wide as those that `inverse` has, which are WIDTH wide."""
     is_corner = (row // (2 * WIDTH) == column // (2 * WIDTH)) & (row // WIDTH > column // WIDTH)
-    corner = tl.dot(tl.where(is_corner, lower, 0.0), inverse, input_precision="tf32x3")
-    return inverse - tl.dot(inverse, corner, input_precision="tf32x3")
+    return inverse - _product(inverse, _product(tl.where(is_corner, lower, 0.0), inverse))
+
+
+@triton.jit
+def _product(a, b):
+    """The product of two matrices in fp32, each as a sum of two in bf16: 16 digits of theirs, in few registers."""
+    a_high, b_high = a.to(tl.bfloat16), b.to(tl.bfloat16)
+    a_low = (a - a_high.to(tl.float32)).to(tl.bfloat16)
+    b_low = (b - b_high.to(tl.float32)).to(tl.bfloat16)
+    return tl.dot(a_high, b_high, tl.dot(a_low, b_high, tl.dot(a_high, b_low)))
 
 
 def delta_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
