@@ -66,6 +66,7 @@ class _Layer:
         self.shape, self.device, self.dtype = shape, device.kind, dtype
         self.row = StateRow(shape, state_dtype, dtype_name(dtype))
         pool, size = device.pool(getattr(torch, state_dtype), effort), math.prod(shape.matrix_shape)
+        pool = pool.repeat(-(-size // pool.numel())) if pool.numel() < size else pool
         self.states = pool[: pool.numel() // size * size].view(-1, *shape.matrix_shape)
         self.inputs = torch.zeros(len(self.states), *self.row.inputs_shape, dtype=dtype, device=device.kind)
 
