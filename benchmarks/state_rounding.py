@@ -5,9 +5,9 @@ No published model with such states is at hand, so two things are measured that 
 - The error of one Gated DeltaNet layer's results, token by token, by the half-life of its states: the longer a state
   lives, the more roundings it has gone through. Keys and values are random.
 - The divergence of whole models whose heads have half-lives from 1 to 10,000 tokens. Texts are drawn from the model
-  with exact states, and scored with both, one token a sweep, as in decoding. Where log-probabilities of tokens differ by d,
-  the mean of d is the Kullback-Leibler divergence in nats a token, and so is half of the mean of d * d as long as both
-  are small, with less noise. Perplexity of such texts is higher by its exponential.
+  with exact states, and scored with both, one token a sweep, as in decoding. Where log-probabilities of tokens differ
+  by d, the mean of d is the Kullback-Leibler divergence in nats a token, and so is half of the mean of d * d as long as
+  both are small, with less noise. Perplexity of such texts is higher by its exponential.
 
     python benchmarks/state_rounding.py
     python benchmarks/state_rounding.py --tokens 64 --rows 2 --output trial.json

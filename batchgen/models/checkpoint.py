@@ -91,7 +91,13 @@ class Checkpoint:
         model does not have are left out.
 
             input_norm, post_norm     [hidden]
-            qkv                       [(heads + 2 kv_heads) head_dim, hidden]: rows of queries, keys, values
+            qkv                       [(heads + 2 kv_heads) head_dim, hidden]: rows of queries, keys, values, and before
+                                      them those of the output gate, if there is one; in a Gated DeltaNet
+                                      [projected_size, hidden]: queries, keys, values and the gate z
+            ba                        [2 value_heads, hidden]: rows of a Gated DeltaNet's gates b, then a
+            conv                      [channels, kernel]
+            a_log, dt_bias            [value_heads], named without ".weight"
+            state_norm                [value_dim]
             q_norm, k_norm            [head_dim], or [heads head_dim] and [kv_heads head_dim]
             out                       [hidden, heads head_dim]
             out_norm, down_norm       [hidden], with `output_norms`

@@ -114,7 +114,7 @@ def _state_layout(config: ModelConfig, unfused: bool) -> Layout:
     """Parts of the tensors of a state layer: projections, convolution, and the gates and norm of a Gated DeltaNet."""
     state, hidden = config.state, config.hidden_size
     if isinstance(state, ShortConv):
-        return _short_conv_layout(state)
+        return _short_conv_layout(state, hidden)
     assert isinstance(state, DeltaNet), "a state layer has a shape"
     heads, next_family = state.value_heads, config.family == "qwen3_next"
     fused = {"in_qkvz": state.projected_size}
@@ -127,12 +127,11 @@ def _state_layout(config: ModelConfig, unfused: bool) -> Layout:
     return layout | _linear("out", {"state_out": hidden}, state.out_size, bias=False)
 
 
-def _short_conv_layout(state: ShortConv) -> Layout:
-    channels, bias = state.channels, state.bias
-    layout = _linear("qkv", {"in_bcx": state.projected_size}, channels, bias)
-    layout["conv.weight"] = (("conv.weight", (channels, state.kernel)),)
-    layout |= {"conv.bias": (("conv.bias", (channels,)),)} if bias else {}
-    return layout | _linear("out", {"state_out": channels}, channels, bias)
+def _short_conv_layout(state: ShortConv, hidden: int) -> Layout:
+    layout = _linear("qkv", {"in_bcx": state.projected_size}, hidden, state.bias)
+    layout["conv.weight"] = (("short_conv.weight", (state.channels, state.kernel)),)
+    layout |= _vector("conv.bias", state.channels, "short_conv.bias") if state.bias else {}
+    return layout | _linear("out", {"conv_out": hidden}, state.channels, state.bias)
 
 
 def _experts_layout(config: ModelConfig, unfused: bool) -> Layout:

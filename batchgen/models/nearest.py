@@ -39,6 +39,8 @@ _NEAREST = {
     "opt": "opt",
     "qwen2vl": "qwen2",
     "qwen3vl": "qwen3",
+    "qwen3vlmoe": "qwen3_moe",
+    "qwen3omnimoe": "qwen3_moe",
     "qwen": "qwen3",
     "seed": "seed_oss",
 }

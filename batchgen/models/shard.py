@@ -26,7 +26,7 @@ from batchgen.core.dtypes import (
 )
 from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig
-from batchgen.models.state_layers import DeltaNet
+from batchgen.models.state_layers import DeltaNet, ShortConv
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,6 +56,8 @@ class Shard:
         whole, size, state = self.whole, self.size, self.whole.state
         if isinstance(state, DeltaNet):
             state = replace(state, key_heads=state.key_heads // size, value_heads=state.value_heads // size)
+        if isinstance(state, ShortConv):
+            state = replace(state, channels=state.channels // size)
         return replace(
             whole,
             state=state,
@@ -110,6 +112,8 @@ class Shard:
             of_states = {"in_qkv": sizes[:3], "conv": sizes[:3], "in_qkvz": sizes, "ba": (state.value_heads,) * 2}
             if stem in of_states:
                 return of_states[stem]
+        if isinstance(state, ShortConv) and stem == "in_bcx":
+            return (state.channels,) * 3
         if stem == "q" and whole.output_gate:
             return whole.q_size, whole.q_size
         if stem == "qkv":
@@ -208,6 +212,7 @@ def shard_of(config: ModelConfig, rank: int, size: int) -> Shard:
         "values of a shared expert": config.shared_expert_size,
         "values of an MLP in some layers": config.dense_size,
         "key heads of linear attention": config.state.key_heads if isinstance(config.state, DeltaNet) else 0,
+        "channels of a convolution": config.state.channels if isinstance(config.state, ShortConv) else 0,
     }
     for what, count in counts.items():
         if count % size:

@@ -835,7 +835,8 @@ def causal_conv(  # the operands of one kernel
         states: Last inputs of each sequence, the oldest first, [slots, channels, kernel - 1], in x's dtype; slots may
             lie apart.
         source: Slot of each sequence's state before its first token here, int32 or int64 [sequences]. -1: zeros.
-        target: Slot of each sequence's state after its last token, of the same type.
+        target: Slot of each sequence's state after its last token, of the same type. Where `can_capture` is true, a
+            state with a slot below 0 is not kept.
         starts: Number of each sequence's first token in x, then the number of all tokens, [sequences + 1].
         silu: Whether silu is applied to the results.
         out: Tensor for the result, of x's shape, contiguous. None: a new tensor.
@@ -843,7 +844,9 @@ def causal_conv(  # the operands of one kernel
     Returns:
         Results [tokens, channels].
     """
-    compute = state_kernels if x.is_cpu and state_kernels.supports_kernel(weight.shape[1]) else state_reference
+    compute = _of_states(x)
+    if compute is state_kernels and not state_kernels.supports_kernel(weight.shape[1]):
+        compute = state_reference
     return compute.causal_conv(x, weight, bias, states, source, target, starts, silu=silu, out=out)
 
 
@@ -889,7 +892,8 @@ def delta_rule(  # the operands of one kernel
         beta: Strength of each update, fp32 [tokens, value_heads].
         states: States, fp32 or bf16 [slots, value_heads, key_dim, value_dim]; slots may lie apart.
         source: Slot of each sequence's state before its first token here, int32 or int64 [sequences]. -1: zeros.
-        target: Slot of each sequence's state after its last token, of the same type.
+        target: Slot of each sequence's state after its last token, of the same type. Where `can_capture` is true, a
+            state with a slot below 0 is not kept.
         starts: Number of each sequence's first token, then the number of all tokens, [sequences + 1].
         key_heads: Number of query heads, which is that of key heads.
         out: Tensor for the result, contiguous. None: a new tensor of qkv's dtype.
@@ -930,7 +934,7 @@ def gated(x: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
 
 def _of_states(x: Tensor) -> ModuleType:
     """The module with the kernels of state layers, or torch operations, for the device of this tensor."""
-    return state_kernels if x.is_cpu else state_reference
+    return state_kernels if x.is_cpu else _device_kernels(x.device) or state_reference
 
 
 # Packed rows.

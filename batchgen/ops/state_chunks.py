@@ -16,3 +16,8 @@ def chunk_flops_per_token(key_heads: int, value_heads: int, key_dim: int, value_
     of_states = 3 * 2 * key_dim * value_dim * value_heads
     of_triangles = 2 * key_dim * key_heads + 2 * value_dim * value_heads
     return of_states + CHUNK * of_triangles
+
+
+def prepared_bytes(value_heads: int, dtype_bytes: int) -> int:
+    """Bytes that a GPU has for one token while its chunk is computed: rows of two matrices, four factors in fp32."""
+    return value_heads * (2 * CHUNK * dtype_bytes + 4 * 4)

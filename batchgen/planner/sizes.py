@@ -14,6 +14,7 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.layouts import end_bytes, layer_sizes, main_format, output_format, output_row_bytes
 from batchgen.models.state_layers import StateRow
 from batchgen.models.store.layout import layer_groups
+from batchgen.ops.state_chunks import prepared_bytes
 from batchgen.planner.layer_sizes import LayerSizes, sizes_of_layers
 
 # Attention gathers and score tiles, allocator slack, tokenizer and writer buffers.
@@ -224,7 +225,9 @@ def activation_bytes(
     per_token = dtype_bytes * (2 * config.hidden_size + heads + 2 * config.widest_mixed)
     per_token += dtype_bytes * 2 * config.per_layer_width  # rows of the table, and the inputs of all layers
     if config.state is not None:  # the convolution's results, and the gates in fp32
-        per_token += dtype_bytes * config.state.channels + 8 * config.state.matrix_shape[0]
+        value_heads = config.state.matrix_shape[0]
+        per_token += dtype_bytes * config.state.channels + 8 * value_heads
+        per_token += prepared_bytes(value_heads, dtype_bytes) if on_gpu else 0
     kept = 0  # from layer to layer
     mlp = (config.dense_size or config.intermediate_size) * (3 if config.gated_mlp else 2)
     k = config.experts_per_token

@@ -39,6 +39,7 @@ from batchgen.planner.step_seconds import before_attention_frac, elementwise_s
 from batchgen.profiler.timing import last_level_cache_bytes
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
 from batchgen.schedule.sequence import Sequence as Generated
+from batchgen.schedule.state_slots import NO_STATE, StateSlot
 from batchgen.schedule.step_graph import Step
 
 _VOCAB = 1024
@@ -262,10 +263,10 @@ def _runner(
 
     def run(sweep: _Sweep) -> float:
         batch = pack(
-            _scheduled(sweep),
+            _scheduled(sweep, model.state is not None),
             kv_block_size=DEFAULT_KV_BLOCK_SIZE,
             key_bytes=key_bytes,
-            windows=frozenset(model.windows),
+            windows=frozenset(model.window_layers),
         )
         spans.clear()
         executor.run([batch], lambda rows, logits, start: None)
@@ -275,7 +276,7 @@ def _runner(
         yield run
 
 
-def _scheduled(sweep: _Sweep) -> list[ScheduledSequence]:
+def _scheduled(sweep: _Sweep, has_states: bool) -> list[ScheduledSequence]:
     scheduled = []
     shared_blocks = sweep.cached // DEFAULT_KV_BLOCK_SIZE if sweep.shared else 0
     next_block = shared_blocks
@@ -287,5 +288,7 @@ def _scheduled(sweep: _Sweep) -> list[ScheduledSequence]:
         sequence.block_table = array("i", [*range(shared_blocks), *range(next_block, next_block + num_blocks)])
         next_block += num_blocks
         sequence.num_computed, sequence.num_matched_blocks = sweep.cached, shared_blocks
+        if has_states:
+            sequence.state = StateSlot(i if sweep.cached else NO_STATE, i)
         scheduled.append(ScheduledSequence(sequence, sweep.new))
     return scheduled

@@ -1,4 +1,4 @@
-"""An executor without tiers: all weights and KV in the memory of the device that computes."""
+"""An executor without tiers: all weights, KV and states in the memory of the device that computes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.request import SamplingParams
 from batchgen.models.checkpoint import Checkpoint
 from batchgen.models.config import ModelConfig
+from batchgen.models.state_layers import StateRow
 from batchgen.ops.dispatch import CPU
 from batchgen.runtime.devices import open_tiers
 from batchgen.runtime.executor import Executor
 from batchgen.runtime.lanes import OnStep
 from batchgen.runtime.memory.kv_cache import KVCache
+from batchgen.runtime.memory.state_cache import StateCache
 from batchgen.runtime.memory.weights import Weights
 from batchgen.runtime.sampler import sample
 from batchgen.runtime.sweep_options import SweepOptions, attention_isas
@@ -26,6 +28,7 @@ from batchgen.schedule.packed_batch import pack
 from batchgen.schedule.residency import WeightResidency
 from batchgen.schedule.scheduler import Scheduler
 from batchgen.schedule.scheduler_limits import SchedulerLimits
+from batchgen.schedule.state_slots import StateSlots
 
 
 def in_memory(
@@ -39,7 +42,9 @@ def in_memory(
     kernels: KernelChoice = PROCESS_SET,
     on_step: OnStep | None = None,
 ) -> Executor:
-    """An executor with all weights and KV in the memory of the device that computes.
+    """An executor with all weights, KV and states in the memory of the device that computes.
+
+    There are as many state slots as blocks of KV.
 
     Args:
         config: Configuration of the model.
@@ -65,14 +70,18 @@ def in_memory(
         attention_isa=attention_isas(config, kernels, name),
         on_step=on_step,
     )
-    executor = Executor(config, weights, kv_cache, tiers, options)
+    states = None
+    if config.state is not None:
+        states = StateCache(config, StateRow(config.state, "float32", name), {tier: num_blocks}, tiers=tiers)
+    executor = Executor(config, weights, kv_cache, tiers, options, states)
     if tiers.driver:
+        slots = StateSlots(num_blocks) if states is not None else None
         rows, tokens = max(1, min(num_blocks, captured_tokens)), num_blocks * kv_block_size
         limits = SchedulerLimits(rows, tokens, kv_seqs={KVPlacement(tier): rows}, compute_tier=tier)
         key_bytes = config.kv_size * dtype.itemsize
         shape = {"kv_block_size": kv_block_size, "key_bytes": key_bytes, "windows": frozenset(config.window_layers)}
         sweeps = dummy_sweeps(
-            Scheduler({tier: BlockManager(num_blocks, kv_block_size)}, limits),
+            Scheduler({tier: BlockManager(num_blocks, kv_block_size, states=slots)}, limits),
             lambda sweep: [sweep],
             partial(pack, **shape, compute_tier=tier),
             max_num_seqs=rows,

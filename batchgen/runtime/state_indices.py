@@ -21,4 +21,7 @@ class StateIndices(NamedTuple):
     @classmethod
     def of(cls, rows: StateRows | None, device: torch.device) -> StateIndices | None:
         """The rows on a device; None: there are none."""
-        return None if rows is None else cls(*(upload(x, device) for x in (rows.source, rows.target, rows.starts)))
+        if rows is None:
+            return None
+        # A column of one row is contiguous to numpy, and not to torch, unless it is copied.
+        return cls(*(upload(x.copy(), device) for x in (rows.source, rows.target, rows.starts)))

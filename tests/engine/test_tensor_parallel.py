@@ -33,6 +33,7 @@ from batchgen.models.convert import convert
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.kept_stores import find_or_convert
 from batchgen.models.shard import shard_of
+from batchgen.models.state_layers import DeltaNet, ShortConv
 from batchgen.models.tokenizers.loading import load_tokenizer
 
 
@@ -43,7 +44,7 @@ def loaded(checkpoint, config):
 
 def put_together(config, name, shards):
     """What ranks have of a tensor, as the whole model has it. Written apart from what cuts it."""
-    stem, kind = name.rsplit(".", 1)
+    stem, _, kind = name.partition(".")
     if stem in ("out", "down", "shared_down"):
         return torch.cat(shards, dim=1) if kind == "weight" else sum(shards)
     if stem in ("gate_up", "shared_gate_up"):  # of each expert gate, then up
@@ -53,10 +54,12 @@ def put_together(config, name, shards):
             pieces = 2  # a layer without experts
         split = [shard.chunk(pieces) for shard in shards]
         return torch.cat([part for parts in zip(*split, strict=True) for part in parts])
-    if stem == "up":
+    of_all_heads = config.projection_norms and stem in ("q_norm", "k_norm")
+    if stem in ("up", "a_log", "dt_bias") or of_all_heads:
         return torch.cat(shards)
-    if stem == "qkv":
-        own = [s.split([n * config.head_dim // len(shards) for n in heads_of(config)]) for s in shards]
+    if stem in ("qkv", "ba", "conv"):
+        sections = next(each for each in sections_of(config, stem) if sum(each) == len(shards) * len(shards[0]))
+        own = [s.split([n // len(shards) for n in sections]) for s in shards]
         return torch.cat([part for parts in zip(*own, strict=True) for part in parts])
     if stem == "sinks":
         own = [shard.view(config.num_layers, -1) for shard in shards]
@@ -65,8 +68,18 @@ def put_together(config, name, shards):
     return shards[0]
 
 
-def heads_of(config):
-    return config.num_heads, config.num_kv_heads, config.num_kv_heads
+def sections_of(config, stem):
+    """Rows of each section of a tensor, by the kinds of layers that a model has."""
+    if stem == "qkv":
+        for shape in map(config.attention_of, config.attention_layers):
+            q, kv = shape.q_size, shape.kv_size
+            yield from ([q, q, kv, kv],) if config.output_gate else ([q, kv, kv], [q, kv], [q])
+    if isinstance(state := config.state, DeltaNet):
+        if stem == "ba":
+            yield [state.value_heads] * 2
+        yield [state.key_size] * 2 + [state.out_size] * (2 if stem == "qkv" else 1)
+    if isinstance(state, ShortConv):
+        yield [state.channels] * (3 if stem == "qkv" else 1)
 
 
 def assert_parts_of(whole, config, checkpoints):

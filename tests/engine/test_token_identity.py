@@ -429,6 +429,16 @@ _WIDE_OF = {
     "opt": {"hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 128},
     "qwen2_moe": {**_WIDE, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128},
     "qwen3_moe": {**_WIDE, "moe_intermediate_size": 128},
+    "qwen3_5": {**_WIDE, "linear_value_head_dim": 32},
+    **{
+        family: {
+            **_WIDE,
+            "linear_value_head_dim": 32,
+            "moe_intermediate_size": 128,
+            "shared_expert_intermediate_size": 128,
+        }
+        for family in ("qwen3_next", "qwen3_5_moe")
+    },
     "granitemoeshared": {**_WIDE, "shared_intermediate_size": 128},
     "granitemoehybrid": {**_WIDE, "shared_intermediate_size": 128},
 }

@@ -21,6 +21,7 @@ from tiny_models import (
     GGUF_FAMILIES,
     GGUF_MODELS,
     MODELS,
+    SHORT_CONVS,
     make_tiny_model,
     make_tiny_tokenizer,
     round_as_gguf,
@@ -35,6 +36,7 @@ from batchgen.models.formats.gguf.fields import GGUF_ARCHITECTURES, config_of_gg
 from batchgen.models.formats.gguf.header import read_gguf_header
 from batchgen.models.hf.config import config_of_hf
 from batchgen.models.shard import shard_of
+from batchgen.models.state_layers import DeltaNet
 from batchgen.models.tensor_files.headers import TensorInfo
 from batchgen.ops import cpp
 
@@ -81,7 +83,7 @@ def expected_tensors(model) -> tuple[dict, list[dict], dict]:
         if hasattr(decoder, "per_layer_model_projection"):
             embeddings |= params(decoder.per_layer_model_projection, "per_layer_proj")
             embeddings |= params(decoder.per_layer_projection_norm, "per_layer_proj_norm")
-        head |= params(decoder.norm, "final_norm")
+        head |= params(decoder.embedding_norm if family in SHORT_CONVS else decoder.norm, "final_norm")
         if family == "gpt_oss":
             head["sinks.weight"] = torch.cat([layer.self_attn.sinks.detach() for layer in decoder.layers])
     if not model.config.tie_word_embeddings:
@@ -91,6 +93,8 @@ def expected_tensors(model) -> tuple[dict, list[dict], dict]:
 
 def expected_layer(model, layer, family: str, params, fused) -> dict:
     """The tensors of one layer."""
+    if family in SHORT_CONVS:
+        return expected_short_conv(layer, params, fused)
     if family in DELTA_NETS:
         return expected_delta_net(model.config, layer, params, fused)
     attention = layer.self_attn
@@ -113,6 +117,26 @@ def expected_layer(model, layer, family: str, params, fused) -> dict:
         if hasattr(attention, name):
             tensors |= params(getattr(attention, name), name)
     return tensors | expected_gemma4_tensors(layer, params)
+
+
+def expected_short_conv(layer, params, fused) -> dict:
+    """A layer of a model with short convolutions."""
+    mlp = layer.feed_forward
+    tensors = params(layer.operator_norm, "input_norm") | params(layer.ffn_norm, "post_norm")
+    if hasattr(layer, "conv"):
+        conv = layer.conv
+        tensors |= params(conv.in_proj, "qkv") | params(conv.out_proj, "out")
+        tensors["conv.weight"] = conv.conv.weight.detach()[:, 0]
+    else:
+        attention = layer.self_attn
+        tensors |= fused("qkv", attention.q_proj, attention.k_proj, attention.v_proj)
+        tensors |= params(attention.out_proj, "out")
+        tensors |= params(attention.q_layernorm, "q_norm") | params(attention.k_layernorm, "k_norm")
+    if hasattr(mlp, "w1"):
+        return tensors | fused("gate_up", mlp.w1, mlp.w3) | params(mlp.w2, "down")
+    tensors |= params(mlp.gate, "router") | {"expert_bias": mlp.expert_bias}
+    tensors |= {"gate_up.weight": mlp.experts.gate_up_proj.detach().flatten(0, 1)}
+    return tensors | {"down.weight": mlp.experts.down_proj.detach().flatten(0, 1)}
 
 
 def expected_delta_net(config, layer, params, fused) -> dict:
@@ -508,6 +532,18 @@ def test_ranks_have_the_same_parts_of_a_gguf(tmp_path, name):
             assert torch.equal(found, numbers[n])
 
 
+@pytest.mark.parametrize(("family", "arch"), [("qwen2", "qwen2vl"), ("qwen3", "qwen3vl"), ("qwen3_moe", "qwen3vlmoe")])
+def test_a_gguf_of_a_model_that_takes_images_is_that_of_its_text(tmp_path, family, arch):
+    model = make_tiny_model(family, tmp_path)
+    plain, named = tmp_path / "plain.gguf", tmp_path / "named.gguf"
+    write_tiny_gguf(model, plain)
+    write_tiny_gguf(model, named, arch=arch)
+    first, second = (open_checkpoint(resolve_model(str(path))) for path in (plain, named))
+    assert first.config == second.config
+    for layer in range(first.config.num_layers):
+        assert_same(second.load_layer(layer, torch.float32), first.load_layer(layer, torch.float32), torch.float32)
+
+
 def test_every_architecture_of_ggufs_has_a_family_here():
     shared = {"mixtral", "olmo3", "granitemoeshared"}  # that have the architecture of another
     assert {ARCHITECTURES[name] for name in GGUF_ARCHITECTURES.values()} | shared == set(GGUF_FAMILIES)
@@ -529,7 +565,8 @@ def test_gguf_config_is_that_of_the_model(tmp_path, name):
     other = ("rope", "norm_eps", "query_scale", "dtype", "bos_token_id", "eos_token_ids", "state")
     same = [name for name in hf.__dataclass_fields__ if name not in other]
     assert {name: getattr(config, name) for name in same} == {name: getattr(hf, name) for name in same}
-    assert hf.state == (None if config.state is None else dataclasses.replace(config.state, out_by_member=False))
+    is_delta_net = isinstance(config.state, DeltaNet)
+    assert hf.state == (dataclasses.replace(config.state, out_by_member=False) if is_delta_net else config.state)
     assert config.norm_eps == pytest.approx(hf.norm_eps)
     assert config.query_scale == pytest.approx(hf.query_scale)
     for context in (64, 512):

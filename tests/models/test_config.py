@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tiny_models import DELTA_NETS, FAMILIES, GEMMA4, MODELS, SHORT_CONVS, classes_of, make_tiny_model
+from tiny_models import DELTA_NETS, FAMILIES, GEMMA4, MODELS, classes_of, make_tiny_model
 
 from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig, RopeConfig
@@ -23,7 +23,6 @@ from batchgen.models.hf.config import config_of_hf
 from batchgen.models.hf.keys import FIXED, IGNORED, KEYS, READ_APART
 from batchgen.models.layers import rope_table
 
-FAMILIES = (*FAMILIES, *SHORT_CONVS)
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 4096,

@@ -69,6 +69,7 @@ INNER = {
     "qwen3_moe": {"moe_intermediate_size": 64},
 }
 INNER |= {family: INNER["qwen2_moe"] | {"linear_value_head_dim": 48, "head_dim": 48} for family in DELTA_NETS}
+INNER |= {"lfm2": {"block_auto_adjust_ff_dim": False}, "lfm2_moe": {"moe_intermediate_size": 64}}
 INNER["qwen3_5"] = {"linear_value_head_dim": 48, "head_dim": 48}
 ALL = [family for family in FAMILIES if family != "gpt_oss"]
 

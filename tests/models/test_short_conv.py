@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from plain_model import PlainModel
 from test_delta_net import assert_same_logits
-from tiny_models import make_tiny_model
+from tiny_models import SHORT_CONVS, make_tiny_model, round_as_gguf, write_tiny_gguf
 
 from batchgen.core.errors import InputError
 from batchgen.models.checkpoint import open_checkpoint
+from batchgen.models.convert import convert
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.hf.config import config_of_hf
+from batchgen.models.shard import shard_of
+from batchgen.ops import dispatch as ops
 
 VARIANTS = [
     ("lfm2", {}),
@@ -38,6 +42,54 @@ def test_prompts_and_single_tokens_equal_transformers(family, overrides, tmp_pat
     checkpoint = open_checkpoint(resolve_model(str(tmp_path)))
     assert checkpoint.config.state is not None
     assert_same_logits(model, PlainModel(checkpoint, 3), model.config.vocab_size)
+
+
+@pytest.mark.parametrize(("family", "overrides"), VARIANTS)
+def test_ggufs_equal_transformers(family, overrides, tmp_path):
+    # What no file states, and what llama.cpp does not have.
+    unknown = ("norm_topk_prob", "routed_scaling_factor", "conv_bias")
+    model = make_tiny_model(family, tmp_path, **{k: value for k, value in overrides.items() if k not in unknown})
+    path = write_tiny_gguf(model, tmp_path / "model.gguf")
+    checkpoint = open_checkpoint(resolve_model(str(path)))
+    wanted = open_checkpoint(resolve_model(str(tmp_path))).config
+    for name in ("state", "state_layers", "num_kv_heads", "intermediate_size", "dense_layers", "num_params"):
+        assert getattr(checkpoint.config, name) == getattr(wanted, name), name
+    assert_same_logits(model, PlainModel(checkpoint, 3), model.config.vocab_size)
+
+
+@pytest.mark.parametrize("family", SHORT_CONVS)
+def test_packed_ggufs_equal_their_dequantized_model(family, tmp_path):
+    widths = {"moe_intermediate_size": 64} if family == "lfm2_moe" else {"block_multiple_of": 32}
+    model = make_tiny_model(family, tmp_path, **widths)
+    path = write_tiny_gguf(model, tmp_path / "model.gguf", tensor_type="Q8_0")
+    checkpoint = open_checkpoint(resolve_model(str(path)))
+    assert_same_logits(round_as_gguf(model, "Q8_0"), PlainModel(checkpoint, 3), model.config.vocab_size)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "store"])
+@pytest.mark.parametrize(("family", "overrides"), VARIANTS)
+@torch.inference_mode()
+def test_results_of_ranks_add_up(family, overrides, kind, tmp_path):
+    """Each tensor-parallel rank has some channels of a convolution, and the columns of the projection after it."""
+    make_tiny_model(family, tmp_path / "hf", **overrides)
+    files = resolve_model(str(tmp_path / "hf"))
+    if kind == "store":
+        convert(files, tmp_path / "store", dtype="float32")
+        files = resolve_model(str(tmp_path / "store"))
+    config = read_config(files)
+    whole = PlainModel(open_checkpoint(files), 2)
+    ranks = [PlainModel(open_checkpoint(files, shard=shard_of(config, rank, 2)), 2) for rank in range(2)]
+    hidden = torch.randn(80, config.hidden_size, generator=torch.Generator().manual_seed(2))
+    for layer in range(config.num_layers):
+        expected, *parts = (
+            ops.linear(
+                each.mix(layer, hidden, [0, 1], [70, 10]),
+                each.layers[layer]["out.weight"],
+                each.layers[layer].get("out.bias"),
+            )
+            for each in (whole, *ranks)
+        )
+        torch.testing.assert_close(sum(parts), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

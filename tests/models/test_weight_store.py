@@ -36,6 +36,7 @@ GROUPS = {
         "k_norm.weight",
         "out_norm.weight",
         "down_norm.weight",
+        *("ba.weight", "conv.weight", "conv.bias", "a_log", "dt_bias", "state_norm.weight"),
     },
     "out": {"out.weight", "out.bias"},
     "up": {
@@ -45,6 +46,7 @@ GROUPS = {
         "gate_up.bias",
         "router.weight",
         "router.bias",
+        "expert_bias",
         "shared_gate.weight",
         "shared_gate_up.weight",
     },

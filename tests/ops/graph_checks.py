@@ -48,6 +48,10 @@ OPT = {
 QWEN_MOE = {
     "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
 }  # fmt: skip
+QWEN_NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"], "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 24, "full_attention_interval": 2,
+}  # fmt: skip
 
 
 def engine(config, monkeypatch, *, captured):
@@ -59,6 +63,7 @@ def engine(config, monkeypatch, *, captured):
     if DEVICE.type == "cpu":  # the same paths as on a card
         monkeypatch.setattr(ops, "_has_kernels", lambda *a: False)
         monkeypatch.setattr(ops, "_device_kernels", lambda device: triton_kernels)
+        monkeypatch.setattr(ops, "_of_states", lambda x: triton_kernels)
         monkeypatch.setattr(
             ops,
             "prepare_attention",
@@ -73,11 +78,13 @@ def engine(config, monkeypatch, *, captured):
         max_model_len=config.max_position, kv_block_size=BLOCK_SIZE, kv_blocks={tier: BLOCKS}, share_prefixes=True,
         weight_format="float32", kv_format="float32", kv_seqs={tier: SEQS},
     )  # fmt: skip
+    slots = {tier: BLOCKS} if config.state is not None else {}
+    memory = MemoryPlan({}, {}, policy.kv_blocks, 0, 512, state_slots=slots)
     windows = frozenset(config.windows)
     parts = EngineParts(
         config, NoText(), executor, lambda sweep: [sweep],
         lambda batch: pack(batch, kv_block_size=BLOCK_SIZE, key_bytes=256, windows=windows, compute_tier=tier),
-        sample, policy, MemoryPlan({}, {}, policy.kv_blocks, 0, 512), frozenset(), "float32", 0, tier,
+        sample, policy, memory, frozenset(), "float32", 0, tier,
     )  # fmt: skip
     return Engine.from_parts(parts)
 
@@ -101,6 +108,7 @@ def tokens(engine):
 
 
 CONFIGS = {"llama": LLAMA, "windows": LLAMA | WINDOWS, "opt": OPT, "experts": LLAMA | QWEN_MOE}
+CONFIGS["states"] = LLAMA | QWEN_MOE | QWEN_NEXT
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

@@ -668,6 +668,16 @@ def test_norms(rows, columns, dtype, layer_norm, seed):
     torch.testing.assert_close(got.double(), expected, atol=2 * ROUNDING[dtype] + slack, rtol=2 * ROUNDING[dtype])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_norm_of_some_columns_is_in_place(dtype):
+    """As of the queries of all heads within queries, keys and values."""
+    x, weight = random(1, 5, 96, dtype=dtype), random(2, 40, dtype=dtype)
+    expected = x.clone()
+    expected[:, 16:56] = kernels.norm(x[:, 16:56].contiguous(), weight, None, 1e-5)
+    kernels.norm(x[:, 16:56], weight, None, 1e-5, x[:, 16:56])
+    assert torch.equal(x, expected)
+
+
 @real_sets
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "kv_format", "family"),

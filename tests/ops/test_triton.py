@@ -5,6 +5,7 @@ of these is a process of its own, whatever this one has imported.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -98,3 +99,27 @@ def test_all_kernels_compile_and_fit(capability, head_dims, tmp_path):
     products = told.count("_attend")
     assert products == 0 if capability == "75" else products >= 8 * len(head_dims)
     assert told.count("_multiply") == (0 if capability == "75" else 12)
+    run(
+        *("-m", "pytest", "--tb=short", "-p", "no:cacheprovider", HERE / "launch_checks.py"),
+        BATCHGEN_CHECK_CAPABILITY=capability,
+        BATCHGEN_CHECK_HEAD_DIMS=",".join(head_dims),
+        TRITON_CACHE_DIR=str(tmp_path),
+        **absent_cuda(tmp_path),
+    )
+
+
+def absent_cuda(folder):
+    """The environment of a process in which a library is the CUDA driver of a card that is not there."""
+    compiler = shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        return {}
+    library = folder / "libcuda.so.1"
+    headers = Path(find_spec("triton").origin).parent / "backends" / "nvidia" / "include"
+    source = ROOT / "tests" / "support" / "absent_cuda.c"
+    command = [compiler, "-shared", "-fPIC", "-Wno-unused-parameter", f"-I{headers}", source, "-o", library]
+    subprocess.run(command, check=True)
+    return {
+        "ABSENT_CUDA": str(library),
+        "LD_LIBRARY_PATH": str(folder),
+        "TRITON_LIBCUDA_PATH": str(folder),
+    }

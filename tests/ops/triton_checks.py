@@ -447,6 +447,15 @@ def test_norms(rows, columns, dtype, layer_norm, seed):
     torch.testing.assert_close(got.double(), expected, **tolerance)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_norm_of_some_columns_is_in_place(dtype):
+    x, weight = random(1, 5, 96, dtype=dtype).to(DEVICE), random(2, 40, dtype=dtype).to(DEVICE)
+    expected = x.clone()
+    expected[:, 16:56] = triton_kernels.norm(x[:, 16:56].contiguous(), weight, None, 1e-5)
+    triton_kernels.norm(x[:, 16:56], weight, None, 1e-5, x[:, 16:56])
+    assert torch.equal(x.cpu(), expected.cpu())
+
+
 def test_norm_of_long_rows_in_place():
     x, weight = random(0, 3, 16384, dtype=torch.bfloat16), random(1, 16384, dtype=torch.bfloat16)
     expected = F.rms_norm(x.double(), (16384,), weight.double(), 1e-5)

@@ -387,7 +387,7 @@ def test_gated_norm_and_sigmoid_gate(tokens, heads, dim, dtype, in_place, seed):
 # The dispatch to them.
 
 
-@pytest.mark.parametrize("dims", [(32, 32), (512, 16)], ids=["small", "too large for the kernels"])
+@pytest.mark.parametrize("dims", [(32, 32), (512, 16)], ids=["small", "too wide for chunks"])
 def test_operations_of_a_state_layer_are_those_of_the_reference(dims, monkeypatch):
     key_dim, value_dim = dims
     lengths, channels = [3, 1, 70], 2 * key_dim + 2 * value_dim

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+SHORT_CONVS = ("lfm2", "lfm2_moe")
 FAMILIES = (
     "opt",
     "llama",
@@ -39,17 +40,18 @@ FAMILIES = (
     "qwen3_moe",
     "gpt_oss",
     *DELTA_NETS,
+    *SHORT_CONVS,
 )
 GEMMA4 = ("gemma4", "gemma4_unified")
 GRANITE_MIXTURES = ("granitemoe", "granitemoeshared", "granitemoehybrid")
 MIXTURES = (
-    "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "olmoe", "phimoe", *GRANITE_MIXTURES, "qwen3_next", "qwen3_5_moe"
+    "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "olmoe", "phimoe", *GRANITE_MIXTURES, "qwen3_next", "qwen3_5_moe",
+    "lfm2_moe",
 )  # fmt: skip
-SHORT_CONVS = ("lfm2", "lfm2_moe")
 # What must hold for every model holds for each of these: families as they are, and with the switches that change what a
 # layer reads. name -> (family, fields of the transformers config). A test keeps it complete (test_token_identity.py).
 MODELS = {
-    **{family: (family, {}) for family in (*FAMILIES, *DELTA_NETS)},
+    **{family: (family, {}) for family in FAMILIES},
     "opt, norm after": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32, "num_hidden_layers": 2}),
     "llama, tied, one KV head": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     "llama, head size 24": ("llama", {"num_key_value_heads": 4, "head_dim": 24}),
@@ -126,12 +128,20 @@ MODELS = {
         "num_hidden_layers": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "attention_bias": False,
     }),
-    "qwen3_5, one key head of many, all values rotated": ("qwen3_5", {
-        "linear_num_key_heads": 1, "linear_conv_kernel_dim": 2, "tie_word_embeddings": True, "attention_bias": True,
+    "qwen3_5, four value heads for each key head, all values rotated": ("qwen3_5", {
+        "linear_num_value_heads": 8, "linear_conv_kernel_dim": 2, "tie_word_embeddings": True, "attention_bias": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
     }),
     "qwen3_next, a dense layer, shares as they are": ("qwen3_next", {
         "mlp_only_layers": [1], "norm_topk_prob": False, "linear_num_value_heads": 6, "num_hidden_layers": 4,
+    }),
+    "lfm2, biases, a kernel of 4, two convolutions first": ("lfm2", {
+        "conv_bias": True, "conv_L_cache": 4, "tie_word_embeddings": False, "num_hidden_layers": 4,
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+    }),
+    "lfm2_moe, one of 8 in every layer, scaled": ("lfm2_moe", {
+        "num_dense_layers": 0, "num_experts_per_tok": 1, "routed_scaling_factor": 1.75, "use_expert_bias": False,
+        "norm_topk_prob": False, "num_hidden_layers": 2,
     }),
     "qwen3, tied, four layers": ("qwen3", {"tie_word_embeddings": True, "num_hidden_layers": 4}),
 }  # fmt: skip
@@ -423,6 +433,7 @@ GGUF_FAMILIES = (
     "granitemoe",
     "granitemoeshared",
     *DELTA_NETS,
+    *SHORT_CONVS,
 )
 # How SentencePiece tokenizers differ between families: where the space comes from that stands before the first word.
 SENTENCEPIECE_STYLES = {"llama": "normalizer", "phi3": "normalizer", "gemma2": "none", "gemma3": "none"}
@@ -480,6 +491,8 @@ GGUF_MODELS = {
     "qwen2_moe": ("qwen2_moe", {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}),
     "qwen3_moe": ("qwen3_moe", {"moe_intermediate_size": 64, "decoder_sparse_step": 2}),
     "granitemoeshared": ("granitemoeshared", {"shared_intermediate_size": 96}),
+    "lfm2": ("lfm2", {"block_multiple_of": 32}),
+    "lfm2_moe": ("lfm2_moe", {"moe_intermediate_size": 64}),
     "qwen3_next": ("qwen3_next", {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}),
     "qwen3_5_moe": ("qwen3_5_moe", {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}),
     "qwen3_5, as many key heads as value heads": ("qwen3_5", {
@@ -526,6 +539,7 @@ GGUF_MODELS = {
 _GGUF_MIXTURES = {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
 _GGUF_MIXTURES |= {"qwen3_next": "qwen3next", "qwen3_5_moe": "qwen35moe", "olmoe": "olmoe"}
 _GGUF_MIXTURES |= {"phimoe": "phimoe", "granitemoe": "granitemoe", "granitemoeshared": "granitemoe"}
+_GGUF_MIXTURES |= {"lfm2_moe": "lfm2moe"}
 _GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -561,6 +575,21 @@ _GGUF_NAMES = {
     "linear_attn.out_proj": "ssm_out",
     "self_attn.qkv_proj": "attn_qkv",
     "mlp.gate_up_proj": "ffn_up",
+}
+_LFM_GGUF_NAMES = {
+    "model.embedding_norm": "token_embd_norm",
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "self_attn.out_proj": "attn_output",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+    "feed_forward.gate": "ffn_gate_inp",
 }
 _OUTPUT_NORM_NAMES = {
     "post_attention_layernorm": "post_attention_norm",
@@ -612,7 +641,7 @@ MIXED_SIZES = {
     "hidden_size_per_layer_input": 256,
     "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "moe_intermediate_size": 256,
     "shared_expert_intermediate_size": 256, "shared_intermediate_size": 256, "num_hidden_layers": 2,
-    "linear_value_head_dim": 64,
+    "linear_value_head_dim": 64, "block_auto_adjust_ff_dim": False,
 }  # fmt: skip
 
 
@@ -644,12 +673,14 @@ def write_tiny_gguf(  # a line for each key and each name of the format
     tensors_per_part: int = 0,
     pre_tokenizer: str = "gpt-2",
     add_bos: bool | None = False,
+    arch: str | None = None,
 ) -> Path:
     """A model of `GGUF_FAMILIES` as llama.cpp's converter would write it; returns its first file.
 
     tensor_type: "F32", "F16", "BF16", "Q8_0" or another, for matrices, or what gives it for a name; one that the gguf
     package cannot quantize to has random numbers. Vectors and routers stay F32. tokenizer: to carry along; of a
     byte-level one the name of its pre-tokenizer, and whether it is said that a text begins with BOS, or nothing of it.
+    arch: architecture that is named, if it is not that of the family.
     rope_freqs: values for `rope_freqs.weight`. tensors_per_part: of each file of a split one; 0: it is one file.
     """
     import gguf
@@ -657,20 +688,22 @@ def write_tiny_gguf(  # a line for each key and each name of the format
     from gguf_blocks import random_rows
 
     config, family = model.config, model.config.model_type.removesuffix("_text")
-    arch = {**_GGUF_MIXTURES, "olmo3": "olmo2", "ministral3": "mistral3", "qwen3_5": "qwen35"}.get(family, family)
+    arch = arch or {**_GGUF_MIXTURES, "olmo3": "olmo2", "ministral3": "mistral3", "qwen3_5": "qwen35"}.get(
+        family, family
+    )
     writer = gguf.GGUFWriter(str(path), arch, split_max_tensors=tensors_per_part)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_layer_norm_rms_eps(config.norm_eps if family in SHORT_CONVS else config.rms_norm_eps)
     rope = config.rope_parameters
     writer.add_rope_freq_base((rope.get("full_attention") or rope)["rope_theta"])
     head_dim = 0
     if family == "gemma4":
         rope_freqs = _write_gemma4(writer, config)
     else:
-        head_dim = _write_sizes(writer, config, family)
+        head_dim = _write_sizes(writer, model, family)
     if family in _GGUF_MIXTURES:
         _write_mixture(writer, config, family)
     elif family in ("gemma2", "gemma3"):
@@ -703,7 +736,8 @@ def write_tiny_gguf(  # a line for each key and each name of the format
             halves = values.reshape(heads, 2, head_dim // 2, *values.shape[1:])
             values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
         own = tensor_type if isinstance(tensor_type, str) else tensor_type(name)
-        is_vector = values.ndim == 1 or name.endswith(".bias") or "ffn_gate_inp" in name or "ssm_conv1d" in name
+        unquantized = (".bias", "ssm_conv1d.weight", "shortconv.conv.weight")
+        is_vector = values.ndim == 1 or name.endswith(unquantized) or "ffn_gate_inp" in name
         if is_vector or own == "F32":
             writer.add_tensor(name, values)
             continue
@@ -725,7 +759,7 @@ def _write_mixture(writer, config, family: str) -> None:
     experts = getattr(config, "num_local_experts", None) or config.num_experts
     writer.add_expert_count(experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
-    if family in ("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe"):
+    if family in ("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "lfm2_moe"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if family in ("qwen2_moe", "qwen3_next", "qwen3_5_moe"):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
@@ -801,8 +835,12 @@ def _write_gemma(writer, config, family: str) -> None:
         writer.add_attention_scale(config.query_pre_attn_scalar**-0.5)
 
 
-def _write_sizes(writer, config, family: str) -> int:
+def _write_sizes(writer, model, family: str) -> int:
     """Writes the sizes of MLPs and heads that all layers have; returns that of a head."""
+    config = model.config
+    if family in SHORT_CONVS:
+        _write_short_convs(writer, model)
+        return config.hidden_size // config.num_attention_heads
     if family != "qwen3_5_moe":
         writer.add_feed_forward_length(config.intermediate_size)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -810,6 +848,22 @@ def _write_sizes(writer, config, family: str) -> int:
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     return head_dim
+
+
+def _write_short_convs(writer, model) -> None:
+    import gguf
+
+    config = model.config
+    attends = [kind == "full_attention" for kind in config.layer_types]
+    writer.add_head_count_kv([config.num_key_value_heads * each for each in attends])
+    writer.add_shortconv_l_cache(config.conv_L_cache)
+    writer.add_vocab_size(config.vocab_size)
+    if config.model_type == "lfm2":
+        writer.add_feed_forward_length(len(model.model.layers[0].feed_forward.w1.weight))
+        return
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_leading_dense_block_count(config.num_dense_layers)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
 def _write_gemma4(writer, config) -> list[float]:
@@ -880,7 +934,7 @@ def _gguf_tensors(model, family: str):
     has_other_name = family in ("gpt_oss", "seed_oss", *DELTA_NETS)
     names = _GGUF_NAMES | ({"post_attention_layernorm": "post_attention_norm"} if has_other_name else {})
     gemma = family.startswith("gemma")
-    names |= _GEMMA4_GGUF_NAMES if family == "gemma4" else {}
+    names |= _GEMMA4_GGUF_NAMES if family == "gemma4" else _LFM_GGUF_NAMES if family in SHORT_CONVS else {}
     names |= _GEMMA_GGUF_NAMES if gemma else _OUTPUT_NORM_NAMES if family in ("olmo2", "olmo3") else {}
     for full_name, tensor in model.state_dict().items():
         stem, suffix = full_name.rsplit(".", 1)
@@ -894,6 +948,11 @@ def _gguf_tensors(model, family: str):
             yield f"{names[stem]}.{suffix}", values
             continue
         layer, own = parts[2], ".".join(parts[3:])
+        if suffix == "expert_bias":
+            yield f"blk.{layer}.exp_probs_b.bias", values
+            continue
+        if own == "conv.conv" and suffix == "weight":  # [channels, 1, kernel]
+            values = values[:, 0]
         if f"{own}.{suffix}" in _GEMMA4_GGUF_TENSORS:
             yield f"blk.{layer}.{_GEMMA4_GGUF_TENSORS[f'{own}.{suffix}']}", values
             continue
@@ -929,7 +988,8 @@ def round_as_gguf(model, tensor_type: str):
     kind = gguf.GGMLQuantizationType[tensor_type]
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            kept = any(part in name for part in ("mlp.gate.", ".router.", "shared_expert_gate.", "conv1d."))
+            routers = ("mlp.gate.", "feed_forward.gate.", ".router.", "shared_expert_gate.")
+            kept = any(part in name for part in (*routers, "conv1d.", "conv.conv."))
             if weight.ndim < 2 or kept or name.endswith("bias"):
                 continue
             if name.endswith("linear_attn.out_proj.weight") and model.config.model_type != "qwen3_next":

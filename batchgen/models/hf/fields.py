@@ -22,6 +22,7 @@ from batchgen.models.families import (
 )
 from batchgen.models.formats.schemes import read_scheme
 from batchgen.models.hf.keys import KEYS, read_keys, refuse_unsupported
+from batchgen.models.hf.wrappers import OUTER_KEYS
 from batchgen.models.nearest import nearest_family
 from batchgen.models.scales import scales_of
 from batchgen.models.state_layers import DeltaNet, ShortConv
@@ -58,8 +59,6 @@ _ACTIVATIONS: dict[str, Activation] = {
 # Activations that linear layers end with, and those of a gate, which are one with the product that follows.
 _ALONE, _GATES = ("relu", "gelu", "gelu_tanh"), ("silu", "gelu_tanh")
 _GEMMA4_PERIOD = 6  # layers, of which the last one has no window
-# Keys that a file with a text_config states outside of it.
-_OUTER_KEYS = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
 
 
 def read_config_keys(config: Mapping[str, Any], architecture: str) -> tuple[Mapping[str, Any], dict[str, Any]]:
@@ -118,7 +117,7 @@ def _text_part(config: Mapping[str, Any], family: str) -> Mapping[str, Any]:
         if outside != inside:
             raise InputError(f"{name} {shown(outside)} contradicts that of text_config, {shown(inside)}")
     ends = token_ids(config.get("eos_token_id"), text.get("eos_token_id", KEYS[family]["eos_token_id"].default))
-    return {**text, **{name: config[name] for name in _OUTER_KEYS if name in config}, "eos_token_id": list(ends)}
+    return {**text, **{name: config[name] for name in OUTER_KEYS if name in config}, "eos_token_id": list(ends)}
 
 
 def _refuse_quantization(quantization: Any, family: str) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchgen.core.errors import InputError
-from batchgen.models.families import GRANITE_MIXTURES, HEAD_NORMS, PROJECTION_NORMS
+from batchgen.models.families import GRANITE_MIXTURES, HEAD_NORMS, PROJECTION_NORMS, SHORT_CONVS
 from batchgen.models.stated_numbers import is_count, is_index, is_number, require_positive, shown
 
 
@@ -430,6 +430,7 @@ FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
     "olmoe": {**_EVERYWHERE, "clip_qkv": (None,)},
     "phimoe": {**_EVERYWHERE, "num_experts_per_tok": (2,)},
     "gpt_oss": {**_EVERYWHERE, **_NORM_TOPK, "hidden_act": ("silu",), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
+    **{name: {**_EVERYWHERE, "block_use_swiglu": (None, True), "use_pos_enc": (None, True)} for name in SHORT_CONVS},
     "qwen3_next": {**_EVERYWHERE, **_OUTPUT_GATE},
     "qwen3_5": {**_EVERYWHERE, **_OUTPUT_GATE},
     "qwen3_5_moe": {**_EVERYWHERE, **_OUTPUT_GATE, **_NORM_TOPK, **_ALL_SPARSE},
@@ -462,6 +463,7 @@ _NAMES_OF_NOTES = """
     prefix sep_token_id cls_token_id mask_token_id unk_token_id decoder_start_token_id bos_token eos_token pad_token
     unk_token image_token_id video_token_id audio_token_id vision_start_token_id vision_end_token_id vision_token_id
     image_token_index boi_token_id eoi_token_id boi_token_index eoi_token_index mm_tokens_per_image vision_config
+    boa_token_id eoa_token_id eoa_token_index vision_soft_tokens_per_image
     audio_config projector_hidden_act vision_feature_layer vision_feature_select_strategy spatial_merge_size
     multimodal_projector_bias image_seq_length image_grid_pinpoints use_image_newline_parameter
     do_sample temperature top_k top_p typical_p repetition_penalty length_penalty max_length min_length max_new_tokens
@@ -474,6 +476,8 @@ _NAMES_OF_NOTES = """
     model_max_length max_sequence_length seq_length initial_context_length experts_per_token max_window_layers
     hidden_act hidden_activation intermediate_size original_max_position_embeddings layer_types
     vocab_size_per_layer_input num_nextn_predict_layers mtp_num_hidden_layers mtp_use_dedicated_embeddings
+    block_dim block_mlp_init_scale block_norm_eps block_out_init_scale block_use_xavier_init
+    conv_dim conv_dim_out conv_use_xavier_init num_heads theta
 """
 _NOTES = frozenset(_NAMES_OF_NOTES.split())
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from batchgen.core.errors import InputError
 from batchgen.models.families import DELTA_NETS, GEMMA4
+from batchgen.models.hf.wrappers import OF_IMAGES
 from batchgen.models.rope import ROPE_KINDS, RopeConfig, RopeKind
 from batchgen.models.stated_numbers import is_number, require_positive, shown
 
@@ -64,7 +65,6 @@ _COMMON = (
 )
 # Families whose layers with a window have rotary positions of their own, and the base of these: a key, or a number.
 _BY_LAYER_TYPE: dict[str, str | float] = {"gemma3": "rope_local_base_freq", "olmo3": 5e5}
-_OF_IMAGES = ("mrope_section", "mrope_interleaved")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _SCALED = ("llama3", "yarn", "longrope")
 
@@ -232,7 +232,7 @@ def _delta_net_rope(params: dict[str, Any], max_position: int, original: int | N
     Sections of the head for positions of images (`mrope_section`) make no difference: those of a text are all equal.
     """
     rotated = _rotated(params, 0.25, head_dim)
-    plain = {name: value for name, value in params.items() if name not in _OF_IMAGES}
+    plain = {name: value for name, value in params.items() if name not in OF_IMAGES}
     return _rope({**plain, "partial_rotary_factor": 1.0}, max_position, original, rotated)
 
 

@@ -33,6 +33,10 @@ _PREFIXES = {
 }
 
 
+# Parts that are no linear layers, and that no scheme quantizes.
+_CONVOLUTIONS = ("conv.weight", "short_conv.weight")
+
+
 def hf_parts(
     config: ModelConfig, model: Path, tensors: Tensors, scheme: Scheme | None
 ) -> dict[tuple[str, int], StoredPart]:
@@ -79,12 +83,14 @@ def _find(
     name = f"{stem}.{suffix}"
     if fused_experts.is_fused(part.name):
         return fused_experts.find(config, model, tensors, part.name, name)
-    if scheme and suffix == "weight" and len(part.shape) == 2:
+    is_convolution = part.name in _CONVOLUTIONS
+    if scheme and suffix == "weight" and len(part.shape) == 2 and not is_convolution:
         rows, columns = part.shape
         if matrix := scheme.find(tensors, stem, (rows, columns), in_layer=part.in_layer):
             return matrix
     info = tensors[name]
-    if part.name == "conv.weight" and len(info.shape) == 3:  # [channels, 1, kernel], as torch's convolutions have it
+    # [channels, 1, kernel], as torch's convolutions have it
+    if is_convolution and len(info.shape) == 3:
         info = replace(info, shape=(info.shape[0], *info.shape[2:]))
     check_stored(name, info, part.shape)
     is_norm = part.name.endswith("norm.weight") and part.name != "state_norm.weight"

@@ -67,9 +67,9 @@ WRAPPERS = {
     ),
 }
 # Keys that a file with a text_config states outside of it; they are what transformers takes.
-_OUTER_KEYS = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
+OUTER_KEYS = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
 # Keys of rotary positions for images: a text's positions are the same in all sections of a head.
-_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
 
 def wrapper_of(config: Mapping[str, Any]) -> tuple[str, Wrapper] | None:
@@ -114,7 +114,7 @@ def unwrapped(config: Mapping[str, Any]) -> Mapping[str, Any]:
             f"architecture {name} with a text model of model_type {shown(text_type)} is not supported; supported: "
             f"{', '.join(wrapper.texts)}"
         )
-    outer = {key: config[key] for key in _OUTER_KEYS if key in config}
+    outer = {key: config[key] for key in OUTER_KEYS if key in config}
     plain = {**wrapper.defaults, **text, **outer, "architectures": [wrapper.texts[text_type]], "model_type": None}
     if config.get("text_config") is not None and "eos_token_id" in config and "eos_token_id" in text:
         plain["eos_token_id"] = [*_ids(config["eos_token_id"]), *_ids(text["eos_token_id"])]
@@ -129,7 +129,7 @@ def _of_text(table: Any) -> Any:
     """Rotary parameters without what is of images alone."""
     if not isinstance(table, Mapping):
         return table
-    kept = {key: value for key, value in table.items() if key not in _OF_IMAGES}
+    kept = {key: value for key, value in table.items() if key not in OF_IMAGES}
     return {
         key: "default" if key in ("type", "rope_type") and value == "mrope" else value for key, value in kept.items()
     }

@@ -5,7 +5,7 @@ Only `ops` imports this package, when a tensor is on a GPU and Triton is install
 
 from batchgen.ops.triton.attention import cut_attention, paged_attention, prepare_attention, supports_attention
 from batchgen.ops.triton.conv import causal_conv
-from batchgen.ops.triton.delta import delta_gates, delta_rule, supports_delta
+from batchgen.ops.triton.delta import delta_gates, delta_rule
 from batchgen.ops.triton.grouped import grouped_experts, supports_grouped
 from batchgen.ops.triton.launch import card
 from batchgen.ops.triton.linear import linear
@@ -43,7 +43,6 @@ __all__ = [
     "rotary_store",
     "scatter_rows",
     "supports_attention",
-    "supports_delta",
     "supports_grouped",
     "supports_rotary",
 ]

@@ -16,26 +16,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchgen.ops.state_chunks import CHUNK
 from batchgen.ops.triton.launch import Card, Launch, card, power_of_two
 from batchgen.ops.triton.sequences import sequence_of_tile
 
-CHUNK = 64
-MAX_DIM = 256  # of keys and values
 # Products in fp32 have no units and take more registers than there are.
 _CHUNKED_DTYPES = (torch.bfloat16, torch.float16)
 _FEW_TOKENS = 8  # of a sequence, up to which they are computed one by one
 _ALL_TOKENS = (1 << 31) - 1
 _UPDATED_VALUES = 4096  # of a state, in the registers of a program that computes one token at a time
 # Rows and columns of a state that a program multiplies at a time: registers hold no larger operands.
-_KEY_BLOCK, _CHUNK_VALUES = 64, 32
+_KEY_BLOCK, _MOST_BLOCKS, _CHUNK_VALUES = 64, 4, 32
 _GATES = 1024  # of a program
 _NORM_EPS = tl.constexpr(1e-6)
 _BLOCK = tl.constexpr(16)  # rows of a triangular matrix that are solved one by one
-
-
-def supports_delta(key_dim: int, value_dim: int) -> bool:
-    """Tell whether the kernels support states [key_dim, value_dim]."""
-    return key_dim <= MAX_DIM and value_dim <= MAX_DIM
 
 
 def delta_rule(  # the operands of one kernel
@@ -85,7 +79,8 @@ def delta_launches(  # the operands of one kernel
     assert qkv.shape[1] == 2 * key_heads * key_dim + value_heads * value_dim and qkv.stride(1) == 1
     assert states[0].is_contiguous() and out.is_contiguous() and g.is_contiguous() and beta.is_contiguous()
     assert len(target) == sequences and len(starts) == sequences + 1
-    in_chunks = this.has_products and len(qkv) > sequences and qkv.dtype in _CHUNKED_DTYPES
+    has_products = this.has_products and qkv.dtype in _CHUNKED_DTYPES and key_dim <= _MOST_BLOCKS * _KEY_BLOCK
+    in_chunks = has_products and len(qkv) > sequences
     args = {
         "qkv": qkv,
         "g": g,
@@ -108,24 +103,26 @@ def delta_launches(  # the operands of one kernel
 
 
 def _chunk_launches(args: dict[str, Any], constants: dict[str, int]) -> list[Launch]:
-    """The launches for sequences in chunks: what does not depend on states, then states and results."""
+    """The launches for sequences in chunks: what does not depend on states, then states and results.
+
+    Between them there is memory for each token, which the planner counts (`state_chunks.prepared_bytes`).
+    """
     qkv, sequences, value_heads = args["qkv"], len(args["source"]), constants["VALUE_HEADS"]
-    chunks = len(qkv) // CHUNK + sequences
-    matrices = torch.empty(chunks, value_heads, 2, CHUNK, CHUNK, dtype=qkv.dtype, device=qkv.device)
-    factors = torch.empty(chunks, value_heads, 4, CHUNK, dtype=torch.float32, device=qkv.device)
-    args = args | {"matrices": matrices, "factors": factors}
+    inverses, weights = torch.empty(2, len(qkv), value_heads, CHUNK, dtype=qkv.dtype, device=qkv.device)
+    factors = torch.empty(4, len(qkv), value_heads, dtype=torch.float32, device=qkv.device)
+    args = args | {"inverses": inverses, "weights": weights, "factors": factors, "factor_stride": factors.stride(0)}
+    args["num_sequences"] = sequences
     block = min(_KEY_BLOCK, power_of_two(constants["KEY_DIM"], 16))
     constants = constants | {"BLOCK": block, "TOKENS": CHUNK}
-    prepared = {
-        name: value for name, value in args.items() if name not in ("states", "source", "target", "out", "state_stride")
-    }
-    prepare = Launch(
-        _prepare_chunks, (chunks, value_heads), prepared | {"num_sequences": sequences}, constants, warps=4
+    prepared, updated = (
+        {name: args[name] for name in kernel.arg_names if name in args} for kernel in (_prepare_chunks, _update_chunks)
     )
     values = min(_CHUNK_VALUES, power_of_two(constants["VALUE_DIM"], 16))
     grid = (sequences, value_heads, triton.cdiv(constants["VALUE_DIM"], values))
-    updated = {name: value for name, value in args.items() if name not in ("g", "beta")}
-    return [prepare, Launch(_update_chunks, grid, updated, constants | {"VALUES": values}, warps=4)]
+    return [
+        Launch(_prepare_chunks, (len(qkv) // CHUNK + sequences, value_heads), prepared, constants, warps=4),
+        Launch(_update_chunks, grid, updated, constants | {"VALUES": values}, warps=4),
+    ]
 
 
 # Vectors of a batch's tokens and sequences may begin anywhere in a longer one.
@@ -182,15 +179,20 @@ def _update_tokens(  # a kernel takes pointers and scalars only
     _store_state(states + after * state_stride + place, state, after, key, is_value, KEY_DIM)
 
 
-@triton.jit(do_not_specialize=["few_tokens", "num_sequences"], do_not_specialize_on_alignment=["g", "beta", "starts"])
+@triton.jit(
+    do_not_specialize=["few_tokens", "num_sequences", "factor_stride"],
+    do_not_specialize_on_alignment=["g", "beta", "starts"],
+)
 def _prepare_chunks(  # a kernel takes pointers and scalars only
     qkv,
     g,
     beta,
     starts,
-    matrices,
+    inverses,
+    weights,
     factors,
     qkv_stride,
+    factor_stride,
     few_tokens,
     num_sequences,
     KEY_HEADS: tl.constexpr,
@@ -203,9 +205,9 @@ def _prepare_chunks(  # a kernel takes pointers and scalars only
     """Kernel: what the update of one chunk needs and does not depend on the state, for one value head.
 
     Token i adds strength * (v - what the state holds for k), which includes what the tokens before it add: a triangular
-    system. `matrices` gets its inverse, and the weights of what each token adds in each later result. `factors` gets,
-    by token, those of the state's part in the system and in results, and of what is added in the state after the chunk;
-    then that of the state before it.
+    system, of whose inverse `inverses` gets row i. `weights` gets those of what each token adds in the result of token
+    i. `factors` gets, by token, that of the state's part in the system, of its part in the result, of what is added in
+    the state after the chunk, and of the state before the chunk in it.
     """
     chunk, head = tl.program_id(0), tl.program_id(1)
     sequence = sequence_of_tile(starts, num_sequences, chunk, TOKENS)
@@ -236,22 +238,24 @@ def _prepare_chunks(  # a kernel takes pointers and scalars only
     since_start = tl.cumsum(tl.load(g + token * VALUE_HEADS + head, mask=there, other=0.0), 0)
     strength = tl.load(beta + token * VALUE_HEADS + head, mask=there, other=0.0)
     whole = tl.sum(tl.where(row == TOKENS - 1, since_start, 0.0), 0)
-    at = (chunk.to(tl.int64) * VALUE_HEADS + head) * (4 * TOKENS) + row
-    tl.store(factors + at, tl.exp(since_start) * k_norm)
-    tl.store(factors + at + TOKENS, tl.exp(since_start) * q_norm)
-    tl.store(factors + at + 2 * TOKENS, tl.exp(whole - since_start) * k_norm)
-    tl.store(factors + at + 3 * TOKENS, tl.exp(whole) + tl.zeros((TOKENS,), tl.float32))
+    at = token * VALUE_HEADS + head
+    tl.store(factors + at, tl.exp(since_start) * k_norm, mask=there)
+    tl.store(factors + factor_stride + at, tl.exp(since_start) * q_norm, mask=there)
+    tl.store(factors + 2 * factor_stride + at, tl.exp(whole - since_start) * k_norm, mask=there)
+    tl.store(factors + 3 * factor_stride + at, tl.exp(whole) + tl.zeros((TOKENS,), tl.float32), mask=there)
     # decay[i, j]: of what token j adds, the part that is left at token i.
     decay = tl.exp(tl.minimum(since_start[:, None] - since_start[None, :], 0.0)) * k_norm[None, :]
-    type: tl.constexpr = matrices.dtype.element_ty
-    at = (chunk.to(tl.int64) * VALUE_HEADS + head) * (2 * TOKENS * TOKENS) + row[:, None] * TOKENS + row[None, :]
-    weights = tl.where(row[:, None] >= row[None, :], queries * decay * q_norm[:, None], 0.0)
-    tl.store(matrices + at + TOKENS * TOKENS, weights.to(type))
+    type: tl.constexpr = weights.dtype.element_ty
+    row_at = at[:, None] * TOKENS + row[None, :]
+    read = tl.where(row[:, None] >= row[None, :], queries * decay * q_norm[:, None], 0.0)
+    tl.store(weights + row_at, read.to(type), mask=there[:, None])
     system = tl.where(row[:, None] > row[None, :], keys * decay * (strength * k_norm)[:, None], 0.0)
-    tl.store(matrices + at, (_inverse(system, TOKENS) * strength[None, :]).to(type))
+    tl.store(inverses + row_at, (_inverse(system, TOKENS) * strength[None, :]).to(type), mask=there[:, None])
 
 
-@triton.jit(do_not_specialize=["few_tokens"], do_not_specialize_on_alignment=["source", "target", "starts"])
+@triton.jit(
+    do_not_specialize=["few_tokens", "factor_stride"], do_not_specialize_on_alignment=["source", "target", "starts"]
+)
 def _update_chunks(  # a kernel takes pointers and scalars only
     qkv,
     states,
@@ -259,10 +263,12 @@ def _update_chunks(  # a kernel takes pointers and scalars only
     target,
     starts,
     out,
-    matrices,
+    inverses,
+    weights,
     factors,
     qkv_stride,
     state_stride,
+    factor_stride,
     few_tokens,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
@@ -295,7 +301,6 @@ def _update_chunks(  # a kernel takes pointers and scalars only
         state_3 = _load_state(before + 3 * BLOCK * VALUE_DIM, slot, 3 * BLOCK + key, is_value, KEY_DIM)
 
     row = tl.arange(0, TOKENS)
-    chunk = start // TOKENS + sequence
     for first in range(start, stop, TOKENS):
         token = first + row
         there = token < stop
@@ -317,18 +322,20 @@ def _update_chunks(  # a kernel takes pointers and scalars only
         mask = there[:, None] & is_value[None, :]
         v_rows = rows + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + value[None, :]
         v = tl.load(v_rows, mask=mask, other=0.0)
-        factor = factors + (chunk * VALUE_HEADS + head) * (4 * TOKENS) + row
-        matrix = matrices + (chunk * VALUE_HEADS + head) * (2 * TOKENS * TOKENS)
-        matrix += row[:, None] * TOKENS + row[None, :]
-        missing = v.to(tl.float32) - tl.load(factor)[:, None] * k_part
-        added = tl.dot(tl.load(matrix), missing.to(v.dtype), input_precision="ieee")
-        result = tl.load(factor + TOKENS)[:, None] * q_part
-        result = tl.dot(tl.load(matrix + TOKENS * TOKENS), added.to(v.dtype), result, input_precision="ieee")
-        made = out + (token * VALUE_HEADS + head)[:, None] * VALUE_DIM + value[None, :]
+        at = token * VALUE_HEADS + head
+        row_at = at[:, None] * TOKENS + row[None, :]
+        missing = v.to(tl.float32) - tl.load(factors + at, mask=there, other=0.0)[:, None] * k_part
+        inverse = tl.load(inverses + row_at, mask=there[:, None], other=0.0)
+        added = tl.dot(inverse, missing.to(v.dtype), input_precision="ieee")
+        result = tl.load(factors + factor_stride + at, mask=there, other=0.0)[:, None] * q_part
+        weight = tl.load(weights + row_at, mask=there[:, None], other=0.0)
+        result = tl.dot(weight, added.to(v.dtype), result, input_precision="ieee")
+        made = out + at[:, None] * VALUE_DIM + value[None, :]
         tl.store(made, result.to(out.dtype.element_ty), mask=mask)
 
-        added = (added * tl.load(factor + 2 * TOKENS)[:, None]).to(v.dtype)
-        left = tl.load(factors + (chunk * VALUE_HEADS + head) * (4 * TOKENS) + 3 * TOKENS)
+        to_end = tl.load(factors + 2 * factor_stride + at, mask=there, other=0.0)
+        added = (added * to_end[:, None]).to(v.dtype)
+        left = tl.load(factors + 3 * factor_stride + first * VALUE_HEADS + head)
         state_0 = _plus_keys(state_0 * left, k_rows, there, added, 0, KEY_DIM, BLOCK)
         if KEY_DIM > BLOCK:
             state_1 = _plus_keys(state_1 * left, k_rows, there, added, BLOCK, KEY_DIM, BLOCK)
@@ -336,7 +343,6 @@ def _update_chunks(  # a kernel takes pointers and scalars only
             state_2 = _plus_keys(state_2 * left, k_rows, there, added, 2 * BLOCK, KEY_DIM, BLOCK)
         if KEY_DIM > 3 * BLOCK:
             state_3 = _plus_keys(state_3 * left, k_rows, there, added, 3 * BLOCK, KEY_DIM, BLOCK)
-        chunk += 1
 
     slot = tl.load(target + sequence).to(tl.int64)
     after = states + slot * state_stride + place
@@ -408,8 +414,16 @@ def _inverse(lower, N: tl.constexpr):
 def _with_corners(inverse, lower, row, column, WIDTH: tl.constexpr):
     """The inverses of blocks twice as wide as those that `inverse` has, which are WIDTH wide."""
     is_corner = (row // (2 * WIDTH) == column // (2 * WIDTH)) & (row // WIDTH > column // WIDTH)
-    corner = tl.dot(tl.where(is_corner, lower, 0.0), inverse, input_precision="tf32x3")
-    return inverse - tl.dot(inverse, corner, input_precision="tf32x3")
+    return inverse - _product(inverse, _product(tl.where(is_corner, lower, 0.0), inverse))
+
+
+@triton.jit
+def _product(a, b):
+    """The product of two matrices in fp32, each as a sum of two in bf16: 16 digits of theirs, in few registers."""
+    a_high, b_high = a.to(tl.bfloat16), b.to(tl.bfloat16)
+    a_low = (a - a_high.to(tl.float32)).to(tl.bfloat16)
+    b_low = (b - b_high.to(tl.float32)).to(tl.bfloat16)
+    return tl.dot(a_high, b_high, tl.dot(a_low, b_high, tl.dot(a_high, b_low)))
 
 
 def delta_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:

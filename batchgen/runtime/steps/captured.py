@@ -28,8 +28,6 @@ def decode_graphs(context: StepContext, driver: Driver, most_tokens: int) -> Dec
     config = context.config
     if config.per_layer_size:  # rows of a table that only the host has
         return None
-    if config.state is not None:  # torch's operations on states, whose launches depend on the sweep
-        return None
     for layer in config.attention_layers:
         shape = context.kv_cache.shape_of(layer)
         group = config.num_heads // shape.kv_heads

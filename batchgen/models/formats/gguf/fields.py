@@ -23,6 +23,7 @@ from batchgen.models.families import (
     LAYER_NORMS,
     OUTPUT_NORMS,
     PROJECTION_NORMS,
+    SHORT_CONVS,
 )
 from batchgen.models.formats.gguf.delta_net import STATE_MATRICES, STATE_VECTORS, name_in_layer, read_states
 from batchgen.models.formats.gguf.gemma4 import (
@@ -36,6 +37,13 @@ from batchgen.models.formats.gguf.gemma4 import (
     read_gemma4_ropes,
 )
 from batchgen.models.formats.gguf.known_tokens import end_ids, special_id
+from batchgen.models.formats.gguf.short_conv import (
+    FINAL_NORM,
+    SHORT_CONV_MATRICES,
+    SHORT_CONV_SUFFIXES,
+    SHORT_CONV_VECTORS,
+    read_short_convs,
+)
 from batchgen.models.nearest import nearest_family
 from batchgen.models.rope import RopeConfig
 from batchgen.models.scales import scales_of
@@ -43,6 +51,10 @@ from batchgen.models.stated_numbers import require_positive
 from batchgen.models.tensor_files.headers import TensorInfo
 
 GGUF_ARCHITECTURES = {
+    # Text models of models that take images, whose positions for images a text does not need.
+    "qwen2vl": "Qwen2ForCausalLM",
+    "qwen3vl": "Qwen3ForCausalLM",
+    "qwen3vlmoe": "Qwen3MoeForCausalLM",
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -61,6 +73,8 @@ GGUF_ARCHITECTURES = {
     "granitemoe": "GraniteMoeForCausalLM",
     "phimoe": "PhimoeForCausalLM",
     "mistral3": "Ministral3ForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "lfm2moe": "Lfm2MoeForCausalLM",
     "qwen3next": "Qwen3NextForCausalLM",
     "qwen35": "Qwen3_5ForCausalLM",
     "qwen35moe": "Qwen3_5MoeForCausalLM",
@@ -71,7 +85,7 @@ _OLMO_WITH_WINDOWS = "Olmo3ForCausalLM"  # its GGUFs have architecture "olmo2", 
 # Family -> whether the weights of the experts chosen add up to 1, where the file does not say.
 _NORM_TOPK = {"mixtral": True, "qwen2_moe": False, "qwen3_moe": True, "gpt_oss": True, "olmoe": False}
 _NORM_TOPK |= {"phimoe": False}
-_NORM_TOPK |= dict.fromkeys((*GRANITE_MIXTURES, "qwen3_next", "qwen3_5_moe"), True)
+_NORM_TOPK |= dict.fromkeys((*GRANITE_MIXTURES, "qwen3_next", "qwen3_5_moe", "lfm2_moe"), True)
 # Role of a matrix (`layouts.role`) -> its name in a layer; with experts gate, up and down have "_exps" behind theirs.
 _MATRICES = {
     "q": "attn_q",
@@ -85,6 +99,7 @@ _MATRICES = {
     "shared.up": "ffn_up_shexp",
     "shared.down": "ffn_down_shexp",
     **STATE_MATRICES,
+    **SHORT_CONV_MATRICES,
     **PER_LAYER_MATRICES,
 }
 _VECTORS = {
@@ -95,6 +110,7 @@ _VECTORS = {
     "router": "ffn_gate_inp",
     "shared_gate": "ffn_gate_inp_shexp",
     **STATE_VECTORS,
+    **SHORT_CONV_VECTORS,
     **GEMMA4_VECTORS,
 }
 _OUTPUT_NORMS = {"out_norm": "post_attention_norm", "down_norm": "post_ffw_norm"}
@@ -144,6 +160,8 @@ def place_of(config: ModelConfig, part: str, layer: int) -> Place:
     stem, suffix = part.rsplit(".", 1)
     if suffix == "sinks":  # "attention.{layer}"
         return Place(f"blk.{stem.split('.')[1]}.attn_sinks.weight")
+    if stem == "final_norm" and config.family in SHORT_CONVS:
+        return Place(f"{FINAL_NORM}.{suffix}")
     if stem in _ENDS:
         return Place(f"{_ENDS[stem]}.{suffix}")
     if of_expert := _EXPERT.fullmatch(stem):
@@ -154,7 +172,7 @@ def place_of(config: ModelConfig, part: str, layer: int) -> Place:
         return Place(name, (expert, expert + 1, config.num_experts), is_expert=True, fused=fused)
     if config.family == "phi3" and stem in _FUSED:
         return Place(f"blk.{layer}.{_FUSED[stem]}.{suffix}", _fused_rows(config, stem))
-    if (other := name_in_layer(part) or GEMMA4_SUFFIXES.get(part)) is not None:
+    if (other := name_in_layer(part) or (GEMMA4_SUFFIXES | SHORT_CONV_SUFFIXES).get(part)) is not None:
         return Place(f"blk.{layer}.{other}")
     if config.mlp_beside_experts and stem in BESIDE_EXPERTS:
         return Place(f"blk.{layer}.{BESIDE_EXPERTS[stem]}.{suffix}")
@@ -233,6 +251,8 @@ def config_of_gguf(
     heads_of = {"num_kv_heads": _get_or(fields, "attention.head_count_kv", heads), "head_dim": head_dim}
     if family in GEMMA4:
         heads_of = read_gemma4(fields, tensors, windows)
+    if family in SHORT_CONVS:
+        heads_of |= read_short_convs(fields, tensors, layers, hidden)
     attention_softcap, logit_softcap = _softcaps(fields, family)
     return ModelConfig(
         architecture=architecture,
@@ -313,13 +333,14 @@ def _mlps(fields: Mapping[str, Any], family: str, tensors: Mapping[str, TensorIn
         return read_gemma4_mlps(fields, layers)
     if family not in _NORM_TOPK:
         return {"intermediate_size": _require_int(fields, "feed_forward_length")}
-    if fields.get("expert_gating_func", 1) not in (0, 1, 4) or fields.get("expert_weights_scale", 1.0) not in (
-        0.0,
-        1.0,
-    ):
+    is_lfm = family in SHORT_CONVS
+    if fields.get("expert_gating_func", 2 if is_lfm else 1) not in ((2,) if is_lfm else (0, 1, 4)):
+        usual = "sigmoid" if is_lfm else "softmax"
         raise InputError(
-            "GGUFs whose experts are not chosen by a softmax (expert_gating_func), or scaled, are not supported"
+            f"GGUFs of this family whose experts are not chosen by a {usual} (expert_gating_func) are not supported"
         )
+    if not is_lfm and fields.get("expert_weights_scale", 1.0) not in (0.0, 1.0):
+        raise InputError("GGUFs whose weights of experts are scaled (expert_weights_scale) are not supported")
     of_all = ("mixtral", "olmoe", "phimoe", *GRANITE_MIXTURES)  # families whose experts have the one width
     width = "feed_forward_length" if family in of_all else "expert_feed_forward_length"
     shared = "ffn_gate_shexp" if family in ("qwen2_moe", "granitemoeshared", *DELTA_NETS) else None
@@ -341,6 +362,9 @@ def _mlps(fields: Mapping[str, Any], family: str, tensors: Mapping[str, TensorIn
         "sparsemixer_jitter": 0.01 if family == "phimoe" else None,  # of the published models; no file says so
         "dense_layers": dense,
         "dense_size": _require_int(fields, "feed_forward_length") if dense else 0,
+        "router_activation": "sigmoid" if is_lfm else "softmax",
+        "expert_bias": any(name.endswith(".exp_probs_b.bias") for name in tensors),
+        "routed_scale": (_get_or(fields, "expert_weights_scale", 1.0) or 1.0) if is_lfm else 1.0,
     }
 
 
