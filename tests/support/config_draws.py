@@ -307,6 +307,8 @@ def _ordinary(family: str, rng: random.Random) -> dict[str, Any]:
         drawn |= {"no_rope_layer_interval": maybe(1, 2, 4), "no_rope_layers": maybe(None, [1, 0, 1], [0, 0, 1, 1])}
     if family == "seed_oss":
         drawn |= {"attention_out_bias": maybe(True, False)}
+    if family in DELTA_NETS:
+        drawn["hidden_act"] = maybe("silu", "swish")
     of_states = {**dict.fromkeys(DELTA_NETS, _states), **dict.fromkeys(SHORT_CONVS, _short_convs)}
     drawn |= of_states[family](layers, rng) if family in of_states else _windows(family, layers, rng)
     drawn |= _experts(family, layers, rng)
