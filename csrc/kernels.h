@@ -195,9 +195,10 @@ struct CausalConv {
     Type type;  // of all
 };
 
-// Tokens [first, stop) of a sequence, and channels.
+// Tokens [first, stop) of the sequences [sequence, sequence_stop), and channels: a part of one sequence's tokens, or
+// all tokens of each.
 struct ConvPiece {
-    int64_t sequence, first, stop, channel, channel_stop;
+    int64_t sequence, sequence_stop, first, stop, channel, channel_stop;
 };
 
 // The gated delta rule. For each token and value head the state S [key_dim, value_dim] becomes exp(g) S, then
@@ -347,9 +348,9 @@ struct Kernels {
     void (*norm)(const Norm&, int64_t row, int64_t stop);
     void (*weighted_sums)(const WeightedSums&, int64_t token, int64_t stop);
     void (*rotary_store)(const RotaryStore&, int64_t token, int64_t stop);
-    // The results of a piece; of a piece with all tokens of its sequence also the state after them.
+    // The results of a piece; of sequences with all their tokens in it also the states after them.
     void (*causal_conv)(const CausalConv&, const ConvPiece&);
-    // The state after all tokens of a piece's sequence, which is in several pieces.
+    // The states after all tokens of a piece's sequences, whose tokens are in several pieces.
     void (*causal_conv_state)(const CausalConv&, const ConvPiece&);
     // Bytes of scratch memory of a call of the next two.
     int64_t (*delta_scratch)(const DeltaRule&);

@@ -91,9 +91,9 @@ class Checkpoint:
         model does not have are left out.
 
             input_norm, post_norm     [hidden]
-            qkv                       [(heads + 2 kv_heads) head_dim, hidden]: rows of queries, keys, values; before them
-                                      those of the output gate, if there is one; in a Gated DeltaNet [projected_size,
-                                      hidden]: queries, keys, values and the gate z
+            qkv                       [(heads + 2 kv_heads) head_dim, hidden]: rows of queries, keys, values, and before
+                                      them those of the output gate, if there is one; in a Gated DeltaNet
+                                      [projected_size, hidden]: queries, keys, values and the gate z
             ba                        [2 value_heads, hidden]: rows of a Gated DeltaNet's gates b, then a
             conv                      [channels, kernel]
             a_log, dt_bias            [value_heads], named without ".weight"

@@ -99,7 +99,7 @@ class ChannelImportance:
                 mixed = self._mix(weights, projected)
             else:
                 mixed = gate_attention(config, projected, self._attention(weights, ungated(config, projected)))
-            per_layer = None if self._per_layer is None else self._per_layer[:, self._layer]
+            per_layer = None if self._per_layer is None else self._per_layer[self._layer]
             self._hidden = post_attention(config, weights, self._hidden, mixed, on_input=on_input, per_layer=per_layer)
         self._layer += 1
         return seen

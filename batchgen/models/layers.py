@@ -109,13 +109,13 @@ def per_layer_inputs(config: ModelConfig, weights: Weights, hidden: Tensor, rows
         rows: Their rows of the table of per-layer embeddings, [tokens, layers * per_layer_size].
 
     Returns:
-        Inputs of the layers, [tokens, layers, per_layer_size].
+        Inputs of the layers, [layers, tokens, per_layer_size].
     """
     shape = len(hidden), config.num_layers, config.per_layer_size
     projected = linear(weights, "per_layer_proj", hidden).mul_(config.hidden_size**-0.5).view(shape)
     projected = norm(config, weights, "per_layer_proj_norm", projected, projected)
     scale = torch.tensor(config.per_layer_size**0.5, dtype=rows.dtype).item()  # rounded, as the models were trained
-    return projected.add_(rows.view(shape) * scale).mul_(2**-0.5)
+    return projected.add_(rows.view(shape) * scale).mul_(2**-0.5).transpose(0, 1).contiguous()
 
 
 def pre_attention(

@@ -10,7 +10,7 @@ import numpy as np
 
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.ops.attention_plan import SequenceSlice, find_shared_groups
-from batchgen.planner.sizes import AttentionKind
+from batchgen.planner.layer_sizes import AttentionKind
 from batchgen.schedule.extents import runs_of
 from batchgen.schedule.micro_batches import placement_in_sweep
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
@@ -74,7 +74,7 @@ class BatchLoad:
         new_host_blocks: Number of KV blocks with new tokens alone, of sequences of the host's pool. Layers that reuse
             KV take them from there.
         all_disk: (KV blocks, runs of neighbouring blocks), old and new, of sequences on disk, all of which pass through
-            the staging buffer.
+            the staging buffer. Runs are counted where layers reuse KV.
         states: Sequences whose KV or state passes through the staging buffer.
         hidden_on_host: Whether activations wait in host memory between layers.
     """
@@ -127,6 +127,7 @@ def load_of(
     kv_block_size: int,
     compute_tier: str,
     windows: bool = False,
+    reuses_kv: bool = False,
     hidden_on_host: bool = False,
 ) -> BatchLoad:
     """The load of a scheduled micro-batch, before its sweep is committed.
@@ -136,6 +137,7 @@ def load_of(
         kv_block_size: Tokens of a KV block.
         compute_tier: The tier of the compute device's memory.
         windows: Whether any layer has a sliding window.
+        reuses_kv: Whether any layer attends to the KV of another.
         hidden_on_host: Whether activations wait in host memory between layers.
     """
     by_placement: dict[KVPlacement, list[ScheduledSequence]] = {}
@@ -152,12 +154,15 @@ def load_of(
     windowed_host_blocks = _history_blocks(on_host, kv_block_size, windowed=True) if windows else host_blocks
     reads: list[tuple[int, int]] = []
     writes: list[tuple[int, int]] = []
+    blocks = 0
     all_reads: list[tuple[int, int]] = []
     for s in on_disk:
         table, used = s.sequence.block_table, _blocks(s.num_keys, kv_block_size)
         reads += runs_of(table[: _blocks(s.sequence.num_computed, kv_block_size)])
         writes += runs_of(table[s.sequence.num_computed // kv_block_size : used])
-        all_reads += runs_of(table[:used])
+        blocks += used
+        if reuses_kv:
+            all_reads += runs_of(table[:used])
     return BatchLoad(
         tokens=sum([s.num_tokens for s in batch]),
         sampled=sum([s.num_keys == len(s.sequence.tokens) for s in batch]),
@@ -172,7 +177,7 @@ def load_of(
         ),
         disk_reads=_blocks_and_runs(reads),
         disk_writes=_blocks_and_runs(writes),
-        all_disk=_blocks_and_runs(all_reads),
+        all_disk=(blocks, len(all_reads)),
         states=StagedStates(_begun(on_host), len(on_host), _begun(on_disk), len(on_disk)),
         hidden_on_host=hidden_on_host,
     )

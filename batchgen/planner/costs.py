@@ -12,16 +12,15 @@ from dataclasses import replace
 from functools import singledispatch
 from typing import NamedTuple
 
-from batchgen.core.direct_io import aligned
 from batchgen.core.dtypes import INT8, NATIVE_FORMATS
 from batchgen.core.hardware import ComputeRates, known
 from batchgen.core.plan import first_batch_cpu_share
 from batchgen.ops.attention_plan import MIN_SHARED_SEQUENCES, MIN_SHARED_TOKENS
+from batchgen.planner.layer_sizes import AttentionKind
 from batchgen.planner.linear import Linear, number
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Placement
 from batchgen.planner.problem import CostInputs
-from batchgen.planner.sizes import AttentionKind
 from batchgen.planner.step_seconds import (
     COPIES_SENT,
     MatmulSeconds,
@@ -111,7 +110,7 @@ def _streamed_matmul_s(s: CostInputs, phase: Phase, at: Placement) -> Linear:
 
 def _mean(s: CostInputs, of_kind: Callable[[AttentionKind], float]) -> float:
     """The mean over all layers of what attention takes; layers that do not attend take nothing."""
-    return sum(kind.layers / s.model.num_layers * of_kind(kind) for kind in s.attention_kinds)
+    return sum(kind.layers / s.model.num_layers * of_kind(kind) for kind in s.layers.attention_kinds)
 
 
 def phase_prefill_attention_s(s: CostInputs, phase: Phase) -> float:
@@ -253,13 +252,15 @@ def _disk_bytes(s: CostInputs, phase: Phase) -> _DiskBytes:
     read = phase.decode_seqs * _history_tokens(s, phase) / s.kv_block_size
     written = phase.decode_seqs + prompts / s.kv_block_size
     states_in, states_out = ((phase.decode_seqs + n) * s.layer_state_bytes for n in _prompt_states(s, phase))
+    sizes = s.layers
 
-    def moved(round_up: Callable[[int], int]) -> tuple[float, float]:
-        stored = sum(map(round_up, s.layer_block_bytes)) / s.model.num_layers
-        reused = sum(map(round_up, s.layer_read_bytes)) / s.model.num_layers - stored  # comes with its new tokens
+    def moved(stored: float, reused: float) -> tuple[float, float]:  # what is reused comes with its new tokens
         return read * stored + (read + written) * reused + states_in, written * stored + states_out
 
-    return _DiskBytes(on_disk=moved(aligned), copied=moved(int))
+    return _DiskBytes(
+        on_disk=moved(sizes.mean_disk_block, sizes.mean_disk_reused_block),
+        copied=moved(sizes.mean_block, sizes.mean_reused_block),
+    )
 
 
 def moved_bytes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]:

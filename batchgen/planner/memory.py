@@ -111,11 +111,11 @@ def fixed_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
     yield from _weight_items(s, batches, held)
     yield from _activation_items(s, batches, held)
     device = "gpu" if held.on_gpu else "cpu"
-    yield Item(device, "KV in transit", held.staged_blocks * (KV_SLOTS * s.slot_block_bytes))
+    yield Item(device, "KV in transit", held.staged_blocks * (KV_SLOTS * s.layers.largest_block))
     if held.on_gpu:
         yield Item("gpu", "KV in transit", held.passing_bytes)
-    if held.on_gpu or s.pads_blocks:
-        yield Item("cpu", "KV in transit", held.disk_blocks * (2 * KV_SLOTS * aligned(s.slot_block_bytes)))
+    if held.on_gpu or s.layers.pads_blocks:
+        yield Item("cpu", "KV in transit", held.disk_blocks * (2 * KV_SLOTS * aligned(s.layers.largest_block)))
     if s.model.state is None:
         return
     for tier, slots in held.state_slots.items():
@@ -220,7 +220,7 @@ def _held_by_placement(s: CostInputs, at: Placement) -> Held:
         delegates=at.delegates,
         deferred_seqs=s.deferred_seqs,
         staged_blocks=at.staged_blocks,
-        passing_bytes=2 * passing_bytes(aligned(s.slot_block_bytes)),
+        passing_bytes=2 * passing_bytes(aligned(s.layers.largest_block)),
         disk_blocks=at.disk_blocks,
         state_slots=state_slots(_seqs_by_tier(s, at), s.share_prefixes) if s.model.state else {},
         staged_states=at.staged_states,
@@ -367,7 +367,7 @@ def _held_by_policy(s: Sizes, policy: Policy, demand: Demand, *, on_gpu: bool, p
     staged_seqs = passing_seqs(policy, passing, int(attended), WHOLE_NUMBERS)
     staged_blocks = int(number(staging_blocks(s, policy, longest_blocks, staged_seqs, int(attended))))
     staged_states = int(number(staging_states(s, policy, staged_seqs, int(attended))))
-    links = 2 if seqs.get("disk") and s.pads_blocks else 1
+    links = 2 if seqs.get("disk") and s.layers.pads_blocks else 1
     return Held(
         on_gpu=on_gpu,
         task=demand.task,
@@ -384,7 +384,7 @@ def _held_by_policy(s: Sizes, policy: Policy, demand: Demand, *, on_gpu: bool, p
         delegates=int(on_gpu and seqs.get("cpu", 0) > 0),
         deferred_seqs=seqs.get("deferred", 0),
         staged_blocks=staged_blocks,
-        passing_bytes=links * passing_bytes(aligned(s.slot_block_bytes), staged_blocks) if staged_blocks else 0,
+        passing_bytes=links * passing_bytes(aligned(s.layers.largest_block), staged_blocks) if staged_blocks else 0,
         disk_blocks=staged_blocks if seqs.get("disk") else 0,
         state_slots=policy_state_slots(s, policy),
         staged_states=staged_states,

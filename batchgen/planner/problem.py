@@ -137,12 +137,12 @@ class CostInputs(Sizes):
     @cached_property
     def _windowed_block_bytes(self) -> int:
         """Bytes of a KV block of all layers with a sliding window, whose KV is in pools of their own."""
-        return window_bytes(self.model, self.layer_block_bytes) if self.window else 0
+        return window_bytes(self.model, self.layers.blocks) if self.window else 0
 
     @cached_property
     def _kept_block_bytes(self) -> int:
         """Bytes of a KV block of all other layers."""
-        return sum(self.layer_block_bytes) - self._windowed_block_bytes
+        return sum(self.layers.blocks) - self._windowed_block_bytes
 
     @cached_property
     def window(self) -> int | None:
@@ -164,9 +164,8 @@ class CostInputs(Sizes):
             tokens: Tokens in layers that keep all KV.
             windowed: Tokens in layers that free what no later token sees.
         """
-        all_sizes = sum(self.layer_read_bytes)
-        windows = window_bytes(self.model, self.layer_read_bytes) if self.window else 0
-        return ((all_sizes - windows) * tokens + windows * windowed) / self.kv_block_size
+        kept, freed = self.layers.all_read
+        return (kept * tokens + freed * (windowed if self.window else tokens)) / self.kv_block_size
 
     @property
     def seq_kv_bytes(self) -> float:
@@ -189,7 +188,7 @@ class CostInputs(Sizes):
     @property
     def disk_seq_kv_bytes(self) -> float:
         """Bytes of KV reserved for one sequence on disk."""
-        return self.disk_seq_blocks * self.disk_block_bytes * self.model.num_layers
+        return self.disk_seq_blocks * self.layers.mean_disk_block * self.model.num_layers
 
     @cached_property
     def longest_blocks(self) -> int:

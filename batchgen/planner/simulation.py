@@ -211,6 +211,7 @@ class SimulatedJob:
             policy = replace(policy, share_prefixes=False)  # nothing would be found
         self._plan = plan
         self._compute_tier = "gpu" if "gpu" in plan.budgets else "cpu"
+        self._reuses_kv = config.shared_kv_layers > 0
         self._windows = any(window is not None for window in config.windows)
         self._rows = enumerate(simulated_rows(plan.workload) if rows is None else rows)
         self._output_len: dict[Sequence, int] = {}  # of sequences in flight
@@ -258,6 +259,7 @@ class SimulatedJob:
                 kv_block_size=self._plan.policy.kv_block_size,
                 compute_tier=self._compute_tier,
                 windows=self._windows,
+                reuses_kv=self._reuses_kv,
                 hidden_on_host=k >= first_on_host,
             )
             for k, batch in enumerate(batches)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from batchgen.core.direct_io import ALIGNMENT, aligned
-from batchgen.core.dtypes import FORMAT_BYTES, INT8, MIXED, KVFormat, weight_format_of
-from batchgen.models.config import AttentionShape, ModelConfig
+from batchgen.core.direct_io import aligned
+from batchgen.core.dtypes import FORMAT_BYTES, INT8, MIXED, weight_format_of
+from batchgen.models.config import ModelConfig
 from batchgen.models.layouts import end_bytes, layer_sizes, main_format, output_format, output_row_bytes
 from batchgen.models.state_layers import StateRow
 from batchgen.models.store.layout import layer_groups
 from batchgen.ops.state_chunks import prepared_bytes
-from batchgen.planner.kv_memory import kv_block_bytes
+from batchgen.planner.layer_sizes import LayerSizes, sizes_of_layers
 
 # Attention gathers and score tiles, allocator slack, tokenizer and writer buffers.
 WORKSPACE_BYTES = 192 << 20
@@ -28,30 +27,6 @@ _CODED_ROWS_BYTES, _DEVICE_CODED_BYTES = 16 << 20, 128 << 20
 _CHUNK_BYTES, _FEWEST_CHUNK_TOKENS = 16 << 20, 256
 _GPU_CHUNK_TOKENS = 4096
 _LOGITS_BYTES, _FEWEST_LOGIT_ROWS = 160 << 20, 32
-
-
-class AttentionKind(NamedTuple):
-    """The layers of a model whose attention has one shape.
-
-    Attributes:
-        shape: Heads of their attention.
-        windows: Sliding windows, each with the number of these layers that have it; None: layers without one.
-        kv_token_bytes: Stored bytes of the keys and values of one token in one of them.
-    """
-
-    shape: AttentionShape
-    windows: tuple[tuple[int | None, int], ...]
-    kv_token_bytes: float
-
-    @property
-    def layers(self) -> int:
-        """Number of these layers."""
-        return sum(count for _, count in self.windows)
-
-    def seen(self, context: float) -> float:
-        """Tokens attended to in a context, averaged over the layers."""
-        seen: float = sum(count * (context if w is None else min(w, context)) for w, count in self.windows)
-        return seen / self.layers
 
 
 @dataclass(frozen=True)
@@ -164,75 +139,14 @@ class Sizes:
         return output_row_bytes(self.model, self.compute_format, self.weight_format)
 
     @cached_property
-    def layer_block_bytes(self) -> tuple[int, ...]:
-        """Bytes of a KV block in memory, in each layer: 0 where a layer has no keys and values of its own."""
-        return kv_block_bytes(self.model, self.kv_block_size, self.kv_format)
-
-    @cached_property
-    def layer_read_bytes(self) -> tuple[int, ...]:
-        """Bytes of a KV block that each layer attends to, its own or that of another layer; 0 in state layers."""
-        model, sizes = self.model, self.layer_block_bytes
-        return tuple(0 if model.has_state(j) else sizes[model.kv_source(j)] for j in range(model.num_layers))
-
-    @cached_property
-    def kv_block_bytes(self) -> float:
-        """Bytes of a KV block of one layer in memory, the mean over all layers."""
-        return sum(self.layer_block_bytes) / self.model.num_layers
-
-    @cached_property
-    def disk_block_bytes(self) -> float:
-        """Bytes of a KV block of one layer on disk, the mean over all layers: whole pages."""
-        return sum(map(aligned, self.layer_block_bytes)) / self.model.num_layers
-
-    @property
-    def slot_block_bytes(self) -> int:
-        """Bytes of a buffer that a KV block of any layer fits into."""
-        return max(self.layer_block_bytes)
-
-    @property
-    def pads_blocks(self) -> bool:
-        """True if KV blocks on disk are larger than in memory."""
-        return any(size % ALIGNMENT for size in self.layer_block_bytes)
+    def layers(self) -> LayerSizes:
+        """Bytes of KV and of what attention takes and gives, by layer."""
+        return sizes_of_layers(self.model, self.compute_format, self.kv_format, self.kv_block_size)
 
     @cached_property
     def kv_token_bytes(self) -> float:
         """κ: stored bytes of the keys and values of one token in one layer, the mean over all layers."""
-        return self.kv_block_bytes / self.kv_block_size
-
-    @cached_property
-    def attention_kinds(self) -> tuple[AttentionKind, ...]:
-        """The layers that attend, by the shape of their attention."""
-        windows: dict[AttentionShape, Counter[int | None]] = {}
-        for layer in self.model.attention_layers:
-            windows.setdefault(self.model.attention_of(layer), Counter())[self.model.windows[layer]] += 1
-        return tuple(AttentionKind(shape, tuple(n.items()), self._token_bytes(shape)) for shape, n in windows.items())
-
-    def attention_kind(self, layer: int) -> AttentionKind:
-        """Layer number `layer`, which attends, as a kind of its own."""
-        shape = self.model.attention_of(layer)
-        return AttentionKind(shape, ((self.model.windows[layer], 1),), self._token_bytes(shape))
-
-    def _token_bytes(self, shape: AttentionShape) -> int:
-        return 2 * shape.num_kv_heads * KVFormat.of(self.kv_format).row_bytes(shape.head_dim)
-
-    @cached_property
-    def layer_result_bytes(self) -> tuple[float, ...]:
-        """Bytes of what attention, or the update of a state, gives for one token, in each layer."""
-        return tuple(self.model.mixed_size(j) * self.element_bytes for j in range(self.model.num_layers))
-
-    @cached_property
-    def layer_sent_bytes(self) -> tuple[float, ...]:
-        """Bytes of one token that are sent to the CPU, which attends or updates the state, in each layer.
-
-        They are queries, with keys and values as they are stored, or the inputs of the update.
-        """
-        blocks = zip(self.layer_query_bytes, self.layer_block_bytes, strict=True)
-        return tuple(queries + block / self.kv_block_size for queries, block in blocks)
-
-    @cached_property
-    def layer_query_bytes(self) -> tuple[float, ...]:
-        """Bytes of one token's queries, or of what its state is updated by, in each layer."""
-        return tuple(self.model.sent_width(j) * self.element_bytes for j in range(self.model.num_layers))
+        return self.layers.mean_block / self.kv_block_size
 
     def kv_blocks(self, tokens: float) -> int:
         """KV blocks that hold so many tokens."""

@@ -11,8 +11,9 @@ from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import VOCABULARY_CHUNKS, Plan, kv_on_device, spread_layers
 from batchgen.models.config import ModelConfig
 from batchgen.planner.batch_load import Attended, BatchLoad
+from batchgen.planner.layer_sizes import AttentionKind
 from batchgen.planner.problem import CostInputs
-from batchgen.planner.sizes import AttentionKind, group_bytes_of_layers, group_tensors_of_layers
+from batchgen.planner.sizes import group_bytes_of_layers, group_tensors_of_layers
 from batchgen.planner.step_seconds import (
     COPIES_SENT,
     MatmulSeconds,
@@ -168,8 +169,8 @@ class StepCosts:
             budgets=plan.budgets,
             process_bytes=0,
         )
-        self.kinds = tuple(dict.fromkeys(map(s.attention_kind, config.attention_layers)))
-        self._kind_of = {layer: self.kinds.index(s.attention_kind(layer)) for layer in config.attention_layers}
+        self.kinds = tuple(dict.fromkeys(map(s.layers.attention_kind, config.attention_layers)))
+        self._kind_of = {layer: self.kinds.index(s.layers.attention_kind(layer)) for layer in config.attention_layers}
         tiers = {group: list(spread_layers(counts)) for group, counts in policy.weight_layers.items()}
         sizes = group_bytes_of_layers(config, plan.dtype, policy.weight_format)
         tensors = group_tensors_of_layers(config, plan.dtype, policy.weight_format)
@@ -459,7 +460,7 @@ class _SweepCosts:
         """Seconds of reading a micro-batch's KV, or its states, from disk."""
         s, hardware, config = self._costs.inputs, self._costs.hardware, self._costs.config
         blocks, runs = load.disk_reads if config.owns_kv(step.layer) else load.all_disk
-        size = blocks * aligned(s.layer_read_bytes[step.layer])
+        size = blocks * aligned(s.layers.read_blocks[step.layer])
         if config.has_state(step.layer):
             size, runs = load.states.disk_in * s.state_row_bytes, load.states.disk_in
         return transfer_s(size, hardware.disk_read_bytes_per_s, runs, hardware.disk_read_overhead_s)
@@ -468,7 +469,7 @@ class _SweepCosts:
         """Seconds of writing a micro-batch's KV, or its states, to disk."""
         s, hardware = self._costs.inputs, self._costs.hardware
         blocks, runs = load.disk_writes
-        size = blocks * aligned(s.layer_block_bytes[step.layer])
+        size = blocks * aligned(s.layers.blocks[step.layer])
         if self._costs.config.has_state(step.layer):
             size, runs = load.states.disk_out * s.state_row_bytes, load.states.disk_out
         return transfer_s(size, hardware.disk_write_bytes_per_s, runs, hardware.disk_write_overhead_s)
@@ -536,13 +537,13 @@ def _staged_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
     disk_blocks = load.all_disk[0] if load.disk_reads[0] else 0
     if not costs.config.owns_kv(step.layer):
         host_blocks, disk_blocks = host_blocks + load.new_host_blocks, load.all_disk[0]
-    return (host_blocks + disk_blocks) * costs.inputs.layer_read_bytes[step.layer]
+    return (host_blocks + disk_blocks) * costs.inputs.layers.read_blocks[step.layer]
 
 
 def _stored_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
     if costs.config.has_state(step.layer):
         return (load.states.host_out + load.states.disk_out) * costs.inputs.state_row_bytes
-    block_bytes = costs.inputs.layer_block_bytes[step.layer]
+    block_bytes = costs.inputs.layers.blocks[step.layer]
     return load.new_tokens * block_bytes / costs.inputs.kv_block_size + load.disk_writes[0] * block_bytes
 
 
@@ -553,14 +554,14 @@ def _attended_seqs(step: Step, load: BatchLoad) -> int:
 
 def _sent_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
     s = costs.inputs
-    sent = s.layer_sent_bytes[step.layer]
+    sent = s.layers.sent[step.layer]
     if step.deferred_batch is not None:  # in a table that is as wide as in any layer
-        sent += max(s.layer_query_bytes) - s.layer_query_bytes[step.layer]
+        sent += max(s.layers.queries) - s.layers.queries[step.layer]
     return _attended_seqs(step, load) * sent
 
 
 def _result_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
-    results = costs.inputs.layer_result_bytes
+    results = costs.inputs.layers.results
     return _attended_seqs(step, load) * (results[step.layer] if step.deferred_batch is None else max(results))
 
 

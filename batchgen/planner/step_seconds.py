@@ -12,6 +12,7 @@ attention on CPU and GPU is bound by bytes, not FLOPs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple, overload
 
 from batchgen.core.dtypes import INT4, KV_CODE_BITS, matmul_key
@@ -19,9 +20,9 @@ from batchgen.core.hardware import ComputeRates, Rates, known
 from batchgen.core.routing import Routing
 from batchgen.models.config import ModelConfig
 from batchgen.ops.state_chunks import CHUNK
+from batchgen.planner.layer_sizes import AttentionKind
 from batchgen.planner.linear import Linear
 from batchgen.planner.problem import CostInputs
-from batchgen.planner.sizes import AttentionKind
 
 # Copies that send one micro-batch's queries, keys and values to the CPU, which attends to them.
 COPIES_SENT = 3
@@ -116,6 +117,7 @@ def experts_frac(model: ModelConfig) -> float:
     return model.num_experts * model.expert_params * model.expert_layers / model.num_layers / model.params_per_layer
 
 
+@lru_cache(maxsize=64)
 def before_attention_frac(model: ModelConfig) -> float:
     """The part of a layer's matmuls that comes before attention, by multiplications."""
     return _mean_projection(model, model.projected_size) / model.matmul_params_per_layer
@@ -126,6 +128,7 @@ def _mean_projection(model: ModelConfig, size_of: Callable[[int], int]) -> float
     return sum(map(size_of, range(model.num_layers))) * model.hidden_size / model.num_layers
 
 
+@lru_cache(maxsize=64)
 def after_router_frac(model: ModelConfig) -> float:
     """The part of a token's matmuls in a layer that waits for the router, by multiplications."""
     attention_params = _mean_projection(model, model.projected_size) + _mean_projection(model, model.mixed_size)
@@ -285,12 +288,12 @@ def schedule_s(s: CostInputs, sampled: float) -> float:
 
 def query_bytes(s: CostInputs) -> float:
     """Bytes of one token's queries in one layer, and of its attention's result, which are as large: the mean."""
-    return sum(s.layer_result_bytes) / s.model.num_layers
+    return s.layers.mean_result
 
 
 def attention_input_bytes(s: CostInputs) -> float:
     """Bytes of one token's queries, keys and values in one layer, which are sent to the CPU: the mean."""
-    return sum(s.layer_sent_bytes) / s.model.num_layers
+    return s.layers.mean_sent
 
 
 @overload

@@ -18,6 +18,7 @@ from batchgen.core.hardware import Rates
 from batchgen.models.state_layers import DeltaNet, StateRow
 from batchgen.ops import dispatch as ops
 from batchgen.profiler.timing import Device, Effort, Trial
+from batchgen.runtime.memory.transfers import untouched
 
 # A usual shape, of Qwen3-Next and the mixtures of Qwen3.5, for profiles of no model.
 USUAL = DeltaNet(key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4)
@@ -66,7 +67,10 @@ class _Layer:
         self.shape, self.device, self.dtype = shape, device.kind, dtype
         self.row = StateRow(shape, state_dtype, dtype_name(dtype))
         pool, size = device.pool(getattr(torch, state_dtype), effort), math.prod(shape.matrix_shape)
-        self.states = pool[: pool.numel() // size * size].view(-1, *shape.matrix_shape)
+        pool = pool.repeat(-(-size // pool.numel())) if pool.numel() < size else pool
+        states = pool[: pool.numel() // size * size].view(-1, *shape.matrix_shape)
+        # Huge pages, as the engine's pools have: a state is on many small ones.
+        self.states = untouched(tuple(states.shape), states.dtype).copy_(states) if device.kind == "cpu" else states
         self.inputs = torch.zeros(len(self.states), *self.row.inputs_shape, dtype=dtype, device=device.kind)
 
     def run(self, lengths: Sequence[int]) -> Callable[[int], Tensor]:

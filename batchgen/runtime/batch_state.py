@@ -90,7 +90,7 @@ class BatchState:
         begins: deferred batch that begins a token with it, and leaves it in the first layer.
         joined: deferred batches that are with it.
         in_place: streamed part in layers in which its KV lies on the device.
-        per_layer: inputs of all layers from per-layer embeddings, [tokens, layers, per_layer_size], where its
+        per_layer: inputs of all layers from per-layer embeddings, [layers, tokens, per_layer_size], where its
             activations are between layers; None: the model has none.
         routes: experts of each token, by chunk, in a layer whose experts are read on demand.
     """

@@ -35,7 +35,7 @@ class DeferredBatchState:
         sending: row of the table of queries, and in layers with attention k and v, on their way to the CPU.
         projected: projections that hold the output gate of attention; None: there is no output gate.
         attended: results of attention, [rows, heads * head_dim].
-        per_layer: inputs of all layers from per-layer embeddings, [rows, layers, per_layer_size]; None: there are none.
+        per_layer: inputs of all layers from per-layer embeddings, [layers, rows, per_layer_size]; None: there are none.
     """
 
     rows: list[LogitsRow]

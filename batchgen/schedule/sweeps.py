@@ -210,8 +210,6 @@ class Sweeps:
             attend = self._step("attend_deferred", j, k, after=(send.id,), deferred_batch=deferred_batch.number)
             yield attend
             self._note_stored(send, flow)
-            if j in self.streams.state_layers:
-                flow.note_stored(attend)
             deferred_batch.layer, deferred_batch.attention, deferred_batch.sweep = j, attend.id, self._sweep
             flow.deferral.deferred_batches.waiting.append(deferred_batch)
 
@@ -426,7 +424,7 @@ class Sweeps:
 
     def _note_stored(self, send: Step, flow: _Flow) -> None:
         """Note a Step that sends queries and new KV to the host, if the layer has KV of its own."""
-        if self.streams.kv_source(send.layer) == send.layer:
+        if self.streams.kv_source(send.layer) == send.layer and send.layer not in self.streams.state_layers:
             flow.note_stored(send)
 
 

@@ -23,31 +23,36 @@ int heads_of_piece(const DeltaRule& args, int64_t sequences) {
 }  // namespace
 
 void run_causal_conv(const Kernels& kernels, const CausalConv& args, int64_t sequences) {
-    constexpr int64_t kTokens = 64, kChannels = 512;
-    std::vector<ConvPiece> pieces, cut;  // cut: whole sequences that are in several pieces
-    for (int64_t i = 0; i < sequences; i++) {
-        const int64_t begin = args.slots.starts[i], end = args.slots.starts[i + 1];
-        for (int64_t channel = 0; channel < args.channels; channel += kChannels) {
-            const ConvPiece whole{i, begin, end, channel, std::min(args.channels, channel + kChannels)};
-            if (end - begin > kTokens) cut.push_back(whole);
-            ConvPiece piece = whole;
-            do {
-                piece.stop = std::min(end, piece.first + kTokens);
-                pieces.push_back(piece);
-                piece.first = piece.stop;
-            } while (piece.first < end);
+    constexpr int64_t kTokens = 64, kFewestChannels = 256;
+    const int64_t* starts = args.slots.starts;
+    std::vector<ConvPiece> pieces, cut;  // cut: sequences that are in several pieces
+    for (int64_t i = 0; i < sequences;) {
+        ConvPiece piece{i, i + 1, starts[i], starts[i + 1], 0, args.channels};
+        while (piece.sequence_stop < sequences && starts[piece.sequence_stop + 1] - piece.first <= kTokens)
+            piece.stop = starts[++piece.sequence_stop];
+        i = piece.sequence_stop;
+        if (piece.stop - piece.first > kTokens) cut.push_back(piece);
+        for (const int64_t stop = piece.stop; piece.first < stop || piece.stop == piece.first;
+             piece.first = piece.stop) {
+            piece.stop = std::min(stop, piece.first + kTokens);
+            pieces.push_back(piece);
+            if (piece.stop == stop) break;
         }
     }
-    // Some at a time: a piece of one token takes less than a microsecond.
-    const int64_t some = std::max<int64_t>(1, kTokens * sequences / std::max<int64_t>(1, args.slots.starts[sequences]));
-    const int64_t at_once = std::min<int64_t>(some, std::max<int64_t>(1, pieces.size() / (4 * num_threads())));
-    const int64_t phase = pieces_of(pieces.size(), at_once);
+    // Channels are cut too where there are few tokens.
+    const int64_t wanted = pieces_of(4 * num_threads(), std::max<int64_t>(1, pieces.size()));
+    const int64_t most = std::max<int64_t>(1, args.channels / kFewestChannels);
+    const int64_t channels = pieces_of(pieces_of(args.channels, std::min(wanted, most)), 64) * 64;
+    const int64_t parts = pieces_of(args.channels, channels), phase = pieces.size() * parts;
+    const auto part_of = [&](ConvPiece piece, int64_t part) {
+        piece.channel = part * channels, piece.channel_stop = std::min(args.channels, (part + 1) * channels);
+        return piece;
+    };
     run(
         phase + int64_t(cut.size()),
         [&](int64_t i) {
-            if (i >= phase) return kernels.causal_conv_state(args, cut[i - phase]);
-            const int64_t stop = std::min<int64_t>(pieces.size(), (i + 1) * at_once);
-            for (int64_t p = i * at_once; p < stop; p++) kernels.causal_conv(args, pieces[p]);
+            if (i < phase) return kernels.causal_conv(args, part_of(pieces[i / parts], i % parts));
+            kernels.causal_conv_state(args, cut[i - phase]);
         },
         phase);
 }

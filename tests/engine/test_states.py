@@ -227,3 +227,34 @@ def test_a_state_that_is_not_finite_is_not_taken_over(model, alone, stores):
         assert tokens(engine, prompts[0]) == wanted[0], "it has run again by itself"
         assert snapshots(engine) == 0
         assert [tokens(engine, prompt) for prompt in prompts] == wanted
+
+
+@pytest.mark.parametrize("place", ["memory", "all"])
+def test_resumed_rows_go_on_to_the_same_tokens(place, model, alone, stores):
+    prompts, wanted = alone
+    sampling = SamplingParams(max_tokens=OUTPUT_LEN, ignore_eos=True)
+    with Engine.from_parts(parts_at(model, place, stores), sampling=sampling) as engine:
+        sweeps = iter(range(9))
+        requests = [Request(prompt, row=i) for i, prompt in enumerate(prompts)]
+        done = {c.index: c for c in engine.generate(requests, should_stop=lambda: next(sweeps, None) is None)}
+        partials = {partial.row: partial for partial in engine.partials() if partial.row not in done}
+    assert partials, "the job was stopped too late"
+    with Engine.from_parts(parts_at(model, place, stores), sampling=sampling) as engine:
+        rest = [i for i in range(ROWS) if i not in done]
+        requests = [Request(prompts[i], row=i, partial=partials.get(i)) for i in rest]
+        done |= {rest[c.index]: c for c in engine.generate(requests)}
+    found = [done[i].samples[0].token_ids for i in range(ROWS)]
+    assert [tokens[: len(own)] for tokens, own in zip(found, wanted, strict=True)] == wanted
+
+
+def test_log_probabilities_of_prompts_are_those_without_sharing(model, alone, stores):
+    sampling = SamplingParams(max_tokens=3, n=2, temperature=0.5, prompt_logprobs=1, ignore_eos=True)
+
+    def logprobs(parts):
+        with Engine.from_parts(parts, sampling=sampling) as engine:
+            done = sorted(engine.generate([Request(prompt) for prompt in alone[0][:12]]), key=lambda c: c.index)
+            assert engine.used_state_slots == 0
+        return [[p.chosen.logprob for p in c.prompts[0].logprobs[1:]] for c in done]
+
+    plain = logprobs(parts_at(model, "memory", stores, share_prefixes=False))
+    assert logprobs(parts_at(model, "all", stores)) == [pytest.approx(row, abs=1e-4) for row in plain]

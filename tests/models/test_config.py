@@ -679,6 +679,15 @@ def test_what_is_not_supported_is_refused_by_name(change, named):
         assert word in message
 
 
+@pytest.mark.parametrize("family", DELTA_NETS)
+def test_gated_delta_nets_have_one_activation(family):
+    """It is that of the convolution before the recurrence, too."""
+    stated = {"architectures": [classes_of(family)[1].__name__]}
+    assert config_of_hf(stated | {"hidden_act": "swish"}).activation == "silu"
+    with pytest.raises(InputError, match="hidden_act 'gelu_new' is not supported"):
+        config_of_hf(stated | {"hidden_act": "gelu_new"})
+
+
 def test_unknown_layer_types_are_refused():
     qwen = LLAMA_8B | {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2}
     with pytest.raises(InputError, match="linear_attention"):

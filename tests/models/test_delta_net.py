@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from plain_model import PlainModel
+from safetensors.torch import load_file, save_file
 from tiny_models import DELTA_NETS, make_tiny_model, round_as_gguf, write_tiny_gguf
 
 from batchgen.models.checkpoint import open_checkpoint
@@ -117,3 +120,66 @@ def test_results_of_ranks_add_up(family, kind, files):
                     if rows.dtype == torch.uint8:
                         rows = cpp.unpack_blocks("Q8_0", rows, torch.empty_like(numbers[name]))
                     assert torch.equal(rows, numbers[name]), name
+
+
+def as_published(folder, family: str, *, fp8: bool = False) -> dict[str, torch.Tensor]:
+    """Give the tensors of a tiny model the names of published checkpoints, around a text model; experts' numbers.
+
+    Experts of a layer are stacked, in FP8 with a scale for each block. A vision tower and a layer that predicts further
+    tokens are beside them.
+    """
+    tensors = load_file(folder / "model.safetensors")
+    published = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    experts, stacked = {}, {}
+    for name in [name for name in published if ".experts." in name]:
+        stem, number, part, _ = name.split(".experts.")[0], *name.split(".experts.")[1].split(".")
+        experts.setdefault(f"{stem}.experts", {})[int(number), part] = published.pop(name)
+    for stem, matrices in experts.items():
+        count = 1 + max(number for number, _ in matrices)
+        gates, ups, downs = (
+            torch.stack([matrices[number, f"{part}_proj"] for number in range(count)])
+            for part in ("gate", "up", "down")
+        )
+        stacked |= {f"{stem}.gate_up_proj": torch.cat([gates, ups], dim=1), f"{stem}.down_proj": downs}
+    numbers = dict(stacked)
+    if fp8:
+        for name, matrix in stacked.items():
+            scales = torch.rand(matrix.shape[0], matrix.shape[1] // 32, matrix.shape[2] // 32) * 1e-2 + 1e-3
+            each = scales.repeat_interleave(32, 1).repeat_interleave(32, 2)
+            codes = (matrix / each).clamp(-400, 400).to(torch.float8_e4m3fn)
+            published |= {name: codes, f"{name}_scale_inv": scales}
+            numbers[name] = codes.float() * each
+    else:
+        published |= stacked
+    published["model.visual.blocks.0.attn.qkv.weight"] = torch.ones(48, 16)
+    published["mtp.layers.0.self_attn.q_proj.weight"] = torch.ones(64, 64)
+    published["mtp.fc.weight"] = torch.ones(64, 128)
+    save_file(published, folder / "model.safetensors", metadata={"format": "pt"})
+    text = json.loads((folder / "config.json").read_text())
+    prefix = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}[family]
+    outer = {"model_type": family, "architectures": [f"{prefix}ForConditionalGeneration"], "text_config": text}
+    outer |= {"tie_word_embeddings": False, "vision_config": {"depth": 1}, "image_token_id": 1}
+    if fp8:
+        outer["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    (folder / "config.json").write_text(json.dumps(outer))
+    return numbers
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_the_text_part_of_a_published_checkpoint_is_read(family, tmp_path):
+    model = make_tiny_model(family, tmp_path)
+    as_published(tmp_path, family)
+    checkpoint = open_checkpoint(resolve_model(str(tmp_path)))
+    assert_same_logits(model, PlainModel(checkpoint, 3), model.config.vocab_size)
+
+
+def test_stacked_experts_in_fp8_have_their_scales(tmp_path):
+    sizes = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+    make_tiny_model("qwen3_5_moe", tmp_path, **sizes)
+    numbers = as_published(tmp_path, "qwen3_5_moe", fp8=True)
+    checkpoint = open_checkpoint(resolve_model(str(tmp_path)))
+    for layer in range(checkpoint.config.num_layers):
+        tensors = checkpoint.load_layer(layer, torch.float32)
+        for name in ("gate_up", "down"):
+            expected = numbers[f"model.language_model.layers.{layer}.mlp.experts.{name}_proj"].flatten(0, 1)
+            torch.testing.assert_close(tensors[f"{name}.weight"], expected, atol=0, rtol=1e-6)

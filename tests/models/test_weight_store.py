@@ -36,6 +36,7 @@ GROUPS = {
         "k_norm.weight",
         "out_norm.weight",
         "down_norm.weight",
+        *("layer_scale.weight", "per_layer_norm.weight"),
         *("ba.weight", "conv.weight", "conv.bias", "a_log", "dt_bias", "state_norm.weight"),
     },
     "out": {"out.weight", "out.bias"},
@@ -49,8 +50,10 @@ GROUPS = {
         "expert_bias",
         "shared_gate.weight",
         "shared_gate_up.weight",
+        *("per_layer_up.weight", "router_norm.weight", "expert_scale.weight"),
+        *("experts_norm.weight", "experts_out_norm.weight", "shared_out_norm.weight"),
     },
-    "down": {"down.weight", "down.bias", "shared_down.weight"},
+    "down": {"down.weight", "down.bias", "shared_down.weight", "per_layer_down.weight"},
 }
 ALL = [*((family, {}) for family in FAMILIES), *VARIANTS]
 
@@ -78,7 +81,8 @@ def test_what_is_stored_is_what_was_loaded(tmp_path, family, overrides, weights)
     store = convert(files, tmp_path / "store", dtype="float32", weights=weights)
     embeddings, layers, head = expected_tensors(model)
     assert store == open_store(tmp_path / "store")
-    measured = ChannelImportance(store.config, embeddings, random_tokens(store.config), head.get("sinks.weight"))
+    tokens, per_layer = random_tokens(store.config), open_checkpoint(files).open_per_layer()
+    measured = ChannelImportance(store.config, embeddings, tokens, head.get("sinks.weight"), per_layer=per_layer)
     importances = [{}, {}, *(measured.next_layer(layer) for layer in layers)]
     assert store.config == read_config(files) == read_config(resolve_model(str(store.path)))
     assert len(store.layers) == len(layers)

@@ -1,5 +1,4 @@
-"""The C++ kernels of state layers against float64, on every instruction set of this machine and on plain twins of those
-it lacks."""
+"""The C++ kernels of state layers against float64, on every instruction set of this machine."""
 
 import functools
 import itertools

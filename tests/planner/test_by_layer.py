@@ -44,7 +44,7 @@ def test_memory_counted_for_kv_by_layer_holds_what_is_allocated(gpu_memory):
     assert memory.kv_blocks["cpu"] >= s.max_num_seqs * s.seq_blocks, "the block at full length"
     for tier, peak in peak_bytes(s, at).items():
         assert sum(memory.parts[tier].values()) <= peak * 1.001 + (1 << 20)
-    of_pool = s.kv_block_bytes * memory.kv_blocks["cpu"]
+    of_pool = s.layers.mean_block * memory.kv_blocks["cpu"]
     assert memory.parts["gpu"]["KV"] == counts.kv_layers * of_pool
     assert memory.parts["cpu"]["KV"] == (12 - counts.kv_layers) * of_pool
 

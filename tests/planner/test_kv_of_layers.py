@@ -46,7 +46,7 @@ def test_pools_have_the_bytes_of_each_layer():
     chunks = -(-s.max_num_batched_tokens // 16) + 1
     held = s.held_blocks(s.seq_blocks)
     assert kv_bytes(s, at)["cpu"] == 16 * (16 * s.seq_blocks * kept + (16 * held + chunks) * windowed)
-    assert s.slot_block_bytes == 16 * max(LOCAL, GLOBAL)
+    assert s.layers.largest_block == 16 * max(LOCAL, GLOBAL)
 
 
 def test_attention_of_each_head_size_counts():
@@ -79,10 +79,8 @@ def test_state_layers_have_no_kv():
     model = qwen36_35b_a3b()
     candidate, plan = planned(model, gpu_box(gpu_memory_bytes=80 * GIB), max_num_seqs=16)
     s = candidate.inputs
-    assert s.layer_block_bytes == tuple(16 * 2 * 2 * 256 * 2 if j % 4 == 3 else 0 for j in range(40))
-    assert (
-        memory_of(plan, model).parts["gpu"]["KV"] == sum(s.layer_block_bytes) * memory_of(plan, model).kv_blocks["gpu"]
-    )
+    assert s.layers.blocks == tuple(16 * 2 * 2 * 256 * 2 if j % 4 == 3 else 0 for j in range(40))
+    assert memory_of(plan, model).parts["gpu"]["KV"] == sum(s.layers.blocks) * memory_of(plan, model).kv_blocks["gpu"]
 
 
 @pytest.mark.parametrize("box", [cpu_box, gpu_box])

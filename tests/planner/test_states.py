@@ -139,7 +139,7 @@ def test_a_streamed_state_moves_whole_both_ways_in_every_sweep():
     assert (streamed["d2h"] - held["d2h"]) * 8 == pytest.approx(states + 64 * kv)
     assert (streamed["h2d"] - held["h2d"]) * 8 == pytest.approx(states + 64 * kv * (99 + 7.5))
     on_disk = moved_bytes(s, phase, replace(at, kv_streamed=0, kv_disk=1))
-    assert on_disk["disk_write"] * 8 == pytest.approx(states + 64 * 2 * s.layer_block_bytes[3])
+    assert on_disk["disk_write"] * 8 == pytest.approx(states + 64 * 2 * s.layers.blocks[3])
     assert decode_state_bytes(s, phase) * 8 == 2 * states
 
 

@@ -45,8 +45,8 @@ def test_pools_hold_the_block_and_take_what_is_counted(name):
     model = MODELS[name]
     found, memory = planned(model, long_rows(), 48 * GIB, max_num_seqs=16)
     s, at = found.inputs, found.counts.placement(found.inputs)
-    in_windows = s.kv_block_bytes * (model.num_layers - KEEPING.get(name, model.num_layers))
-    keeping = s.kv_block_bytes * KEEPING.get(name, model.num_layers)
+    in_windows = s.layers.mean_block * (model.num_layers - KEEPING.get(name, model.num_layers))
+    keeping = s.layers.mean_block * KEEPING.get(name, model.num_layers)
     assert memory.kv_blocks["cpu"] >= 16 * s.seq_blocks
     counted = kv_bytes(s, at)["cpu"]
     taken = memory.parts["cpu"]["KV"]

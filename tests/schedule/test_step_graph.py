@@ -128,7 +128,6 @@ def hazards(steps, streams, sweeps):  # noqa: C901 (a line for each kind of Step
             use(("sending", step.deferred_batch), False, layer)
         if kind in ("send_deferred", "attend_deferred"):
             use(("queries", step.deferred_batch), kind == "send_deferred", layer)
-            homes["cpu", layer].append((step, kind == "send_deferred"))
         if kind in ("attend_deferred", "join_deferred"):
             use(("attended later", step.deferred_batch), kind == "attend_deferred", layer)
         # KV: in staging buffers, in the disk's buffers, at home.
@@ -137,8 +136,11 @@ def hazards(steps, streams, sweeps):  # noqa: C901 (a line for each kind of Step
             _use_staging(step, batch, streams, use)
         elif staged:
             homes["device", layer].append((step, True))
-        if kind in ("load_cache", "cpu_attention") or (kind == "store_cache" and batch.stored) or kind == "send_qkv":
-            homes["cpu", layer].append((step, kind in ("store_cache", "send_qkv")))
+        # New KV is sent to its place, states are written by the CPU.
+        attends, sends = ("cpu_attention", "attend_deferred"), ("send_qkv", "send_deferred")
+        new = attends if layer in streams.state_layers else sends
+        if kind == "load_cache" or (kind == "store_cache" and batch.stored) or kind in (*attends, *new):
+            homes["cpu", layer].append((step, kind in ("store_cache", *new)))
         if kind in ("read_cache", "write_cache"):
             homes["disk", layer].append((step, kind == "write_cache"))
 
@@ -160,6 +162,8 @@ def hazards(steps, streams, sweeps):  # noqa: C901 (a line for each kind of Step
                 # Sequences of a sweep have places of their own; those of another sweep may have had the same, but for
                 # those that have been in flight since.
                 apart = _together(earlier, step, lives) and _sequences(earlier) != _sequences(step)
+                # A deferred sequence stays one, and who has its place next does not read before it has written.
+                apart |= (earlier.kind, step.kind) == ("attend_deferred", "load_cache")
                 if (writes or wrote) and not apart and not ended[step.id] >> earlier.id & 1:
                     found.append(f"{step.kind} may touch KV on {home} before {earlier.kind} is done with it")
     return found
@@ -320,6 +324,7 @@ def jobs(draw):
         dequantized=draw(st.booleans()),
         vocabulary_chunks=draw(st.integers(0, 5)) if accelerated else 0,
         kv_on_device=kv_on_device(layers, draw(st.integers(1, layers))) if by_layer else (),
+        state_layers=tuple(j for j in range(layers) if draw(st.booleans())),
         on_demand=() if accelerated else tuple(t == "disk" and draw(st.booleans()) for t in tiers),
         on_demand_tokens=0 if accelerated else FEW,
     )
@@ -374,6 +379,17 @@ JOBS = [
     (Streams(True, (False,), (False,)), [[DISK], [BatchFlow()], [OLD_ON_DISK]]),
     (Streams(True, (False,) * 3, (False,) * 3, kv_on_device=(True, False, False)), [[OLD_ON_HOST, OLD_ON_HOST]] * 3),
     (Streams(True, (False, False), (False, False)), [[DEFERRED, BatchFlow()]] * 2 + [[DEFERRED]] * 3),
+    (
+        Streams(True, (False, True), (False, True), state_layers=(0, 1)),
+        [
+            [CPU, OLD_ON_HOST],
+            [OLD_ON_HOST, CPU],
+            [DEFERRED, OLD_ON_HOST],
+            [OLD_ON_HOST],
+            [DEFERRED],
+            [CPU, OLD_ON_HOST],
+        ],
+    ),
     (
         Streams(False, (False, False), (False, False), dequantized=True),
         [[BatchFlow()], [BatchFlow(samples=False)], [OLD_ON_DISK], [BatchFlow()], [BatchFlow(samples=False)]],

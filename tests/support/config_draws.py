@@ -28,7 +28,10 @@ from batchgen.models.files import resolve_for_planning
 from batchgen.models.hf.keys import IGNORED
 
 MARGIN = 1e-3  # log-probabilities in fp32 may differ by so much
-MODELS = (*FAMILIES, "gemma3 with images", "qwen3_5 with images", "qwen3_5_moe with images")
+MODELS = (
+    *FAMILIES,
+    *(f"{family} with images" for family in ("gemma3", "gemma4", "gemma4_unified", "qwen3_5", "qwen3_5_moe")),
+)
 _PROMPT_LENGTHS = (23, 19)  # beyond short windows, and beyond the contexts that longrope is drawn with
 _MAX_TOKENS = 5
 _MOST_PARAMS = 12_000_000
@@ -37,7 +40,8 @@ _LEFT_OUT = object()
 # Sizes of models, whose defaults are those of large ones: at most one of them is left out.
 _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "ffn_dim", "num_hidden_layers", "num_attention_heads"),
-    *("max_position_embeddings", "head_dim"),
+    *("max_position_embeddings", "head_dim", "top_k_experts"),
+    *("vocab_size_per_layer_input", "hidden_size_per_layer_input"),
     *(
         "num_key_value_heads",
         "moe_intermediate_size",
@@ -303,6 +307,8 @@ def _ordinary(family: str, rng: random.Random) -> dict[str, Any]:
         drawn |= {"no_rope_layer_interval": maybe(1, 2, 4), "no_rope_layers": maybe(None, [1, 0, 1], [0, 0, 1, 1])}
     if family == "seed_oss":
         drawn |= {"attention_out_bias": maybe(True, False)}
+    if family in DELTA_NETS:
+        drawn["hidden_act"] = maybe("silu", "swish")
     of_states = {**dict.fromkeys(DELTA_NETS, _states), **dict.fromkeys(SHORT_CONVS, _short_convs)}
     drawn |= of_states[family](layers, rng) if family in of_states else _windows(family, layers, rng)
     drawn |= _experts(family, layers, rng)
@@ -311,7 +317,8 @@ def _ordinary(family: str, rng: random.Random) -> dict[str, Any]:
         del drawn["hidden_act"], drawn["rms_norm_eps"]
     if family.startswith("gemma"):
         drawn.pop("hidden_act")
-        drawn |= {"hidden_activation": maybe("gelu_pytorch_tanh"), "query_pre_attn_scalar": maybe(24, 32)}
+        drawn |= {"hidden_activation": maybe("gelu_pytorch_tanh")}
+        drawn |= {} if family in GEMMA4 else {"query_pre_attn_scalar": maybe(24, 32)}
         drawn |= {"final_logit_softcapping": maybe(None, 5.0)}
     if family == "gemma2":
         drawn |= {"attn_logit_softcapping": maybe(None, 3.0)}
@@ -328,7 +335,8 @@ def _gemma4(family: str, drawn: dict[str, Any], rng: random.Random) -> dict[str,
     if shared == 1:  # each layer that reuses KV needs one of its kind
         types[layers - 2] = "full_attention"
     made = {
-        "head_dim": rng.choice((8, 16)), "sliding_window": rng.choice((6, 20)), "global_head_dim": rng.choice((16, 24)),
+        "head_dim": rng.choice((8, 16)), "global_head_dim": rng.choice((16, 24)),
+        "sliding_window": rng.choice((_LEFT_OUT, 6, 20)),
         "layer_types": types, "num_kv_shared_layers": shared,
         "num_global_key_value_heads": rng.choice((_LEFT_OUT, None, 1, heads)),
         "attention_k_eq_v": rng.choice((_LEFT_OUT, True, False)),
@@ -605,9 +613,15 @@ _QWEN_TOWER = {
     "vision_config": {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 64},
     "image_token_id": 500, "video_token_id": 501, "vision_start_token_id": 502, "vision_end_token_id": 503,
 }  # fmt: skip
+_GEMMA4_TOWER = {
+    "vision_config": None, "audio_config": None, "image_token_id": 500, "boi_token_id": 501, "eoi_token_id": 502,
+    "video_token_id": 503, "audio_token_id": 504, "boa_token_id": 505, "eoa_token_index": 506,
+}  # fmt: skip
 # Family -> its class with a vision tower, and that tower's keys.
 _WITH_IMAGES = {
     "gemma3": ("Gemma3ForConditionalGeneration", _GEMMA_TOWER),
+    "gemma4": ("Gemma4ForConditionalGeneration", _GEMMA4_TOWER),
+    "gemma4_unified": ("Gemma4UnifiedForConditionalGeneration", _GEMMA4_TOWER),
     "qwen3_5": ("Qwen3_5ForConditionalGeneration", _QWEN_TOWER),
     "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration", _QWEN_TOWER),
 }
@@ -617,6 +631,8 @@ def _with_images(family: str, stated: dict[str, Any], rng: random.Random) -> dic
     """As published: the text model's keys in `text_config`, beside those of the vision tower."""
     text = {name: value for name, value in stated.items() if name != "architectures"}
     architecture, tower = _WITH_IMAGES[family]
+    if family in GEMMA4 and text.get("pad_token_id") is None:  # which transformers puts in the place of images
+        text["pad_token_id"] = 3
     outer: dict[str, Any] = {"model_type": family, "text_config": text, **tower}
     if rng.random() < 0.7:
         outer["architectures"] = [architecture]

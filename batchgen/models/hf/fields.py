@@ -148,7 +148,9 @@ def read_activation(keys: Mapping[str, Any], family: str) -> Activation:
         return "silu"
     names = ("activation_function", "hidden_activation", "hidden_act")
     name, stated = next((name, keys[name]) for name in names if name in keys)
-    computed = _ALONE if family == "opt" else _GATES
+    computed: tuple[str, ...] = _ALONE if family == "opt" else _GATES
+    if family in DELTA_NETS:  # the convolution before the recurrence has it too
+        computed = ("silu",)
     known = {name: activation for name, activation in _ACTIVATIONS.items() if activation in computed}
     if stated not in known:
         raise InputError(f"{name} {stated!r} is not supported for this family; supported: {', '.join(known)}")

@@ -467,6 +467,7 @@ _NAMES_OF_NOTES = """
     prefix sep_token_id cls_token_id mask_token_id unk_token_id decoder_start_token_id bos_token eos_token pad_token
     unk_token image_token_id video_token_id audio_token_id vision_start_token_id vision_end_token_id vision_token_id
     image_token_index boi_token_id eoi_token_id boi_token_index eoi_token_index mm_tokens_per_image vision_config
+    boa_token_id eoa_token_id eoa_token_index vision_soft_tokens_per_image
     audio_config projector_hidden_act vision_feature_layer vision_feature_select_strategy spatial_merge_size
     multimodal_projector_bias image_seq_length image_grid_pinpoints use_image_newline_parameter
     do_sample temperature top_k top_p typical_p repetition_penalty length_penalty max_length min_length max_new_tokens

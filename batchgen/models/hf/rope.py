@@ -231,6 +231,8 @@ def _delta_net_rope(params: dict[str, Any], max_position: int, original: int | N
 
     Sections of the head for positions of images (`mrope_section`) make no difference: those of a text are all equal.
     """
+    if (kind := _kind(params)) == "proportional":
+        raise InputError(f"rope_type {kind!r} is not supported for this family")
     rotated = _rotated(params, 0.25, head_dim)
     plain = {name: value for name, value in params.items() if name not in OF_IMAGES}
     return _rope({**plain, "partial_rotary_factor": 1.0}, max_position, original, rotated)

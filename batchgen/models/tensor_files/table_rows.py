@@ -58,7 +58,9 @@ class FileRows:
 
     def rows(self, indices: np.ndarray, dtype: torch.dtype) -> Tensor:
         distinct, place = np.unique(indices, return_inverse=True)
-        numbers = torch.empty(len(distinct), self._columns, dtype=dtype)
+        numbers = (
+            _host_memory(len(distinct) * self._columns * dtype.itemsize).view(dtype).view(len(distinct), self._columns)
+        )
         if len(distinct):
             self._unpack(self._read(list(_runs(distinct))), numbers)
         return numbers[torch.from_numpy(place)]
@@ -73,7 +75,8 @@ class FileRows:
 
     def _read(self, runs: list[tuple[int, int]]) -> Tensor:
         """Runs of rows, each with its first row and its number of rows, one after the other."""
-        packed = torch.empty(sum(count for _, count in runs), self._row_bytes, dtype=torch.uint8)
+        num_rows = sum(count for _, count in runs)
+        packed = _host_memory(num_rows * self._row_bytes).view(num_rows, self._row_bytes)
         target, info = memoryview(packed.view(-1).numpy()), self._info
         try:
             descriptor = self._open()
@@ -94,6 +97,11 @@ class FileRows:
             self._descriptor = os.open(self._info.path, os.O_RDONLY | os.O_CLOEXEC)
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         return self._descriptor
+
+
+def _host_memory(num_bytes: int) -> Tensor:
+    """Memory of the host, uint8 [num_bytes], whichever device computes meanwhile."""
+    return torch.from_numpy(np.empty(max(1, num_bytes), dtype=np.uint8))[:num_bytes]
 
 
 def unpack_numbers(dtype: str) -> Unpack:

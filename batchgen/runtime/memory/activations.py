@@ -44,6 +44,10 @@ class Activations:
         host, device = arenas["cpu"].memory, arenas["gpu"].memory
         hidden = batch_tokens, config.hidden_size
         self._waiting = [host.zeros(hidden, dtype) for _ in range(batches_on_host)]
+        # Of each of them, the inputs of all layers from per-layer embeddings.
+        inputs = batch_tokens * config.per_layer_width
+        self._inputs = [host.zeros((inputs,), dtype) for _ in self._waiting if inputs]
+        self._input_shape = config.num_layers, config.per_layer_size
         self.on_device = [device.zeros(hidden, dtype) for _ in range(HIDDEN_SLOTS if batches_on_host else 0)]
         layers = range(config.num_layers)
         widths = max(map(config.sent_width, layers)), max(map(config.mixed_size, layers))
@@ -63,12 +67,23 @@ class Activations:
     @property
     def num_bytes(self) -> int:
         """Bytes of all buffers, in both memories."""
-        buffers = (*self._waiting, *self.on_device, *(t for pair in self._exchange for t in pair), *self.deferred)
+        buffers = (
+            *self._waiting,
+            *self._inputs,
+            *self.on_device,
+            *(t for pair in self._exchange for t in pair),
+            *self.deferred,
+        )
         return sum(t.nbytes for t in buffers)
 
     def waiting(self, batch: int, tokens: int) -> Tensor:
         """Host memory in which the activations of a micro-batch wait: [tokens, hidden]."""
         return self._waiting[batch % self.batches_on_host][:tokens]
+
+    def waiting_inputs(self, batch: int, tokens: int) -> Tensor:
+        """Host memory for the inputs of a micro-batch's layers from per-layer embeddings: [layers, tokens, size]."""
+        layers, size = self._input_shape
+        return self._inputs[batch % self.batches_on_host][: layers * tokens * size].view(layers, tokens, size)
 
     def fetched(self, tokens: int) -> Tensor:
         """Memory of the accelerator for activations in one layer, [tokens, hidden]: at every call the next buffer."""

@@ -22,7 +22,7 @@ def embed(context: StepContext, step: Step, batch: BatchState) -> None:
         assert context.tokens is not None, "sampled tokens are on the host"
         context.tokens.fill(token_ids, batch.packed.pending_rows, batch.packed.pending_slots)
     hidden = layers.embed(context.config, context.weights.embeddings, token_ids, positions, context.weights.dtype)
-    batch.per_layer = _per_layer_inputs(context, batch, hidden)
+    batch.per_layer = _per_layer_inputs(context, step, batch, hidden)
     if links and batch.on_host:
         waiting = context.activations.waiting(step.batch, len(hidden))
         hidden = links[1].copy(waiting, hidden) if on_device else waiting.copy_(hidden)
@@ -31,16 +31,17 @@ def embed(context: StepContext, step: Step, batch: BatchState) -> None:
     batch.hidden = hidden
 
 
-def _per_layer_inputs(context: StepContext, batch: BatchState, hidden: Tensor) -> Tensor | None:
+def _per_layer_inputs(context: StepContext, step: Step, batch: BatchState, hidden: Tensor) -> Tensor | None:
     """The inputs of all layers from per-layer embeddings, where the micro-batch's activations are between layers.
 
     Args:
         context: The model and its memory.
+        step: The Step that embeds the micro-batch.
         batch: The micro-batch, whose tokens are all known to the host.
         hidden: Embeddings of its tokens, [tokens, hidden], in the memory that the token embedding is in.
 
     Returns:
-        Inputs [tokens, layers, per_layer_size]; None: the model has no per-layer embeddings.
+        Inputs [layers, tokens, per_layer_size]; None: the model has no per-layer embeddings.
     """
     table, links, on_device = context.weights.per_layer, context.tiers.links, context.weights.embeds_on_device
     if table is None:
@@ -48,9 +49,10 @@ def _per_layer_inputs(context: StepContext, batch: BatchState, hidden: Tensor) -
     rows = table.rows(batch.packed.token_ids, context.weights.dtype)
     rows = links[0].bring(rows) if links and on_device else rows
     inputs = layers.per_layer_inputs(context.config, context.weights.embeddings, hidden, rows)
-    if links and on_device and batch.on_host:
-        return links[1].copy(torch.empty(inputs.shape, dtype=inputs.dtype), inputs)
-    return links[0].bring(inputs) if links and not on_device and not batch.on_host else inputs
+    if links and batch.on_host:
+        waiting = context.activations.waiting_inputs(step.batch, len(hidden))
+        return links[1].copy(waiting, inputs) if on_device else waiting.copy_(inputs)
+    return links[0].bring(inputs) if links and not on_device else inputs
 
 
 def receive(context: StepContext, step: Step, batch: BatchState) -> None:

@@ -39,8 +39,8 @@ def _leave(
     qkv, start = batch.qkv, len(hidden) - sum(len(d.rows) for d in leaving)
     batch.hidden, batch.qkv = batch.hidden[:start], qkv[:start]
     if step.layer == 0 and batch.begins is not None and batch.per_layer is not None:
-        batch.begins.per_layer = _on_device(context, batch, batch.per_layer[start:]).clone()
-        batch.per_layer = batch.per_layer[:start]
+        batch.begins.per_layer = _on_device(context, batch, batch.per_layer)[:, start:].clone()
+        batch.per_layer = batch.per_layer[:, :start]
     for deferred_batch, rows in zip(leaving, slices(start, leaving), strict=True):
         if context.config.has_state(step.layer):
             deferred_batch.leave(hidden[rows], [_as_wide_as(context, qkv[rows])])
@@ -116,11 +116,10 @@ def _per_layer(context: StepContext, step: Step, batch: BatchState) -> list[Tens
     """
     if batch.per_layer is None:
         return []
-    rows = batch.per_layer[:, step.layer]
+    rows = _on_device(context, batch, batch.per_layer[step.layer])
     if step.layer == context.config.num_layers - 1 and batch.logits_indices is not None:
-        rows = rows[batch.logits_indices.to(rows.device)]
-    rows = _on_device(context, batch, rows)
-    joined = [d.per_layer[:, step.layer] for d in batch.joined if d.per_layer is not None]
+        rows = rows[batch.logits_indices]
+    joined = [d.per_layer[step.layer] for d in batch.joined if d.per_layer is not None]
     return [with_deferred(rows, joined)]
 
 

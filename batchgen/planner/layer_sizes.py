@@ -1,0 +1,158 @@
+"""Bytes of KV, of attention's inputs and of its results in each layer, where layers differ, and their means."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from batchgen.core.direct_io import ALIGNMENT, aligned
+from batchgen.core.dtypes import FORMAT_BYTES, KVFormat
+from batchgen.models.config import AttentionShape, ModelConfig
+from batchgen.planner.kv_memory import kv_block_bytes, window_bytes
+
+
+class AttentionKind(NamedTuple):
+    """The layers of a model whose attention has one shape.
+
+    Attributes:
+        shape: Heads of their attention.
+        windows: Sliding windows, each with the number of these layers that have it; None: layers without one.
+        kv_token_bytes: Stored bytes of the keys and values of one token in one of them.
+    """
+
+    shape: AttentionShape
+    windows: tuple[tuple[int | None, int], ...]
+    kv_token_bytes: float
+
+    @property
+    def layers(self) -> int:
+        """Number of these layers."""
+        return sum(count for _, count in self.windows)
+
+    def seen(self, context: float) -> float:
+        """Tokens attended to in a context, averaged over the layers."""
+        seen: float = sum(count * (context if w is None else min(w, context)) for w, count in self.windows)
+        return seen / self.layers
+
+
+@lru_cache(maxsize=64)
+def sizes_of_layers(model: ModelConfig, compute_format: str, kv_format: str, kv_block_size: int) -> LayerSizes:
+    """The sizes of a model's layers, which many inputs of the cost model have in common."""
+    return LayerSizes(model, compute_format, kv_format, kv_block_size)
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """Sizes in bytes by layer. Means are over all layers, those counted too that have nothing of it.
+
+    Attributes:
+        model: Configuration of the model.
+        compute_format, kv_format: Dtypes of computation and of stored KV.
+        kv_block_size: Tokens of a KV block.
+    """
+
+    model: ModelConfig
+    compute_format: str
+    kv_format: str
+    kv_block_size: int
+
+    @cached_property
+    def blocks(self) -> tuple[int, ...]:
+        """Bytes of a KV block in memory, in each layer: 0 where a layer has no keys and values of its own."""
+        return kv_block_bytes(self.model, self.kv_block_size, self.kv_format)
+
+    @cached_property
+    def read_blocks(self) -> tuple[int, ...]:
+        """Bytes of a KV block that each layer attends to, its own or that of another layer; 0 in state layers."""
+        model = self.model
+        return tuple(0 if model.has_state(j) else self.blocks[model.kv_source(j)] for j in range(model.num_layers))
+
+    @cached_property
+    def mean_block(self) -> float:
+        """Bytes of a KV block in memory, the mean."""
+        return self._mean(self.blocks)
+
+    @cached_property
+    def mean_disk_block(self) -> float:
+        """Bytes of a KV block on disk, in whole pages, the mean."""
+        return self._mean(map(aligned, self.blocks))
+
+    @cached_property
+    def mean_reused_block(self) -> float:
+        """Bytes of a KV block that layers bring in beside their own, the mean."""
+        return self._mean(self.read_blocks) - self.mean_block
+
+    @cached_property
+    def mean_disk_reused_block(self) -> float:
+        """Bytes of a KV block that layers read from disk beside their own, the mean."""
+        return self._mean(map(aligned, self.read_blocks)) - self.mean_disk_block
+
+    @cached_property
+    def all_read(self) -> tuple[int, int]:
+        """Bytes of a KV block of all layers that attend, (without, with) a sliding window."""
+        windowed = window_bytes(self.model, self.read_blocks)
+        return sum(self.read_blocks) - windowed, windowed
+
+    @cached_property
+    def largest_block(self) -> int:
+        """Bytes of a buffer that a KV block of any layer fits into."""
+        return max(self.blocks)
+
+    @cached_property
+    def pads_blocks(self) -> bool:
+        """True if KV blocks on disk are larger than in memory."""
+        return any(size % ALIGNMENT for size in self.blocks)
+
+    @cached_property
+    def attention_kinds(self) -> tuple[AttentionKind, ...]:
+        """The layers that attend, by the shape of their attention."""
+        windows: dict[AttentionShape, Counter[int | None]] = {}
+        for layer in self.model.attention_layers:
+            windows.setdefault(self.model.attention_of(layer), Counter())[self.model.windows[layer]] += 1
+        return tuple(AttentionKind(shape, tuple(n.items()), self._token_bytes(shape)) for shape, n in windows.items())
+
+    def attention_kind(self, layer: int) -> AttentionKind:
+        """Layer number `layer`, which attends, as a kind of its own."""
+        shape = self.model.attention_of(layer)
+        return AttentionKind(shape, ((self.model.windows[layer], 1),), self._token_bytes(shape))
+
+    def _token_bytes(self, shape: AttentionShape) -> int:
+        return 2 * shape.num_kv_heads * KVFormat.of(self.kv_format).row_bytes(shape.head_dim)
+
+    @cached_property
+    def queries(self) -> tuple[float, ...]:
+        """Bytes of one token's queries, or of what its state is updated by, in each layer."""
+        return self._numbers(self.model.sent_width)
+
+    @cached_property
+    def results(self) -> tuple[float, ...]:
+        """Bytes of what attention, or the update of a state, gives for one token, in each layer."""
+        return self._numbers(self.model.mixed_size)
+
+    @cached_property
+    def sent(self) -> tuple[float, ...]:
+        """Bytes of one token that are sent to the CPU, which attends or updates the state, in each layer.
+
+        They are queries, with keys and values as they are stored, or the inputs of the update.
+        """
+        blocks = zip(self.queries, self.blocks, strict=True)
+        return tuple(queries + block / self.kv_block_size for queries, block in blocks)
+
+    @cached_property
+    def mean_result(self) -> float:
+        """Bytes of what attention, or the update of a state, gives for one token, the mean."""
+        return self._mean(self.results)
+
+    @cached_property
+    def mean_sent(self) -> float:
+        """Bytes of one token that are sent to the CPU, the mean."""
+        return self._mean(self.sent)
+
+    def _numbers(self, width_of: Callable[[int], int]) -> tuple[float, ...]:
+        return tuple(width_of(j) * FORMAT_BYTES[self.compute_format] for j in range(self.model.num_layers))
+
+    def _mean(self, sizes: Iterable[float]) -> float:
+        return sum(sizes) / self.model.num_layers
