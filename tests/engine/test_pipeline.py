@@ -82,6 +82,11 @@ def in_memory(path, tmp_path, stops, **options):
     return make_pipeline(path, CPU, stages, tmp_path, **options)
 
 
+# Models that reuse KV, or have per-layer embeddings, are not cut into stages (`planner/parallel.py` refuses them).
+NOT_CUT = {"gemma4", "gemma4, six layers, windows that reuse KV"}
+CUT = [name for name in MODELS if name not in NOT_CUT]
+
+
 @pytest.fixture(scope="module")
 def stores(tmp_path_factory):
     return tmp_path_factory.mktemp("stores")
@@ -102,7 +107,7 @@ def expected(tiny_models, stores):
     return get
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", CUT)
 def test_stages_give_the_tokens_of_one_engine(name, expected, stores):
     path, prompts, wanted = expected(name)
     last = num_layers(path)
@@ -116,7 +121,7 @@ _ANYWHERE += [("emulated", c) for c in (*[c for c in KVPlacement if c != "deferr
 
 
 @pytest.mark.parametrize(
-    ("name", "where"), some_of([(name, where) for name in MODELS for where in _ANYWHERE], 10, "stages")
+    ("name", "where"), some_of([(name, where) for name in CUT for where in _ANYWHERE], 10, "stages")
 )
 def test_stages_with_policies_of_their_own(name, where, expected, stores):
     """Weights, activations and ends of each stage anywhere, KV in every class, several micro-batches."""

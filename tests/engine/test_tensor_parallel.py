@@ -42,8 +42,8 @@ def loaded(checkpoint, config):
     return [checkpoint.load_embeddings(torch.float32), *layers, checkpoint.load_head(torch.float32)]
 
 
-def put_together(config, name, shards):
-    """What ranks have of a tensor, as the whole model has it. Written apart from what cuts it."""
+def put_together(config, layer, name, shards):
+    """What ranks have of a layer's tensor, as the whole model has it. Written apart from what cuts it."""
     stem, _, kind = name.partition(".")
     if stem in ("out", "down", "shared_down"):
         return torch.cat(shards, dim=1) if kind == "weight" else sum(shards)
@@ -58,7 +58,8 @@ def put_together(config, name, shards):
     if stem in ("up", "a_log", "dt_bias") or of_all_heads:
         return torch.cat(shards)
     if stem in ("qkv", "ba", "conv"):
-        sections = next(each for each in sections_of(config, stem) if sum(each) == len(shards) * len(shards[0]))
+        sections = sections_of(config, layer, stem)
+        assert sum(sections) == len(shards) * len(shards[0])
         own = [s.split([n // len(shards) for n in sections]) for s in shards]
         return torch.cat([part for parts in zip(*own, strict=True) for part in parts])
     if stem == "sinks":
@@ -68,27 +69,31 @@ def put_together(config, name, shards):
     return shards[0]
 
 
-def sections_of(config, stem):
-    """Rows of each section of a tensor, by the kinds of layers that a model has."""
-    if stem == "qkv":
-        for shape in map(config.attention_of, config.attention_layers):
-            q, kv = shape.q_size, shape.kv_size
-            yield from ([q, q, kv, kv],) if config.output_gate else ([q, kv, kv], [q, kv], [q])
-    if isinstance(state := config.state, DeltaNet):
+def sections_of(config, layer, stem):
+    """Rows of each section of a layer's tensor."""
+    if isinstance(state := config.state, ShortConv) and config.has_state(layer):
+        return [state.channels] * (3 if stem == "qkv" else 1)
+    if config.has_state(layer):
         if stem == "ba":
-            yield [state.value_heads] * 2
-        yield [state.key_size] * 2 + [state.out_size] * (2 if stem == "qkv" else 1)
-    if isinstance(state, ShortConv):
-        yield [state.channels] * (3 if stem == "qkv" else 1)
+            return [state.value_heads] * 2
+        return [state.key_size] * 2 + [state.out_size] * (2 if stem == "qkv" else 1)
+    shape = config.attention_of(layer)
+    q, kv = shape.q_size, shape.kv_size
+    if layer not in config.kv_layers:
+        return [q]
+    if config.keys_are_values and config.windows[layer] is None:
+        return [q, kv]
+    return [q, q, kv, kv] if config.output_gate else [q, kv, kv]
 
 
 def assert_parts_of(whole, config, checkpoints):
-    for tensors, *parts in zip(loaded(whole, config), *(loaded(c, config) for c in checkpoints), strict=True):
+    everything = zip(loaded(whole, config), *(loaded(c, config) for c in checkpoints), strict=True)
+    for layer, (tensors, *parts) in enumerate(everything, start=-1):  # before and after the layers, too
         for name, tensor in tensors.items():
-            assert torch.equal(put_together(config, name, [part[name] for part in parts]), tensor), name
+            assert torch.equal(put_together(config, layer, name, [part[name] for part in parts]), tensor), name
 
 
-@pytest.mark.parametrize("model", [name for name in MODELS if "one KV head" not in name])
+@pytest.mark.parametrize("model", [name for name, (_, o) in MODELS.items() if o.get("num_key_value_heads") != 1])
 def test_ranks_have_all_of_a_model(model, tiny_models):
     family, overrides = MODELS[model]
     path, _ = tiny_models(family, **overrides)
