@@ -298,7 +298,11 @@ class ModelConfig:
     def to_json(self) -> dict[str, Any]:
         """The configuration as JSON values, from which `from_json` makes an equal configuration."""
         defaults = {field.name: field.default for field in fields(self)}
-        return {k: v for k, v in asdict(self).items() if k not in _SELDOM_STATED or v != defaults[k]}
+        values = {k: v for k, v in asdict(self).items() if k not in _SELDOM_STATED or v != defaults[k]}
+        for rope in filter(None, (values["rope"], values["local_rope"])):
+            if rope["share"] == 1:
+                del rope["share"]
+        return values
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> ModelConfig:

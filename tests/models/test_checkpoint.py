@@ -562,12 +562,13 @@ def test_gguf_config_is_that_of_the_model(tmp_path, name):
     write_tiny_gguf(model, path, tensor_type="F16")
     config = read_config(resolve_model(str(path)))
     # No tokenizer was written.
-    other = ("rope", "norm_eps", "query_scale", "dtype", "bos_token_id", "eos_token_ids", "state")
+    other = ("rope", "norm_eps", "query_scale", "query_growth", "dtype", "bos_token_id", "eos_token_ids", "state")
     same = [name for name in hf.__dataclass_fields__ if name not in other]
     assert {name: getattr(config, name) for name in same} == {name: getattr(hf, name) for name in same}
     is_delta_net = isinstance(config.state, DeltaNet)
     assert hf.state == (dataclasses.replace(config.state, out_by_member=False) if is_delta_net else config.state)
     assert config.norm_eps == pytest.approx(hf.norm_eps)
+    assert config.query_growth == pytest.approx(hf.query_growth)
     assert config.query_scale == pytest.approx(hf.query_scale)
     for context in (64, 512):
         assert config.rope.inv_freq(config.head_dim, context) == hf.rope.inv_freq(hf.head_dim, context)

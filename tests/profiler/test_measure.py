@@ -297,9 +297,7 @@ def simulated(monkeypatch):
 
         monkeypatch.setattr(Device, "rate", rate)
         monkeypatch.setattr(Device, "seconds", seconds)
-        monkeypatch.setattr(
-            Device, "pool", lambda self, dtype, effort: torch.empty(1 << 20, dtype=dtype, device="meta")
-        )
+        monkeypatch.setattr(Device, "pool", lambda self, dtype, effort: torch.zeros(1 << 20, dtype=dtype))
         monkeypatch.setattr(profile_compute.ops, "pack_weight", lambda weight, **_: weight)
         monkeypatch.setattr(profile_compute.ops, "prepare_attention", lambda *_, **__: None)
         monkeypatch.setattr(profile_compute, "plan_attention", lambda *_, **__: None)
