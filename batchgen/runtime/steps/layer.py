@@ -23,7 +23,7 @@ def pre(context: StepContext, step: Step, batch: BatchState) -> None:
     batch.qkv = hidden.new_empty(hidden.shape[0], context.config.projected_width(step.layer))
     if len(hidden):
         for part, qkv in context.chunks(hidden, batch.qkv):
-            layers.pre_attention(context.config, tensors, part, qkv)
+            layers.pre_attention(context.config, tensors, part, qkv, reduce=context.options.reduce)
     leaving, batch.joined = batch.joined, []
     if step.layer == 0 and batch.begins is not None:
         leaving = [batch.begins]
