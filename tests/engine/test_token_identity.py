@@ -439,6 +439,7 @@ _WIDE_OF = {
         }
         for family in ("qwen3_next", "qwen3_5_moe")
     },
+    "olmoe": {name: size for name, size in _WIDE.items() if name != "head_dim"},
     "granitemoeshared": {**_WIDE, "shared_intermediate_size": 128},
     "granitemoehybrid": {**_WIDE, "shared_intermediate_size": 128},
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.models import layers
@@ -24,7 +23,7 @@ def pre(context: StepContext, step: Step, batch: BatchState) -> None:
     batch.qkv = hidden.new_empty(hidden.shape[0], context.config.projected_width(step.layer))
     if len(hidden):
         for part, qkv in context.chunks(hidden, batch.qkv):
-            layers.pre_attention(context.config, tensors, part, qkv)
+            layers.pre_attention(context.config, tensors, part, qkv, reduce=context.options.reduce)
     leaving, batch.joined = batch.joined, []
     if step.layer == 0 and batch.begins is not None:
         leaving = [batch.begins]
@@ -54,7 +53,11 @@ def _leave(
 def _as_wide_as(context: StepContext, sent: Tensor) -> Tensor:
     """Rows for the table of queries, which is as wide as any layer needs."""
     queries, _ = context.activations.deferred
-    return F.pad(sent, (0, queries.shape[1] - sent.shape[1]))
+    if sent.shape[1] == queries.shape[1]:
+        return sent
+    rows = sent.new_empty(len(sent), queries.shape[1])  # nobody reads beyond what is copied
+    rows[:, : sent.shape[1]] = sent
+    return rows
 
 
 def route(context: StepContext, step: Step, batch: BatchState) -> None:
