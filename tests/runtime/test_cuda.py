@@ -92,13 +92,19 @@ def test_every_operation_finds_its_tensors_on_one_device(
     tiny_models, tmp_path, monkeypatch, card, cold, family, overrides, kind
 ):
     monkeypatch.setattr(graphs, "_UNCAPTURED", 0)
-    path = tiny_models(family, **overrides | LAYERS)[0]
+    sizes = overrides | LAYERS
+    if "layer_types" in overrides:  # the last two, which have KV of their own
+        sizes["layer_types"] = overrides["layer_types"][-2:]
+        sizes |= {"num_kv_shared_layers": 0} if family == "gemma4" else {}
+    path = tiny_models(family, **sizes)[0]
     with engine_on_card(path, tmp_path, kind) as engine:
         kinds = set()
         before_each_step(engine.parts, lambda step: kinds.add(step.kind))
         run(engine)
-        has_experts = engine.parts.config.num_experts > 0
-    assert kinds == STEPS[kind]
+        config = engine.parts.config
+        has_experts = config.num_experts > 0
+    # Rows of per-layer embeddings are read on the host in every sweep: such sweeps are not captured.
+    assert kinds == STEPS[kind] - ({"layers"} if config.per_layer_size else set())
     launched = {name for name, *_ in card.launched}
     assert {"_attend", "_norm", "_rotary_store"} <= launched
     assert has_experts == ({"_sort", "_multiply", "_add"} <= launched)
