@@ -42,8 +42,8 @@ def loaded(checkpoint, config):
     return [checkpoint.load_embeddings(torch.float32), *layers, checkpoint.load_head(torch.float32)]
 
 
-def put_together(config, name, shards):
-    """What ranks have of a tensor, as the whole model has it. Written apart from what cuts it."""
+def put_together(config, layer, name, shards):
+    """What ranks have of a layer's tensor, as the whole model has it. Written apart from what cuts it."""
     stem, _, kind = name.partition(".")
     if stem in ("out", "down", "shared_down"):
         return torch.cat(shards, dim=1) if kind == "weight" else sum(shards)
@@ -58,7 +58,7 @@ def put_together(config, name, shards):
     if stem in ("up", "a_log", "dt_bias") or of_all_heads:
         return torch.cat(shards)
     if stem in ("qkv", "ba", "conv"):
-        sections = next(each for each in sections_of(config, stem) if sum(each) == len(shards) * len(shards[0]))
+        sections = next(each for each in sections_of(config, layer, stem) if sum(each) == len(shards) * len(shards[0]))
         own = [s.split([n // len(shards) for n in sections]) for s in shards]
         return torch.cat([part for parts in zip(*own, strict=True) for part in parts])
     if stem == "sinks":
@@ -68,12 +68,12 @@ def put_together(config, name, shards):
     return shards[0]
 
 
-def sections_of(config, stem):
-    """Rows of each section of a tensor, by the kinds of layers that a model has."""
-    if stem == "qkv":
-        for shape in map(config.attention_of, config.attention_layers):
-            q, kv = shape.q_size, shape.kv_size
-            yield from ([q, q, kv, kv],) if config.output_gate else ([q, kv, kv], [q, kv], [q])
+def sections_of(config, layer, stem):
+    """Rows of each section of a layer's tensor: with keys and values, without values, without both."""
+    if stem == "qkv" and layer in config.attention_layers:
+        shape = config.attention_of(layer)
+        q, kv = shape.q_size, shape.kv_size
+        yield from ([q, q, kv, kv],) if config.output_gate else ([q, kv, kv], [q, kv], [q])
     if isinstance(state := config.state, DeltaNet):
         if stem == "ba":
             yield [state.value_heads] * 2
@@ -83,17 +83,22 @@ def sections_of(config, stem):
 
 
 def assert_parts_of(whole, config, checkpoints):
-    for tensors, *parts in zip(loaded(whole, config), *(loaded(c, config) for c in checkpoints), strict=True):
+    everything = zip(loaded(whole, config), *(loaded(c, config) for c in checkpoints), strict=True)
+    for layer, (tensors, *parts) in enumerate(everything, start=-1):  # embeddings are before the first layer
         for name, tensor in tensors.items():
-            assert torch.equal(put_together(config, name, [part[name] for part in parts]), tensor), name
+            assert torch.equal(put_together(config, layer, name, [part[name] for part in parts]), tensor), name
 
 
-@pytest.mark.parametrize("model", [name for name in MODELS if "one KV head" not in name])
+@pytest.mark.parametrize("model", MODELS)
 def test_ranks_have_all_of_a_model(model, tiny_models):
     family, overrides = MODELS[model]
     path, _ = tiny_models(family, **overrides)
     files = resolve_model(str(path))
     config = read_config(files)
+    if config.num_kv_heads == 1:
+        with pytest.raises(InputError, match="--tensor-parallel 2 does not divide the model's 1 key/value heads"):
+            shard_of(config, 0, 2)
+        return
     parts = [open_checkpoint(files, shard=shard_of(config, rank, 2)) for rank in range(2)]
     assert_parts_of(open_checkpoint(files), config, parts)
 
