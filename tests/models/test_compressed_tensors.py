@@ -41,9 +41,15 @@ def scheme(weights=WEIGHTS, activations=ACTIVATIONS, **fields):
     return stated | fields
 
 
+# All values of a head are rotated, so that rows of a head keep their order.
+WHOLE_HEADS = {
+    "qwen3_5": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+}
+
+
 def make_quantized(family, path, scale_dtype=torch.float32, **fields):
     """A tiny model as such a checkpoint; returns name -> (codes, scale) as they are in its file."""
-    make_tiny_model(family, path)
+    make_tiny_model(family, path, **WHOLE_HEADS.get(family, {}))
     tensors = load_file(path / "model.safetensors")
     made = {}
     for name in [n for n in tensors if n.endswith(CODED_SUFFIXES)]:
