@@ -521,7 +521,7 @@ def _stored_hidden_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float
 
 
 def _loaded_hidden_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
-    """Bytes of activations, and of the layer's input from per-layer embeddings."""
+    """Bytes of activations, and of the layer's input from per-layer embeddings for all rows that begin it."""
     s = costs.inputs
     per_layer = (load.tokens - load.deferred) * s.per_layer_bytes / costs.config.num_layers
     begun = load.deferred * s.per_layer_bytes if step.layer == 0 else 0.0

@@ -58,8 +58,7 @@ def put_together(config, layer, name, shards):
     if stem in ("up", "a_log", "dt_bias") or of_all_heads:
         return torch.cat(shards)
     if stem in ("qkv", "ba", "conv"):
-        sections = sections_of(config, layer, stem)
-        assert sum(sections) == len(shards) * len(shards[0])
+        sections = next(each for each in sections_of(config, layer, stem) if sum(each) == len(shards) * len(shards[0]))
         own = [s.split([n // len(shards) for n in sections]) for s in shards]
         return torch.cat([part for parts in zip(*own, strict=True) for part in parts])
     if stem == "sinks":
@@ -70,35 +69,36 @@ def put_together(config, layer, name, shards):
 
 
 def sections_of(config, layer, stem):
-    """Rows of each section of a layer's tensor."""
-    if isinstance(state := config.state, ShortConv) and config.has_state(layer):
-        return [state.channels] * (3 if stem == "qkv" else 1)
-    if config.has_state(layer):
+    """Rows of each section of a layer's tensor: with keys and values, without values, without both."""
+    if stem == "qkv" and layer in config.attention_layers:
+        shape = config.attention_of(layer)
+        q, kv = shape.q_size, shape.kv_size
+        yield from ([q, q, kv, kv],) if config.output_gate else ([q, kv, kv], [q, kv], [q])
+    if isinstance(state := config.state, DeltaNet):
         if stem == "ba":
-            return [state.value_heads] * 2
-        return [state.key_size] * 2 + [state.out_size] * (2 if stem == "qkv" else 1)
-    shape = config.attention_of(layer)
-    q, kv = shape.q_size, shape.kv_size
-    if layer not in config.kv_layers:
-        return [q]
-    if config.keys_are_values and config.windows[layer] is None:
-        return [q, kv]
-    return [q, q, kv, kv] if config.output_gate else [q, kv, kv]
+            yield [state.value_heads] * 2
+        yield [state.key_size] * 2 + [state.out_size] * (2 if stem == "qkv" else 1)
+    if isinstance(state, ShortConv):
+        yield [state.channels] * (3 if stem == "qkv" else 1)
 
 
 def assert_parts_of(whole, config, checkpoints):
     everything = zip(loaded(whole, config), *(loaded(c, config) for c in checkpoints), strict=True)
-    for layer, (tensors, *parts) in enumerate(everything, start=-1):  # before and after the layers, too
+    for layer, (tensors, *parts) in enumerate(everything, start=-1):  # embeddings are before the first layer
         for name, tensor in tensors.items():
             assert torch.equal(put_together(config, layer, name, [part[name] for part in parts]), tensor), name
 
 
-@pytest.mark.parametrize("model", [name for name, (_, o) in MODELS.items() if o.get("num_key_value_heads") != 1])
+@pytest.mark.parametrize("model", MODELS)
 def test_ranks_have_all_of_a_model(model, tiny_models):
     family, overrides = MODELS[model]
     path, _ = tiny_models(family, **overrides)
     files = resolve_model(str(path))
     config = read_config(files)
+    if config.num_kv_heads == 1:
+        with pytest.raises(InputError, match="--tensor-parallel 2 does not divide the model's 1 key/value heads"):
+            shard_of(config, 0, 2)
+        return
     parts = [open_checkpoint(files, shard=shard_of(config, rank, 2)) for rank in range(2)]
     assert_parts_of(open_checkpoint(files), config, parts)
 

@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from quantized_checkpoints import CODED_SUFFIXES
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, make_tiny_model
 
@@ -40,12 +41,18 @@ def scheme(weights=WEIGHTS, activations=ACTIVATIONS, **fields):
     return stated | fields
 
 
+# All values of a head are rotated, so that rows of a head keep their order.
+WHOLE_HEADS = {
+    "qwen3_5": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+}
+
+
 def make_quantized(family, path, scale_dtype=torch.float32, **fields):
     """A tiny model as such a checkpoint; returns name -> (codes, scale) as they are in its file."""
-    make_tiny_model(family, path)
+    make_tiny_model(family, path, **WHOLE_HEADS.get(family, {}))
     tensors = load_file(path / "model.safetensors")
     made = {}
-    for name in [n for n in tensors if n.endswith(("_proj.weight", "fc1.weight", "fc2.weight"))]:
+    for name in [n for n in tensors if n.endswith(CODED_SUFFIXES)]:
         codes, scale = int8.to_codes(tensors[name])
         codes[0, 0] = -128  # such codes are allowed
         made[name] = codes, scale.to(scale_dtype)
@@ -72,14 +79,23 @@ def test_quantized_values_and_scales_are_those_of_the_file(tmp_path, family, sca
         if family == "phi3":
             parts = {"qkv": ["qkv_proj"], "gate_up": ["gate_up_proj"]}
         packed, numbers = (load(layer, torch.float32) for load in (checkpoint.load_int8_layer, checkpoint.load_layer))
+        if checkpoint.config.has_state(layer):
+            parts["qkv"] = ["in_proj_qkv", "in_proj_z"]
+        else:  # layers that reuse KV have only queries
+            parts["qkv"] = parts["qkv"][:1] if checkpoint.config.kv_source(layer) != layer else parts["qkv"]
         for name, members in parts.items():
             pairs = [next(v for k, v in stored.items() if f"layers.{layer}." in k and m in k) for m in members]
+            if checkpoint.config.output_gate and members[0] == "q_proj":  # head by head, a query and its gate
+                heads = checkpoint.config.attention_of(layer).num_heads
+                halves = [part.unflatten(0, (heads, 2, -1)) for part in pairs[0]]
+                pairs[0] = tuple(torch.cat([h[:, 1].flatten(0, 1), h[:, 0].flatten(0, 1)]) for h in halves)
             codes, scale = (torch.cat([pair[i] for pair in pairs]) for i in range(2))
             n, rows = codes.shape[1], len(codes)
             got = int8.split(packed[f"{name}.weight"], n)
             assert torch.equal(got[0][:rows], codes) and torch.equal(got[1][:rows], scale.float())
             assert torch.equal(numbers[f"{name}.weight"][:rows], codes * scale.float())
-        assert packed["input_norm.weight"].dtype == torch.float32
+        first_norm = "out_norm" if family in ("olmo2", "olmo3") else "input_norm"
+        assert packed[f"{first_norm}.weight"].dtype == torch.float32
     store = convert(files, tmp_path / "store", dtype="float32")
     assert store.weight_format == "int8"
     kept = open_checkpoint(resolve_model(str(store.path))).load_int8_layer(1, torch.float32)

@@ -10,7 +10,7 @@ from batchgen.models.formats.base import Tensors
 # Format -> columns and bytes of a block: `core.dtypes.GROUP_FORMATS` or `FP8_FORMATS`.
 Formats = Mapping[str, tuple[int, int]]
 # Matrices that are never quantized with the others of a layer: routers, and gates of few rows.
-_ROUTERS = (".gate", ".router", ".shared_expert_gate", ".in_proj_a", ".in_proj_b", ".in_proj_ba")
+ROUTERS = (".gate", ".router", ".shared_expert_gate", ".in_proj_a", ".in_proj_b", ".in_proj_ba")
 
 
 def fitting_blocks(formats: Formats, columns: int, shared: int | None) -> list[str]:
@@ -41,7 +41,7 @@ def has_plain_matrices(tensors: Tensors) -> bool:
     """True if a matrix of a layer, other than a router, is stored as numbers of 16 bits or more."""
     return any(
         name.endswith(".weight")
-        and not name.removesuffix(".weight").endswith(_ROUTERS)
+        and not name.removesuffix(".weight").endswith(ROUTERS)
         and not info.dtype.startswith("F8_")
         for name, info in tensors.items()
         if is_of_layer_matrix(name, len(info.shape))

@@ -21,6 +21,7 @@ from batchgen.core.dtypes import INT8
 from batchgen.core.errors import InputError
 from batchgen.models.families import MIXTURES
 from batchgen.models.formats.base import NamedTensor, Scheme, StoredPart, Tensors
+from batchgen.models.formats.blocks import ROUTERS
 from batchgen.models.formats.fp8 import Fp8
 from batchgen.models.formats.groups import GroupScheme, ReadQuants
 from batchgen.models.formats.stated import Stated, block_shape, flag, group_size
@@ -81,6 +82,8 @@ class Int8(Scheme):
         if not in_layer:
             return None
         name, scale_name = f"{stem}.weight", f"{stem}.weight_scale"
+        if stem.endswith(ROUTERS) and tensors[name].dtype != "I8":
+            return None
         info, scale = tensors[name], tensors[scale_name]
         where = f"tensor {name} in {info.path}"
         if info.dtype != "I8":
