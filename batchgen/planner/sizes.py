@@ -11,7 +11,14 @@ from typing import Protocol
 from batchgen.core.direct_io import aligned
 from batchgen.core.dtypes import FORMAT_BYTES, INT8, MIXED, weight_format_of
 from batchgen.models.config import ModelConfig
-from batchgen.models.layouts import end_bytes, layer_sizes, main_format, output_format, output_row_bytes
+from batchgen.models.layouts import (
+    end_bytes,
+    layer_sizes,
+    main_format,
+    output_format,
+    output_row_bytes,
+    stored_tensors,
+)
 from batchgen.models.state_layers import StateRow
 from batchgen.models.store.layout import layer_groups
 from batchgen.ops.state_chunks import prepared_bytes
@@ -399,4 +406,6 @@ def store_bytes(config: ModelConfig, dtype: str, weights: str) -> int:
     """
     weight_format = weight_format_of(dtype, weights)
     layers = group_bytes_of_layers(config, dtype, weight_format)
-    return sum(sum(layer.values()) for layer in layers) + sum(end_bytes(config, dtype, weight_format))
+    table = stored_tensors(config, "per_layer", 0, dtype, weight_format) if config.per_layer_size else {}
+    ends = sum(end_bytes(config, dtype, weight_format)) + sum(stored.num_bytes for stored in table.values())
+    return sum(sum(layer.values()) for layer in layers) + ends
