@@ -377,7 +377,7 @@ class ModelConfig:
     def attention_within(self, window: int | None) -> AttentionShape:
         """The shape of the attention of layers with a sliding window, in positions, or without one (None)."""
         if window is not None:
-            return AttentionShape(self.num_heads, self.num_kv_heads, self.head_dim)
+            return self._attention
         return AttentionShape(
             self.num_heads, self.global_kv_heads or self.num_kv_heads, self.global_head_dim or self.head_dim
         )
@@ -462,19 +462,24 @@ class ModelConfig:
         return (shape.head_dim, shape.head_dim) if self.qk_norm else (0, 0)
 
     @property
+    def _attention(self) -> AttentionShape:
+        """The shape of attention in layers with a sliding window; in most models, of all layers (`attention_of`)."""
+        return AttentionShape(self.num_heads, self.num_kv_heads, self.head_dim)
+
+    @property
     def q_size(self) -> int:
-        """Number of values in the queries of one token, all heads together; also the width of the attention output."""
-        return self.num_heads * self.head_dim
+        """`AttentionShape.q_size` of layers with a sliding window; in most models, of all layers."""
+        return self._attention.q_size
 
     @property
     def kv_size(self) -> int:
-        """Number of values in the keys of one token, all heads together. The token's values have as many."""
-        return self.num_kv_heads * self.head_dim
+        """`AttentionShape.kv_size` of layers with a sliding window; in most models, of all layers."""
+        return self._attention.kv_size
 
     @property
     def qkv_size(self) -> int:
-        """Number of rows of the fused query, key and value projection."""
-        return self.q_size + 2 * self.kv_size
+        """`AttentionShape.qkv_size` of layers with a sliding window; in most models, of all layers."""
+        return self._attention.qkv_size
 
     def has_experts(self, layer: int) -> bool:
         """True where layer number `layer` has a mixture of experts instead of one MLP."""

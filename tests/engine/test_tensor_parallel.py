@@ -43,7 +43,7 @@ def loaded(checkpoint, config):
 
 
 def put_together(config, layer, name, shards):
-    """What ranks have of a layer's tensor, as the whole model has it. Written apart from what cuts it."""
+    """A layer's tensor put together from the parts that ranks have. The code is apart from that which cuts it."""
     stem, _, kind = name.partition(".")
     if stem in ("out", "down", "shared_down"):
         return torch.cat(shards, dim=1) if kind == "weight" else sum(shards)

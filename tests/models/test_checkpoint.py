@@ -228,7 +228,7 @@ def expected_experts(mlp) -> dict:
 
 
 def expected_gemma4_tensors(layer, params) -> dict:
-    """What layers of Gemma 4 have beside attention and MLP."""
+    """The tensors that layers of Gemma 4 have beside attention and MLP."""
     found = {"layer_scale.weight": layer.layer_scalar.detach()} if hasattr(layer, "layer_scalar") else {}
     if hasattr(layer, "per_layer_input_gate"):
         found |= params(layer.per_layer_input_gate, "per_layer_up")
@@ -256,7 +256,7 @@ def expected_gemma4_experts(layer) -> dict:
 
 
 def expected_granite_mlp(layer) -> dict:
-    """Of a mixture of Granite's: experts, and an MLP that all tokens share, or that is the only one."""
+    """The tensors of a Granite mixture: experts, and an MLP that all tokens share, or that is the only one."""
     found, moe, shared = {}, layer.block_sparse_moe, getattr(layer, "shared_mlp", None)
     if moe is not None:
         found = {"router.weight": moe.router.weight, "gate_up.weight": moe.experts.gate_up_proj.flatten(0, 1)}

@@ -92,7 +92,7 @@ def hf_model(family: str, **overrides):
 
 
 def what_must_be_stated(family: str, layers: int) -> dict:
-    """What a config must state, because batchgen refuses the default, or transformers cannot run it."""
+    """The keys that a config must state, because batchgen refuses the default, or transformers cannot run it."""
     if family == "ministral":
         return {"head_dim": 16}
     if family == "lfm2_moe":

@@ -670,7 +670,7 @@ def test_norms(rows, columns, dtype, layer_norm, seed):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_norm_of_some_columns_is_in_place(dtype):
-    """As of the queries of all heads within queries, keys and values."""
+    """Norms write into some columns of a wider tensor, as queries lie within queries, keys and values."""
     x, weight = random(1, 5, 96, dtype=dtype), random(2, 40, dtype=dtype)
     expected = x.clone()
     expected[:, 16:56] = kernels.norm(x[:, 16:56].contiguous(), weight, None, 1e-5)

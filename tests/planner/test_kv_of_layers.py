@@ -93,7 +93,7 @@ def test_a_stage_of_state_layers_alone_is_planned(box):
 
 
 def test_kv_that_layers_reuse_comes_to_each_of_them():
-    """Of eight layers, five have KV; three more bring in that of the last one of their kind, with its new tokens."""
+    """Five layers of eight have KV; three more bring in that of the last one of their kind, with its new tokens."""
     model = replace(llama_with_two_head_sizes(), windows=(None,) * 8, global_head_dim=0, global_kv_heads=0)
     candidate, _ = planned(model, gpu_box(gpu_memory_bytes=4 * GIB), max_num_seqs=16)
     s, phase = candidate.inputs, Phase(1, 0, 0, 16, 1000)
