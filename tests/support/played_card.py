@@ -59,6 +59,7 @@ def environment(**options: object) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "PLAYED_SITE_PACKAGES": sysconfig.get_path("purelib"),
         "BATCHGEN_CHECK_DEVICE": "cuda",
+        "OMP_NUM_THREADS": "1",  # threads of several operations would wait for each other
         **{f"PLAYED_CUDA_{name.upper()}": str(value) for name, value in options.items()},
     }
 
