@@ -1,5 +1,5 @@
-"""Every Triton kernel against float64. `test_triton.py` runs this file, in processes of their own: under Triton's
-interpreter, and on a card where there is one."""
+"""Every Triton kernel against float64. `test_triton.py` runs this file under Triton's interpreter, in processes of their
+own; `make gpu-check` runs it on a card."""
 
 import math
 from dataclasses import replace
