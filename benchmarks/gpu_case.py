@@ -5,7 +5,7 @@ time of any schedule.
 
     python benchmarks/gpu_case.py recipes/throughput/shapes/opt-30b --policy cpu --gpu-memory 16GiB --output case.json
 
---policy planned needs highspy. The others are plain, and need nothing: weights that the GPU has no memory for stay in
+--policy planned needs highspy and pulp. The others are plain, and need nothing: weights that the GPU has no memory for stay in
 the host's, and KV is where the policy's name says: "resident": all on the GPU; "cpu": on the host, attended to by the
 CPU; "streamed": on the host, staged on the GPU in every pass. Of these, the largest block that memory holds is taken.
 """
@@ -23,6 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from gpu_bound import Job, Rates, bound
+from gpu_parts import PLANNER
 
 from batchgen.core.device import Device, parse_device
 from batchgen.core.errors import InputError
@@ -47,7 +48,6 @@ from batchgen.planner.memory import plan_memory
 from batchgen.schedule.trace import TraceWriter
 
 POLICIES = ("planned", "resident", "cpu", "streamed")
-PLANNER = ("highspy",)
 _MOST_KERNELS = 40
 _KV_PLACEMENT = {"resident": "gpu", "cpu": "cpu", "streamed": "streamed"}
 

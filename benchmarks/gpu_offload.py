@@ -30,7 +30,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from gpu_bound import Job, Rates, bound
-from gpu_case import PLANNER
+from gpu_parts import PLANNER
 
 from batchgen.core.device import parse_device
 from batchgen.core.machine import available_memory_bytes

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 CALL_SECONDS = 530.0  # of nine minutes: packing the results comes after it
-PLANNER = "highspy"
+PLANNER = ("highspy", "pulp")  # packages of planned jobs
 RATES, PROFILE = "rates.json", "profile.json"  # left by the parts "rates" and "profile"
 SHAPES = "recipes/throughput/shapes"
 # Host memory of jobs that need most of a machine's. It is said, not looked up: machines exist whose memory grows as it
@@ -74,7 +74,7 @@ def _tests(limit_s: float, workers: int, *which: str, marked: bool = True, **opt
 def _case(shape: str, policy: str, limit_s: float, *arguments: str, **options) -> Part:
     """A job of dummy weights by gpu_case.py."""
     files = {RATES: ("--rates", f"{{work}}/{RATES}"), PROFILE: ("--hardware", f"{{work}}/{PROFILE}")}
-    needs = (PLANNER,) if policy == "planned" else ()
+    needs = PLANNER if policy == "planned" else ()
     small = ("--num-prompts", "2", "--input-len", "16", "--output-len", "2")
     script = (f"{SHAPES}/{shape}", "--policy", policy, *arguments)
     return _script("gpu_case", limit_s, *script, with_files=files, needs=needs, small=small, **options)
