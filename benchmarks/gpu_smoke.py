@@ -58,18 +58,18 @@ def overlap(args: argparse.Namespace) -> dict:
     number = torch.zeros(1, device="cuda")
     torch.cuda.synchronize()
     to_card, to_host = CudaLink(driver, True), CudaLink(driver, False)
-    works: dict[str, tuple[str, Callable[[], object]]] = {
-        "copy to the GPU": ("h2d", lambda: to_card.copy(card, host)),
+    works: dict[str, tuple[str, Callable[[], None]]] = {
+        "copy to the GPU": ("h2d", lambda: _copy(to_card, card, host)),
         "gather by a kernel": ("h2d", lambda: to_card.gather(card.view(rows.shape), rows, index)),
-        "copy to the host": ("d2h", lambda: to_host.copy(host, card)),
+        "copy to the host": ("d2h", lambda: _copy(to_host, host, card)),
     }
     seconds = {name: _seconds(driver, *work) for name, work in works.items() for _ in range(2)}  # the second is kept
-    driver.launch("compute", lambda: number.add_(1))
+    driver.launch("compute", lambda: _count(number))
     driver.finish()
 
     behind: dict[str, float | None] = {}
     driver.wait_for_host("compute", _HOST_LANE, 1)
-    driver.launch("compute", lambda: number.add_(1))
+    driver.launch("compute", lambda: _count(number))
     closed = driver.record("compute")
     try:
         for name, work in works.items():
@@ -97,10 +97,18 @@ def overlap(args: argparse.Namespace) -> dict:
     }
 
 
-def _seconds(driver: CudaDriver, lane: str, work: Callable[[], object], patience_s: float = 60.0) -> float | None:
+def _copy(link: CudaLink, target: torch.Tensor, source: torch.Tensor) -> None:
+    link.copy(target, source)
+
+
+def _count(number: torch.Tensor) -> None:
+    number.add_(1)
+
+
+def _seconds(driver: CudaDriver, lane: str, work: Callable[[], None], patience_s: float = 60.0) -> float | None:
     """Seconds of work on a stream; None: it had not ended after `patience_s`."""
     started = driver.record(lane)
-    driver.launch(lane, lambda: work() and None)
+    driver.launch(lane, work)
     ended = driver.record(lane)
     until = time.perf_counter() + patience_s
     while not driver.is_done(ended):
@@ -194,8 +202,7 @@ def model(args: argparse.Namespace) -> dict:
         "same_rows": same,
         "differing_rows": differing,
         "gpu_s": seconds,
-        "problems": [f"tokens of {len(differing)} of {args.rows} rows differ, the first is row {differing[0]}"]
-        * bool(differing),
+        "problems": [f"row {row} has other tokens than on the CPU" for row in differing],
         "summary": f"{same} of {args.rows} rows have the CPU's tokens, {seconds:.0f} s on the GPU with its warm-up",
     }
 
