@@ -157,7 +157,7 @@ gpu-check:
 	$(PYTHON) benchmarks/gpu_check.py $(if $(CALL),--call $(CALL)) $(if $(wildcard $(GPU_WHEELS)/*.whl),--wheels $(GPU_WHEELS)) \
 		$(GPU_CHECK_OPTIONS)
 
-# The planner, what reads weight stores and GGUFs, and what batchgen is compared with, as wheels for that machine's Python: 35 MB.
+# The planner, what reads weight stores and GGUFs, and what batchgen is compared with, as wheels for that machine's Python: 30 MB.
 # Later versions of FlashInfer are nine times as large.
 gpu-wheels:
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --implementation cp --python-version $(GPU_PYTHON) \

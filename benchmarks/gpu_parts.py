@@ -152,6 +152,7 @@ PARTS: dict[str, Part] = {
     "tests-engine": _tests(120, 4, _ENGINE),
     "tests-policies": _tests(160, 6, "tests/engine/test_tiers.py"),
     "tests-scores": _tests(120, 4, "tests/engine/test_scoring_tiers.py"),
+    "tests-identity": _tests(200, 8, "tests/engine/card_checks.py", marked=False),
     "tests-ranks": _tests(120, 4, "tests/engine/test_gpu_ranks.py"),
 }
 
@@ -185,6 +186,7 @@ CALLS: tuple[tuple[tuple[str, ...], ...], ...] = (
         ("build",),
         ("tests-kernels",),
         ("tests-engine", "tests-ranks"),
+        ("tests-identity",),
         ("tests-policies", "tests-scores"),
     ),
 )

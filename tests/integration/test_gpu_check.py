@@ -87,7 +87,7 @@ class TestParts:
             if any(ast.unparse(d) == "pytest.mark.gpu" for d in decorators(path))
         }
         assert marked <= named
-        checks = {f"tests/ops/{path.name}" for path in (ROOT / "tests" / "ops").glob("*_checks.py")}
+        checks = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("*_checks.py")}
         assert checks - named == {"tests/ops/launch_checks.py"}  # of a card that is not there
 
     def test_scripts_understand_their_arguments(self):

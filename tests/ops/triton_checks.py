@@ -1,5 +1,5 @@
-"""Every Triton kernel against float64. `test_triton.py` runs this file under Triton's interpreter, in processes of their
-own; `make gpu-check` runs it on a card."""
+"""Every Triton kernel against float64: under Triton's interpreter, where `test_triton.py` runs this file in processes
+of their own, and on a card by `make gpu-check`."""
 
 import math
 from dataclasses import replace
