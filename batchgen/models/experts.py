@@ -5,8 +5,8 @@ results of a token's experts are added in the order in which the router ranks th
 depend on other tokens.
 
 On the CPU, `split_experts` splits the stacked matrices into one matrix for each expert. The products of all experts are
-then one loop. On a GPU the matrices of all experts stay stacked, and kernels find the experts of each token, so that the
-host does not wait for the router's choice. On a GPU without such kernels it does.
+then one loop. On a GPU the matrices of all experts stay stacked, and kernels find the experts of each token, so that
+the host does not wait for the router's choice. On a GPU without such kernels it does.
 """
 
 from __future__ import annotations

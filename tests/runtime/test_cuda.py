@@ -117,7 +117,7 @@ def test_every_operation_finds_its_tensors_on_one_device(
     assert has_experts == ({"_sort", "_multiply", "_add"} <= launched)
 
 
-@pytest.mark.parametrize(("family", "kind"), [("llama", "resident"), ("gemma2", "4 bits"), ("gpt_oss", "resident")])
+@pytest.mark.parametrize(("family", "kind"), [("llama", "resident"), ("gemma2", "4 bits"), ("opt", "everything moves")])
 def test_a_card_without_triton_products_waits_for_no_copy_either(tiny_models, tmp_path, t4, cold, family, kind):
     path = tiny_models(family, **LAYERS)[0]
     with engine_on_card(path, tmp_path, kind) as engine:
