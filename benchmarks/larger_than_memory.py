@@ -52,7 +52,7 @@ MEMORY = {
 }
 _BESIDE_FRAC = 0.08  # of the limit, for what the kernel counts beside the process
 _SAME_JOB = ("shape", "layers", "memory", "rows", "prompt_tokens", "output_tokens")
-_REPORT_LEFT_OUT = {"output", "errors_output", "hardware", "predicted", "versions", "first_error"}
+_REPORT_LEFT_OUT = {"command", "host", "output", "errors_output", "hardware", "predicted", "versions", "first_error"}
 
 
 class Job:
