@@ -102,7 +102,7 @@ def larger_than_memory(d: dict) -> str:
         beside = f"; llama.cpp {rates['llama.cpp']:.1f}{projected}: {ratio:.1f} times as fast"
     return (
         f"{rates['batchgen']:.1f} generated tokens/s;"
-        f" {percent(bound['share_of_bound'])} of what disk and products allow;"
+        f" {percent(bound['share_of_bound'])} of what disk, products and states allow;"
         f" predicted {bound['predicted_over_measured']:.2f} times the measured time;"
         f" peak memory {run['limited']['peak_bytes'] / 2**30:.1f} GiB{beside}"
     )
@@ -114,6 +114,26 @@ def perplexities(*names: str) -> Callable[[dict], str]:
         return f"{' and '.join(added)} more; {d['results']['fp32']['tokens_scored']:,} tokens"
 
     return words
+
+
+def state_decode(dtype: str) -> Callable[[dict], str]:
+    def words(d: dict) -> str:
+        shares = []
+        for sequences in (1, 4, 16, 64):
+            named = [
+                found["ratio"]
+                for name, found in d["medians"].items()
+                if name.startswith(f"decode, {dtype} ") and name.endswith(f" {sequences} sequences")
+            ]
+            shares.append(span((100 * ratio for ratio in named), 0))
+        return f"{', '.join(shares[:-1])} and {shares[-1]} %"
+
+    return words
+
+
+def state_prefill(d: dict) -> str:
+    ratios = [found["ratio"] for name, found in d["medians"].items() if name.startswith("avx512_bf16: prefill")]
+    return f"{span((100 * ratio for ratio in ratios), 0)} %"
 
 
 def plan_accuracy(d: dict) -> str:
@@ -278,6 +298,10 @@ WORKLOADS = {
 OSS, QWEN = "gpt-oss-20b's shape in MXFP4 (12.8 GB)", "Qwen3-30B-A3B's shape in Q4_0 (18.1 GB)"
 OSS_COMMAND = "larger_than_memory.py --shape gpt-oss-20b --work-dir DIR"
 QWEN_COMMAND = "larger_than_memory.py --shape qwen3-30b-a3b --work-dir DIR"
+HYBRID, GEMMA = "Qwen3.6-35B-A3B's shape in Q4_0 (21.0 GB)", "Gemma 4 26B-A4B's shape in Q4_0 (15.2 GB)"
+HYBRID_COMMAND = "larger_than_memory.py --shape qwen3.6-35b-a3b --work-dir DIR"
+GEMMA_COMMAND = "larger_than_memory.py --shape gemma-4-26b-a4b --engines batchgen --work-dir DIR"
+STATES_COMMAND = "cpu_engines.py --shape qwen3.5-2b --workloads fixed --engines batchgen,vllm --repeats 1"
 POLICIES = "twenty policies drawn at random, median and worst error"
 
 TABLES: dict[str, list[Row]] = {
@@ -304,6 +328,12 @@ TABLES: dict[str, list[Row]] = {
             )
             for name in WORKLOADS
         ),
+        Row(
+            "`fixed`, on Qwen3.5-2B's shape, against vLLM",
+            f"cpu_engines-qwen3.5-2b-{A}",
+            STATES_COMMAND,
+            over_peers("fixed", ["vllm"]),
+        ),
     ],
     "Larger than memory": [
         Row(f"{OSS} within 8 GiB", f"larger_than_memory-gpt-oss-20b-8GiB-{A}", OSS_COMMAND, larger_than_memory),
@@ -319,6 +349,18 @@ TABLES: dict[str, list[Row]] = {
         ),
         Row(f"{QWEN} within 10 GiB", f"larger_than_memory-qwen3-30b-a3b-10GiB-{A}", QWEN_COMMAND, larger_than_memory),
         Row(f"{QWEN} within 10 GiB", f"larger_than_memory-qwen3-30b-a3b-10GiB-{C}", QWEN_COMMAND, larger_than_memory),
+        Row(
+            f"{HYBRID} within 10 GiB",
+            f"larger_than_memory-qwen3.6-35b-a3b-10GiB-{A}",
+            HYBRID_COMMAND,
+            larger_than_memory,
+        ),
+        Row(
+            f"{GEMMA} within 10 GiB",
+            f"larger_than_memory-gemma-4-26b-a4b-10GiB-{A}",
+            GEMMA_COMMAND,
+            larger_than_memory,
+        ),
     ],
     "Fewer bits": [
         Row(
@@ -438,6 +480,25 @@ TABLES: dict[str, list[Row]] = {
             f"kernels-{A}",
             "kernel_rates.py",
             decode_shares,
+        ),
+        Row(
+            "Gated DeltaNet, one token of 1, 4, 16 and 64 sequences, states in fp32: bytes per second over scaling in"
+            " place",
+            f"state_kernels-{A}",
+            "state_kernels.py",
+            state_decode("float32"),
+        ),
+        Row(
+            "the same with states in bf16",
+            f"state_kernels-{A}",
+            "state_kernels.py",
+            state_decode("bfloat16"),
+        ),
+        Row(
+            "Gated DeltaNet, prompts of 64 to 2,048 tokens: FLOPs per second over those of fp32 products",
+            f"state_kernels-{A}",
+            "state_kernels.py",
+            state_prefill,
         ),
         Row(
             "4-bit weights dequantized, against a copy",
