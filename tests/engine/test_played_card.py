@@ -9,6 +9,7 @@ from pathlib import Path
 
 import played_card
 import pytest
+from thorough import quick_or
 
 HERE = Path(__file__).parent
 CHECKS = HERE / "card_checks.py"
@@ -47,5 +48,92 @@ def pytest_on(*arguments):
     return "-m", "pytest", "--tb=short", "-p", "no:cacheprovider", *arguments
 
 
+# What notes a fault, and the fault. `d` is a driver whose stream for products waits for a lane of the host.
+WAITING = """
+import ctypes, torch
+from batchgen.runtime.cuda import CudaDriver, PinnedMemory
+d = CudaDriver()
+x = torch.ones(8, device="cuda")
+graph, stream = torch.cuda.CUDAGraph(), d.streams["compute"]
+torch.cuda.synchronize()
+d.wait_for_host("compute", "cpu_attention", 1)
+"""
+FAULTS = {
+    "while a stream waits for the host: cudaMalloc": "torch.empty(64 << 20, device='cuda')",
+    "while a stream waits for the host: cudaHostRegister": "pages = PinnedMemory().zeros((4096,), torch.uint8)",
+    "while a stream waits for the host: a copy of pageable memory": "torch.ones(8).cuda()",
+    "a stream waits at a value that is not pinned": "ctypes.CDLL('libcuda.so.1').cuStreamWaitValue32_v2("
+    "ctypes.c_void_p(stream.cuda_stream), ctypes.c_uint64(torch.zeros(4).data_ptr()), 1, 0)",
+    "memory is registered again": "pages = PinnedMemory().zeros((8192,), torch.uint8)\n"
+    "torch.cuda.cudart().cudaHostRegister(pages.data_ptr() + 4096, 64, 0)",
+    "in a capture: cudaStreamSynchronize": "with torch.cuda.graph(graph, stream=stream): x.sum().item()",
+    "a capture waits for an event of outside": "e = torch.cuda.Event()\ne.record()\n"
+    "with torch.cuda.graph(graph, stream=stream): stream.wait_event(e)",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_a_card_does_not_forgive_is_noted(play, fault):
+    opened = 'd.signal("cpu_attention", 1)\n' if "capture" in fault else ""
+    code = FAULTS[fault].replace("\n", "\n    ")
+    program = f"{WAITING}{opened}try:\n    {code}\nfinally:\n    d.signal('cpu_attention', 1)\n"
+    _, _, faults = play("-c", program, kernels=0)
+    assert any(line.endswith(fault) for line in faults), faults
+
+
+def test_the_host_cannot_touch_memory_of_the_card(play):
+    program = "import torch, ctypes\nctypes.string_at(torch.ones(1, device='cuda').data_ptr(), 4)"
+    done, _, _ = play("-c", program)
+    assert done.returncode < 0 and "fault: the host touches memory of the card" in done.stderr
+
+
+def test_an_error_stays_until_somebody_reads_it(play):
+    """As on a card: a later launch, which has nothing to do with it, fails of it."""
+    program = """
+import mmap, torch
+x = torch.ones(1, device="cuda")
+pages = mmap.mmap(-1, 4 << 20)
+address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
+assert int(torch.cuda.cudart().cudaHostRegister(address, len(pages), 0)) == 2
+try:
+    x + 1
+except RuntimeError as error:
+    print(error)
+assert (x + 1).item() == 2
+"""
+    done, _, faults = play("-c", program, pinnable_mib=1)
+    assert done.returncode == 0 and "CUDA error" in done.stdout and faults == [], done.stderr
+
+
+def test_new_memory_has_no_contents(play):
+    program = "import torch\nx = torch.empty(5, device='cuda')\nassert x.isnan().all()\nprint((x.zero_() + 2).tolist())"
+    check(found := play("-c", program))
+    assert found[0].stdout == "[2.0, 2.0, 2.0, 2.0, 2.0]\n"
+
+
 def test_the_identity_table_on_a_card(play):
     check(play(*pytest_on(CHECKS)))
+
+
+@pytest.mark.parametrize("seed", quick_or([1], range(1, 5)))
+def test_tokens_do_not_depend_on_the_order_in_which_streams_run(play, seed):
+    check(play(*pytest_on(HERE / "card_orders.py"), seed=seed, delay_us=2000))
+
+
+# Tests that a card is there for, in processes of their own where they must be.
+ON_CARDS = {
+    "engines": ("test_gpu_engine.py",),
+    "ranks": ("test_gpu_ranks.py",),
+    "any policy": ("test_tiers.py", "test_scoring_tiers.py"),
+    "kernels": ("../ops/test_triton.py",),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("which", ON_CARDS)
+def test_tests_for_a_card_pass(play, which):
+    check(play(*pytest_on("-m", "gpu", "--all", *(HERE / name for name in ON_CARDS[which])), devices=2))
+
+
+def test_sums_of_two_ranks_are_those_of_nccl(play):
+    check(play(*pytest_on("-m", "gpu", HERE / "test_gpu_ranks.py", "-k", "2-llama"), devices=2))

@@ -114,8 +114,10 @@ PLAYED_API int ncclAllReduce(const void* from, void* to, size_t count, Type type
     constexpr int kSum = 0;
     size_t num_bytes = count * (type == kFloat32 ? 4 : 2);
     bool is_known = type == kFloat16 || type == kFloat32 || type == kBfloat16;
+    if (!count) return kSuccess;
     if (operation != kSum || !is_known || num_bytes > kSlotBytes || !played::on_device(from) || !played::on_device(to)) {
-        played::fault("a sum of NCCL's that is not played: of other numbers, too large, or not on the card");
+        played::fault("a sum of NCCL's that is not played: operation " + std::to_string(operation) + ", type " +
+                      std::to_string(type) + ", " + std::to_string(count) + " numbers");
         return kInvalidArgument;
     }
     uint64_t sum = ++ranks->launched;
