@@ -16,6 +16,8 @@ from batchgen.core.workload import Workload
 VOCABULARY_CHUNKS = 8
 # Tokens of a KV block, unless somebody asks for others.
 DEFAULT_KV_BLOCK_SIZE = 16
+# `Policy.packed_tokens` where no rates say what is faster: rows that one tile has.
+UNPLANNED_PACKED_TOKENS = 64
 # Pinned memory of the host through which small arrays come to an accelerator and results come back, allocated with
 # the engine.
 PINNED_BYTES = 16 << 20

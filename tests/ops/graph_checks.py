@@ -71,11 +71,21 @@ def kernels_as_on_a_card(monkeypatch):
         monkeypatch.setattr(ops, "_has_kernels", lambda *a: False)
         monkeypatch.setattr(ops, "_device_kernels", lambda device: triton_kernels)
         monkeypatch.setattr(ops, "_of_states", lambda x: triton_kernels)
+        monkeypatch.setattr(ops, "linear", linear_as_on_a_card)
         monkeypatch.setattr(
             ops,
             "prepare_attention",
             lambda plan, *shape, device, **_: triton_kernels.prepare_attention(plan, *shape, device),
         )
+
+
+def linear_as_on_a_card(x, weight, bias=None, **options):
+    """Of numbers it is that of the CPU."""
+    packed = isinstance(weight, torch.Tensor) and weight.dtype == torch.uint8
+    return (triton_kernels.packed_linear if packed else _linear)(x, weight, bias, **options)
+
+
+_linear = ops.linear
 
 
 def capture_sweeps(executor):

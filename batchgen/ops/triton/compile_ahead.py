@@ -222,7 +222,8 @@ def _state_launches(dtype: torch.dtype, card: Card) -> Iterator[tuple[str, Launc
 
 
 def _packed_launches(dtype: torch.dtype, card: Card) -> Iterator[tuple[str, Launch]]:
-    for kind, (rows, columns, depth, activation, adds) in itertools.product(("int8", "int4"), _PRODUCTS):
+    kinds = [kind for kind in _WEIGHT_KINDS if kind != "numbers"]
+    for kind, (rows, columns, depth, activation, adds) in itertools.product(kinds, _PRODUCTS):
         where = {"dtype": dtype, "device": "meta"}
         x, bias = torch.empty(rows, depth, **where), torch.empty(columns, **where)
         out = torch.empty(rows, columns // 2 if activation == "silu_mul" else columns, **where)
