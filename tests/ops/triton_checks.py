@@ -20,7 +20,7 @@ from batchgen.core.dtypes import KV_CODE_BITS, KVFormat, code_bytes
 from batchgen.models.experts import experts, split_experts
 from batchgen.models.hf.config import config_of_hf
 from batchgen.ops import dispatch as ops
-from batchgen.ops import int8, quant, reference
+from batchgen.ops import int8, quant, reference, torch_attention
 from batchgen.ops import triton as triton_kernels
 from batchgen.ops.attention_plan import (
     AttentionPlan,
@@ -1106,7 +1106,7 @@ def test_old_cards_leave_products_or_all_to_torch(monkeypatch):
     for capability in (80, 86, 90, 120):
         assert on(capability) == (triton_kernels, True, (True, True, True, True))
     on(75)
-    monkeypatch.setattr(reference, "prepare_attention", lambda *a: "torch's")
+    monkeypatch.setattr(torch_attention, "prepare_attention", lambda *a: "torch's")
     assert (
         ops.prepare_attention(AttentionPlan((), (), ()), 2, 2, 64, 16, torch.float16, KVFormat("float16"), there)
         == "torch's"
