@@ -2,8 +2,8 @@
 
     python tests/support/played_card.py benchmarks/gpu_played.py --results DIR [--parts NAME,NAME]
 
-Tests and smoke checks have kernels that are played. What measures has kernels that do nothing, models of two layers, and
-large copies that move nothing. So its times mean nothing; what it calls, reads and writes is that of a real card.
+Tests and smoke checks have kernels that are played. What measures has kernels that do nothing, models of two layers,
+and large copies that move nothing. So its times mean nothing; what it calls, reads and writes is that of a real card.
 """
 
 from __future__ import annotations
