@@ -39,9 +39,9 @@ def check(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_check, "KERNELS", tmp_path / "kernels.so")
     monkeypatch.setattr(gpu_processes, "LEAST_S", 0)
 
-    def run(parts, rows=None, seconds=None, prepare=lambda check: None):
+    def run(parts, rows=None, seconds=None, prepare=lambda check: None, **options):
         monkeypatch.setattr(gpu_check, "PARTS", parts)
-        made = gpu_check.Check(tmp_path / "results", tmp_path / "work", seconds)
+        made = gpu_check.Check(tmp_path / "results", tmp_path / "work", seconds, **options)
         prepare(made)
         made.run(rows or [(name,) for name in parts])
         return json.loads((tmp_path / "results" / "gpu_check.json").read_text())["parts"]
@@ -206,6 +206,11 @@ class TestRunning:
         first = Part(("python", "-S", "-c", "open(__import__('sys').argv[1], 'w').write('{}')", "{output}"), 60)
         found = check({"first": first, "later": later})
         assert found["later"]["result"] == [[*words, "--pytest", "--first"], "yes"]
+
+    def test_parts_are_small_in_a_rehearsal(self, check):
+        part = Part(("sh", "-c", "echo summary: $0 $1", "large"), 60, small=("small",))
+        assert check({"it": part})["it"]["said"] == "large"
+        assert check({"it": part}, small=True)["it"]["said"] == "large small"
 
     def test_a_file_that_was_cut_off_is_no_result(self, check):
         found = check({"cut": Part(("sh", "-c", "echo '{\"a\": 1' > $0; kill -9 $$", "{output}"), 60)})
