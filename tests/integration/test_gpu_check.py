@@ -270,7 +270,8 @@ class TestTests:
         (tmp_path / "test_it.py").write_text(text)
         options = ("-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(tmp_path))
         command = ("python", "-m", "pytest", "-p", "gpu_tests", *options, *arguments, str(tmp_path / "test_it.py"))
-        return Part(command, 120)
+        # Other plugins take seconds to import in each process.
+        return Part(command, 120, environment={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
 
     def test_tests_count_as_far_as_they_came(self, check, tmp_path):
         found = check({"tests-some": self.part(tmp_path, self.TESTS)})["tests-some"]
@@ -296,7 +297,7 @@ class TestTests:
             "def test_spoils():\n    card.lost = True\n    raise RuntimeError('illegal memory access')\n"
             + "".join(f"def test_{i}(): card.synchronize()\n" for i in range(5))
         )
-        found = check({"tests-some": self.part(tmp_path, spoiling, "-n", "1")})["tests-some"]
+        found = check({"tests-some": self.part(tmp_path, spoiling, "-p", "xdist.plugin", "-n", "1")})["tests-some"]
         assert found["tests"]["passed"] == 5
         assert {test["test"].rpartition("::")[2] for test in found["failures"]} == {"test_spoils"}
 
