@@ -49,3 +49,11 @@ def pytest_on(*arguments):
 
 def test_the_identity_table_on_a_card(play):
     check(play(*pytest_on(CHECKS)))
+
+
+def test_the_identity_table_on_a_card_without_triton_products(play):
+    check(play(*pytest_on(CHECKS), capability=75))
+
+
+def test_what_the_runtime_is_relied_on_for(play):
+    check(play(*pytest_on(HERE.parent / "runtime" / "cuda_checks.py"), pinnable_mib=96, mib=2048))
