@@ -62,6 +62,11 @@ def main() -> None:
     with torch.inference_mode():
         found = measure(getattr(torch, args.dtype))
     args.output.write_text(json.dumps(found, indent=1) + "\n")
+    cases = [
+        f"{case['tokens']:,.0f} tokens {case['grouped_s'] * 1e3:.2f} ms ({case['torch_s'] * 1e3:.2f} by torch)"
+        for case in found
+    ]
+    print(f"summary: {'; '.join(cases)}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Every Triton kernel against float64. `test_triton.py` runs this file, in processes of their own: under Triton's
-interpreter, and on a card where there is one."""
+"""Every Triton kernel against float64: under Triton's interpreter, where `test_triton.py` runs this file in processes
+of their own, and on a card by `make gpu-check`."""
 
 import math
 from dataclasses import replace
