@@ -48,7 +48,7 @@ def test_a_capture_for_which_streams_leave_too_little_takes_what_they_keep():
         replay = driver.capture(lambda: made.append(torch.ones(80 * MIB, dtype=torch.uint8, device="cuda")))
         replay()
         driver.finish()
-        assert made[-1].sum().item() == 80 * MIB
+        assert made[-1].min().item() == 1
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
@@ -58,7 +58,7 @@ def test_the_first_product_takes_what_is_left_to_it_and_no_more():
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     with torch.cuda.stream(cuda.CudaDriver().streams["compute"]):
-        product = torch.ones(8, 8, device="cuda") @ torch.ones(8, 8, device="cuda")
+        product = torch.ones(16, 16, device="cuda") @ torch.ones(16, 16, device="cuda")
     torch.cuda.synchronize()
     taken = torch.cuda.memory_allocated() - before - product.nbytes
     assert MIB <= taken <= cuda._CUBLAS_BYTES
