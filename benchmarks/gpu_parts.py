@@ -139,7 +139,7 @@ PARTS: dict[str, Part] = {
     ),
     "FlashInfer compiled": _script("gpu_attention", 100, "--compile", needs=("flashinfer",)),
     "llama-8b, all on the GPU": _resident("llama-8b", 100),
-    "llama-8b, without graphs": _resident("llama-8b-no-graphs", 60, "--no-graphs"),
+    "llama-8b, without graphs": _resident("llama-8b-no-graphs", 80, "--no-graphs"),
     "attention": _script("gpu_attention", 60, with_files={RATES: ("--rates", f"{{work}}/{RATES}")}),
     "host memory": _smoke("host-memory", 60, small=("--gib", "1")),
     "experts": _script("gpu_experts", 50),
