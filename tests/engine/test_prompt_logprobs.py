@@ -7,6 +7,7 @@ import torch
 from fake_device import ORDERS, FakeDevice, as_on_a_device, run_on
 from rank_threads import make_parts_on_ranks
 from test_pipeline import in_memory as pipeline_of
+from thorough import some_of
 from tiered import CPU, EMULATED, everything_moves, make_parts, make_policy
 from tiny_models import FAMILIES
 
@@ -76,7 +77,7 @@ def engine_of(path, **options):
     return batchgen.Engine(str(path), **{"dtype": "float32", "cpu_memory": "4GiB", **options})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some_of(FAMILIES, 12, "prompts"))
 def test_log_probabilities_of_a_prompt_equal_those_of_transformers(tiny_models, family):
     """And what is generated is what it is without them."""
     path, model = tiny_models(family)

@@ -4,8 +4,10 @@ import random
 
 import numpy as np
 import pytest
+from known_plans import plan_problem
 from planner_cases import cpu_box, opt
 from simulated_clock import replay
+from thorough import quick_or
 
 from batchgen.core.plan import Plan
 from batchgen.core.workload import Lengths, Workload
@@ -16,11 +18,10 @@ from batchgen.job.report import summary
 from batchgen.job.rest_of_job import Sweeps, SweepTable
 from batchgen.job.row_sizes import RowSizes
 from batchgen.job.time_left import Seen, TimeLeft
-from batchgen.planner.plan_selection import plan_problem
 from batchgen.planner.problem import problem_of
 
 CONFIG = opt(256, 2, 4)
-ROWS, MOST_SEQS, MOST_TOKENS = 1200, 16, 512
+ROWS, MOST_SEQS, MOST_TOKENS = quick_or(600, 1200), 16, 512
 WITHIN = 0.25
 draws = random.Random(3)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from fake_cuda import CARD, fake_card
 from planner_cases import llama_8b
+from thorough import some_of
 from tiered import before_each_step, everything_moves, make_parts, make_policy, make_requests
 from tiny_models import FAMILIES, MODELS
 
@@ -77,13 +78,14 @@ def run(engine):
 
 
 # Each family with its embeddings tied and not, and the other models; each with all on the card, and in another kind of
-# policy.
+# policy; in `make test` one of these.
 VARIANTS = [(family, {"tie_word_embeddings": tied}) for family in FAMILIES for tied in (False, True)]
 VARIANTS += [variant for variant in MODELS.values() if variant[1] and "tie_word_embeddings" not in variant[1]]
+MOVED = ("everything moves", "4 bits", "4 bits", "everything moves")
 CASES = [
     (*variant, kind)
     for i, variant in enumerate(VARIANTS)
-    for kind in ("resident", ("everything moves", "4 bits", "4 bits", "everything moves")[i % 4])
+    for kind in some_of(("resident", MOVED[i % 4]), 1, "on a card", i)
 ]
 
 
