@@ -229,7 +229,7 @@ def test_large_copies_are_made_in_pieces(tiny_models, tmp_path, card, cold, monk
     assert max(size for size, _ in card.copies) <= 1000
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("family", some_of(["llama", "gpt_oss"], 1, "warm"))
 def test_after_warming_up_nothing_is_new(tiny_models, tmp_path, card, monkeypatch, family):
     """Every kind of Step has run, every variant of a kernel was launched, and nothing has waited for the host."""
     path = tiny_models(family, **LAYERS)[0]
