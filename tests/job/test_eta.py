@@ -7,7 +7,7 @@ import pytest
 from known_plans import plan_problem
 from planner_cases import cpu_box, opt
 from simulated_clock import replay
-from thorough import quick_or
+from thorough import some_of
 
 from batchgen.core.plan import Plan
 from batchgen.core.workload import Lengths, Workload
@@ -21,7 +21,7 @@ from batchgen.job.time_left import Seen, TimeLeft
 from batchgen.planner.problem import problem_of
 
 CONFIG = opt(256, 2, 4)
-ROWS, MOST_SEQS, MOST_TOKENS = quick_or(600, 1200), 16, 512
+ROWS, MOST_SEQS, MOST_TOKENS = 1200, 16, 512
 WITHIN = 0.25
 draws = random.Random(3)
 
@@ -100,7 +100,7 @@ KINDS = (
 )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some_of(KINDS, 5, "kinds of jobs"))
 def test_the_time_left_is_within_a_quarter_from_the_tenth_part_on(kind):
     draws.seed(3)
     rows, limit, more = lengths(kind)
