@@ -496,7 +496,7 @@ def test_gated(dtype):
     x = random(0, 5, 2 * 1100 + 1, dtype=dtype, scale=3)
     gate, up = x[:, :-1].double().chunk(2, -1)
     for activation, made in reference._GATES.items():
-        got = triton_kernels.gated(x.to(DEVICE)[:, :-1], activation).cpu().double()
+        got = triton_kernels.gate(x.to(DEVICE)[:, :-1], activation).cpu().double()
         torch.testing.assert_close(got, made(gate, up), atol=4 * ROUNDING[dtype], rtol=2 * ROUNDING[dtype])
 
 
