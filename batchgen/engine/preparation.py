@@ -173,7 +173,8 @@ class Preparation:
         count = len(token_ids)
         if count >= context:
             raise RowError(f"the prompt has {count} tokens, the context holds {context}")
-        sampling = replace(sampling, max_tokens=min(sampling.max_tokens, context - count))
+        if sampling.max_tokens > context - count:
+            sampling = replace(sampling, max_tokens=context - count)
         sampling.check_result_size(prompts, count)
         if self._most_tokens is not None and count + sampling.max_tokens - 1 > self._most_tokens:
             raise RowError(

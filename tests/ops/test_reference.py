@@ -14,6 +14,7 @@ from batchgen.ops import dispatch as ops
 from batchgen.ops import reference
 from batchgen.ops.attention_plan import (
     SequenceSlice,
+    SweepTables,
     plan_attention,
 )
 from batchgen.ops.quant import dequantize, quantize
@@ -44,7 +45,9 @@ def sweeps(draw):
 def run(case, dtype, head_dim=32):
     prefix_blocks, sequences, window, (heads, kv_heads), seed = case
     slices, groups, num_blocks = laid_out(prefix_blocks, sequences, BLOCK, seed)
-    plan = plan_attention(slices, groups, kv_block_size=BLOCK, key_bytes=kv_heads * head_dim * 4, window=window)
+    plan = plan_attention(
+        SweepTables.of(slices), groups, kv_block_size=BLOCK, key_bytes=kv_heads * head_dim * 4, window=window
+    )
     torch.manual_seed(seed)
     tokens = sum(s.num_queries for s in slices)
     q = (torch.randn(tokens, heads, head_dim) * 0.4).to(dtype)
@@ -98,7 +101,7 @@ def test_rotated_keys_with_one_large_channel_keep_their_products(name, head_dim)
     scale = head_dim**-0.5
     rotated = ops.rotary_store(qkv, heads, kv, torch.arange(tokens), kv_format, scale=scale)
     slices = [SequenceSlice(1, tokens - 1, np.arange(4, dtype=np.int32))]
-    plan = plan_attention(slices, [], kv_block_size=BLOCK, key_bytes=heads * head_dim * 4, window=None)
+    plan = plan_attention(SweepTables.of(slices), [], kv_block_size=BLOCK, key_bytes=heads * head_dim * 4, window=None)
     for prepared in (
         ops.prepare_attention(plan, heads, heads, head_dim, BLOCK, torch.float32, kv_format),
         reference.prepare_attention(plan, heads, BLOCK, torch.float32),
@@ -138,7 +141,7 @@ def test_write_kv_round_trip(num_slots):
 def test_any_number_of_heads_may_share_a_kv_head(heads):
     """Also more than the kernels can hold."""
     slices = [SequenceSlice(3, 20, np.arange(2, dtype=np.int32)), SequenceSlice(1, 9, np.arange(2, 3, dtype=np.int32))]
-    plan = plan_attention(slices, [], kv_block_size=BLOCK, key_bytes=32 * 4)
+    plan = plan_attention(SweepTables.of(slices), [], kv_block_size=BLOCK, key_bytes=32 * 4)
     torch.manual_seed(0)
     q, kv = torch.randn(4, heads, 32) * 0.4, torch.randn(3, 2, 1, BLOCK, 32)
     prepared = ops.prepare_attention(plan, heads, 1, 32, BLOCK, torch.float32, KVFormat("float32"))

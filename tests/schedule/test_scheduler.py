@@ -177,7 +177,8 @@ def check_quotas(scheduler, before):
     then, now = Counter(before.values()), Counter(s.kv_placement for s in scheduler.running)
     for kv_placement, count in now.items():
         # The only sequence in flight may be in a class without quota, where no other class could take it.
-        alone = scheduler.running[0].kv_placement == kv_placement != before.get(id(scheduler.running[0]))
+        first = next(iter(scheduler.running))
+        alone = first.kv_placement == kv_placement != before.get(id(first))
         assert count <= max(limits.quota(kv_placement), then[kv_placement], alone)
 
 
@@ -443,7 +444,7 @@ def test_nobody_is_preempted_for_tokens_that_are_on_their_way():
     scheduler.commit(scheduler.schedule())
     sequence.tokens.append(7)
     scheduler.commit(scheduler.schedule())
-    assert scheduler.schedule() == [] and scheduler.running == [sequence] and scheduler.num_preempted == 0
+    assert scheduler.schedule() == [] and list(scheduler.running) == [sequence] and scheduler.num_preempted == 0
 
 
 def test_what_fits_one_pool_only_waits_for_it_and_holds_the_queue():
@@ -526,7 +527,7 @@ def test_a_sweep_that_failed_leaves_no_prefix_behind():
     scheduler.add(make(0, prompt, 4))
     scheduler.commit(scheduler.schedule())  # 12 tokens are there,
     scheduler.schedule()  # 12 more never will be
-    scheduler.finish(scheduler.running[0])
+    scheduler.finish(next(iter(scheduler.running)))
     assert len(pool.known(prompt)) == 3 and pool.num_used == 0
 
 
