@@ -99,7 +99,7 @@ _GGUF_NAMES = {
 }
 _PACKED = {
     "token_embd", "output", "attn_q", "attn_k", "attn_v", "attn_qkv", "attn_gate", "attn_output", "ssm_out",
-    "ffn_gate", "ffn_up", "ffn_down", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps",
+    "ffn_gate", "ffn_up", "ffn_down", "ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps", "ffn_down_exps",
     "ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp",
 }  # fmt: skip
 # Bytes of a block that its scale takes, first in it; about 0.01 times the codes.
@@ -191,13 +191,26 @@ def write_gguf(path: Path, shape: str, layers: int | None = None, seed: int = 0)
         if _is_packed(name):
             count = math.prod(dimensions[:-1]) * weight_row_bytes(dimensions[-1], weight_format)
             writer.write_tensor_data(np.resize(tile, count))
-        elif name.endswith("norm.weight"):
-            writer.write_tensor_data(np.ones(dimensions, np.float32))
         else:
-            writer.write_tensor_data(np.resize(numbers, dimensions))
+            writer.write_tensor_data(_gguf_values(name, dimensions, numbers))
     writer.close()
     os.replace(partial, path)
     return path
+
+
+def _gguf_values(name: str, dimensions: tuple[int, ...], numbers: np.ndarray) -> np.ndarray:
+    """Values of a tensor that is stored as numbers: random ones, unless a model cannot compute with them.
+
+    Norms and scales are 1, the decay of a state is negative, and Gemma 4's layers without a window rotate a quarter of
+    each head: frequencies of the rest are divided by 1e30.
+    """
+    if "norm" in name or "scale" in name:
+        return np.ones(dimensions, np.float32)
+    if name == "rope_freqs.weight":
+        pairs = np.arange(dimensions[0])
+        return np.where(pairs < dimensions[0] // 4, 1.0, 1e30).astype(np.float32)
+    values = np.resize(numbers, dimensions)
+    return -np.exp(values) if name.endswith("ssm_a") else values
 
 
 def _add_fields(writer: Any, config: ModelConfig, fields: dict[str, Any]) -> None:
@@ -309,9 +322,12 @@ def _experts_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     after = "ffn_norm" if config.family == "qwen3_moe" else "post_attention_norm"
     tensors: dict[str, tuple[int, ...]] = {
         "attn_norm": (hidden,), after: (hidden,), "ffn_gate_inp": (experts, hidden),
-        "ffn_gate_exps": (experts, inner, hidden), "ffn_up_exps": (experts, inner, hidden),
         "ffn_down_exps": (experts, hidden, inner),
     }  # fmt: skip
+    if config.family == "gemma4":
+        tensors["ffn_gate_up_exps"] = (experts, 2 * inner, hidden)
+    else:
+        tensors |= dict.fromkeys(("ffn_gate_exps", "ffn_up_exps"), (experts, inner, hidden))
     if shared := config.shared_expert_size:
         tensors |= {
             "ffn_gate_inp_shexp": (hidden,), "ffn_gate_shexp": (shared, hidden), "ffn_up_shexp": (shared, hidden),

@@ -28,7 +28,7 @@ from batchgen.runtime.memory.weights import Weights
 from batchgen.runtime.steps.captured import decode_graphs
 from batchgen.runtime.steps.context import StepContext
 from batchgen.runtime.steps.handlers import HANDLERS
-from batchgen.runtime.streams import StreamLanes
+from batchgen.runtime.streams import Driver, StreamLanes
 from batchgen.runtime.sweep_options import OnLogits, SweepOptions
 from batchgen.runtime.token_table import TokenTable
 from batchgen.runtime.warm_up_steps import clear_kv, layers_that_differ, numbered_before, sweeps_of_layers
@@ -89,7 +89,7 @@ class Executor:
             self.context = StepContext(config, weights, kv_cache, tiers, options, states)
         self.routing = self.context.routing
         if options.captured_tokens and tiers.driver:
-            self.context.graphs = decode_graphs(self.context, tiers.driver, options.captured_tokens)
+            self.capture_sweeps(tiers.driver, options.captured_tokens)
         # Tokens can be taken over from one sweep to the next where embeddings need nothing of the host.
         on_device = weights.embeds_on_device and weights.per_layer is None
         if tiers.driver is not None and not options.serial and on_device:
@@ -97,6 +97,11 @@ class Executor:
         self._batch_of: dict[int, BatchState] = {}  # Step -> the micro-batch that it works on
         self._deferred_batches: dict[int, DeferredBatchState] = {}  # under way, by number
         self._closed = False
+
+    def capture_sweeps(self, driver: Driver, most_tokens: int) -> None:
+        """Have decode sweeps of at most `most_tokens` tokens captured from now on, where kernels can be."""
+        steps = [(HANDLERS[step.kind], step) for step in self._sweeps.layers()]
+        self.context.graphs = decode_graphs(self.context, driver, steps, most_tokens)
 
     @property
     def compute_tier(self) -> str:

@@ -30,6 +30,8 @@ from batchgen.schedule.step_graph import (
 
 # Sequences of these placements are attended to on the compute device.
 _ON_DEVICE = frozenset({KVPlacement.DEVICE, KVPlacement.STREAMED})
+# Steps before and after all layers, where nothing moves.
+_ENDS: tuple[StepKind, StepKind] = ("embed", "head")
 
 LayerBatch = tuple[int, int]  # layer, micro-batch
 
@@ -139,12 +141,21 @@ class Sweeps:
             self._stored[j] |= stored
         yield from self._head(batches, flow)
 
+    def layers(self) -> Iterator[Step]:
+        """The Steps of all layers of a sweep over one micro-batch that moves nothing: all between `embed` and `head`.
+
+        They are numbered from 0, and belong to no sweep.
+        """
+        for step in Sweeps(self.streams)._make_steps([BatchFlow()], _Deferral(DeferredBatches())):
+            if step.kind not in _ENDS:
+                yield step
+
     def captured(self) -> Iterator[Step]:
         """The Steps of the next sweep over one micro-batch that moves nothing, with all layers in one."""
         self._sweep += 1
         after: tuple[int, ...] = ()
-        kinds: tuple[StepKind, ...] = ("embed", "layers", "head")
-        for kind in kinds:
+        embed, head = _ENDS
+        for kind in (embed, "layers", head):
             step = self._step(kind, 0, 0, after=after)
             after = (step.id,)
             yield step

@@ -554,3 +554,12 @@ def test_a_stage_receives_and_sends():
             assert [(s.kind, s.layer, s.sweep) for s in waited] == [("post", 1, 0)] * step.sweep
     alone = Sweeps(Streams(False, (False,), (False,), sends=True)).steps([BatchFlow()])
     assert [s.kind for s in alone] == ["embed", *layer, "send"]
+
+
+@pytest.mark.parametrize("dequantized", [False, True])
+def test_layers_that_are_captured_have_all_steps_of_a_sweep_that_is_not(dequantized):
+    streams = Streams(accelerated=True, weights=(False,) * 3, disk_weights=(False,) * 3, dequantized=dequantized)
+    whole = [(step.kind, step.layer) for step in Sweeps(streams).steps([BatchFlow()])]
+    captured = [(step.kind, step.layer) for step in Sweeps(streams).layers()]
+    assert [("embed", 0), *captured, ("head", 0)] == whole
+    assert [layer for kind, layer in captured if kind == "expand_weight"] == ([0, 1, 2] if dequantized else [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from batchgen.core.kv_placement import KVPlacement
@@ -9,12 +10,13 @@ from batchgen.ops import dispatch as ops
 from batchgen.runtime.batch_state import BatchPart, BatchState
 from batchgen.runtime.graphs import DecodeGraphs, StaticBuffers
 from batchgen.runtime.state_indices import StateIndices
-from batchgen.runtime.steps.attention import attention
 from batchgen.runtime.steps.context import Handler, StepContext
-from batchgen.runtime.steps.layer import post, pre
 from batchgen.runtime.streams import Driver
 from batchgen.schedule.packed_batch import empty_batch
-from batchgen.schedule.step_graph import KINDS, Step, StepKind
+from batchgen.schedule.step_graph import Step
+
+# The Steps of all layers of a sweep that moves nothing, each with the function that does its work.
+LayerSteps = Sequence[tuple[Handler, Step]]
 
 
 def all_layers(context: StepContext, step: Step, batch: BatchState) -> None:
@@ -23,7 +25,7 @@ def all_layers(context: StepContext, step: Step, batch: BatchState) -> None:
     batch.hidden = context.graphs.run(batch.buffers, batch.hidden)
 
 
-def decode_graphs(context: StepContext, driver: Driver, most_tokens: int) -> DecodeGraphs | None:
+def decode_graphs(context: StepContext, driver: Driver, steps: LayerSteps, most_tokens: int) -> DecodeGraphs | None:
     """Graphs of decode sweeps of at most `most_tokens` tokens; None: no kernel can attend in one."""
     config = context.config
     if config.per_layer_size:  # rows of a table that only the host has
@@ -34,7 +36,7 @@ def decode_graphs(context: StepContext, driver: Driver, most_tokens: int) -> Dec
         if not ops.can_capture(context.device, shape.head_dim, group, shape.kv_block_size):
             return None
     return DecodeGraphs(
-        partial(_launch_layers, context),
+        partial(_launch_layers, context, steps),
         driver.capture,
         lambda plan, window: ops.cut_attention(plan, *context.attention_shape(window), device=context.device),
         most_tokens,
@@ -44,14 +46,12 @@ def decode_graphs(context: StepContext, driver: Driver, most_tokens: int) -> Dec
     )
 
 
-def _launch_layers(context: StepContext, buffers: StaticBuffers) -> None:
-    """Launch all layers over static buffers: the Steps of a sweep whose weights and KV are on the device."""
+def _launch_layers(context: StepContext, steps: LayerSteps, buffers: StaticBuffers) -> None:
+    """Launch all layers over static buffers."""
     states = None if buffers.states is None else StateIndices(*buffers.states)
     part = BatchPart(slice(0, len(buffers.hidden)), buffers.slots, {}, buffers.plans, states)
     parts = {KVPlacement.DEVICE: part}
     positions = buffers.positions
     batch = BatchState(empty_batch(), positions, positions, None, parts, {}, False, hidden=buffers.hidden)
-    handlers: dict[StepKind, Handler] = {"pre": pre, "attention": attention, "post": post}
-    for layer in range(context.config.num_layers):
-        for kind, handler in handlers.items():
-            handler(context, Step(-1, kind, KINDS[kind], -1, layer, 0, None, None, ()), batch)
+    for handler, step in steps:
+        handler(context, step, batch)
