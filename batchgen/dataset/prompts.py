@@ -516,7 +516,8 @@ def _values(batch: pa.RecordBatch, column: str) -> Callable[[int], Any]:
     if has_binary(array.type):
         return partial(_value, batch, column)
     try:
-        return array.to_pylist().__getitem__
+        values: list[Any] = array.to_pylist()
+        return values.__getitem__
     except (ValueError, OverflowError, pa.ArrowException):  # of some row, which alone fails
         return partial(_value, batch, column)
 

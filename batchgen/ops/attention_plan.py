@@ -59,9 +59,12 @@ class SweepTables:
     @classmethod
     def of(cls, slices: Sequence[SequenceSlice]) -> SweepTables:
         """The tables of sequences in their order."""
-        numbers = np.array([(s.num_queries, s.num_cached, len(s.blocks)) for s in slices], np.int64).reshape(-1, 3)
-        blocks = np.concatenate([s.blocks for s in slices]) if slices else np.zeros(0, np.int32)
-        return cls(*np.ascontiguousarray(numbers.T), blocks.astype(np.int32, copy=False))
+        return cls(
+            np.array([s.num_queries for s in slices], np.int64),
+            np.array([s.num_cached for s in slices], np.int64),
+            np.array([len(s.blocks) for s in slices], np.int64),
+            np.concatenate([np.zeros(0, np.int32), *(s.blocks.astype(np.int32, copy=False) for s in slices)]),
+        )
 
     def __len__(self) -> int:
         return len(self.num_queries)

@@ -84,9 +84,12 @@ class Executor:
             embeds=config.embeds,
             has_head=config.has_head,
         )
-        self._sweeps = Sweeps(streams)
+        # On a device with streams a Step costs time to launch; a trace shows each.
+        self._sweeps = Sweeps(streams, whole=tiers.driver is not None and not options.serial and not options.on_step)
         with kernels_alone():
             self.context = StepContext(config, weights, kv_cache, tiers, options, states)
+        if self._sweeps.are_resident:
+            self.context.layer_steps = [(HANDLERS[step.kind], step) for step in self._sweeps.layers()]
         self.routing = self.context.routing
         if options.captured_tokens and tiers.driver:
             self.capture_sweeps(tiers.driver, options.captured_tokens)
@@ -100,8 +103,7 @@ class Executor:
 
     def capture_sweeps(self, driver: Driver, most_tokens: int) -> None:
         """Have decode sweeps of at most `most_tokens` tokens captured from now on, where kernels can be."""
-        steps = [(HANDLERS[step.kind], step) for step in self._sweeps.layers()]
-        self.context.graphs = decode_graphs(self.context, driver, steps, most_tokens)
+        self.context.graphs = decode_graphs(self.context, driver, most_tokens)
 
     @property
     def compute_tier(self) -> str:
@@ -232,7 +234,7 @@ class Executor:
     def _steps(self, batches: Sequence[BatchState], deferred_batches: DeferredBatches) -> Iterator[Step]:
         """The Steps of the next sweep."""
         if batches[0].buffers is not None:
-            return self._sweeps.captured()
+            return self._sweeps.whole()
         flows = [batch.packed.flow(batch.on_host) for batch in batches]
         num_tokens = sum(batch.packed.num_tokens for batch in batches)
         return self._sweeps.steps(flows, deferred_batches, self.lanes.has_ended, num_tokens)

@@ -5,11 +5,11 @@ No torch.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -183,7 +183,7 @@ def _tables(members: List[ScheduledSequence], windowed: bool, staging_tables: Ta
         staging_tables: Block tables in the staging buffer; None: KV is in its pool.
     """
     sequences = [s.sequence for s in members]
-    tables: List[np.ndarray | array[int]]
+    tables: List[Any]  # each with int32 numbers in its buffer
     if staging_tables is not None:
         tables = [staging_tables[windowed][sequence] for sequence in sequences]
     elif windowed:

@@ -42,8 +42,15 @@ class Sweeps:
     Invariant: ids count up, and every buffer slot is filled again only after its last user.
     """
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: Streams, *, whole: bool = False) -> None:
+        """Start before the first sweep.
+
+        Args:
+            streams: Layers that need something brought to the compute device.
+            whole: Whether a sweep over one micro-batch that moves nothing has one Step for all layers.
+        """
         self.streams = streams
+        self._whole = whole
         self._next_id = 0
         self._sweep = -1
         # Streamed layers are counted n = 0, 1, ... over all sweeps.
@@ -87,10 +94,9 @@ class Sweeps:
         self._few_tokens = num_tokens is not None and num_tokens <= self.streams.on_demand_tokens
         deferred_batches = DeferredBatches() if deferred_batches is None else deferred_batches
         deferred_batches.ended = []
-        moves = len(batches) > 1 or batches[0].moves or any(self.streams.weights) or self.streams.vocabulary_chunks
-        if moves or deferred_batches.waiting or self.streams.receives or self.streams.sends:
+        if len(batches) > 1 or batches[0].moves or deferred_batches.waiting or not self.are_resident:
             return self._make_steps(batches, _Deferral(deferred_batches, has_ended, not any(b.stays for b in batches)))
-        return self._repeat_steps(batches[0])
+        return self.whole() if self._whole else self._repeat_steps(batches[0])
 
     def _repeat_steps(self, batch: BatchFlow) -> Iterator[Step]:
         """The Steps of a sweep over one batch in which nothing moves: only the numbers differ from sweep to sweep."""
@@ -141,6 +147,12 @@ class Sweeps:
             self._stored[j] |= stored
         yield from self._head(batches, flow)
 
+    @property
+    def are_resident(self) -> bool:
+        """Tell whether all weights stay on the compute device, and activations stay in this process."""
+        streams = self.streams
+        return not (any(streams.weights) or streams.vocabulary_chunks or streams.receives or streams.sends)
+
     def layers(self) -> Iterator[Step]:
         """The Steps of all layers of a sweep over one micro-batch that moves nothing: all between `embed` and `head`.
 
@@ -150,7 +162,7 @@ class Sweeps:
             if step.kind not in _ENDS:
                 yield step
 
-    def captured(self) -> Iterator[Step]:
+    def whole(self) -> Iterator[Step]:
         """The Steps of the next sweep over one micro-batch that moves nothing, with all layers in one."""
         self._sweep += 1
         after: tuple[int, ...] = ()
