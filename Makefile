@@ -1,6 +1,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 HELM_VENV ?= .venv-helm
+CUDA_VENV ?= .venv-cuda
+CUDA_TORCH ?= 2.13.0
 GPU_PYTHON ?= 3.12
 GPU_WHEELS ?= build/gpu-wheels
 BIN := $(VENV)/bin
@@ -13,7 +15,7 @@ PIP_LINES := s|^ *(Collecting torch .*)|\1|p;s|^ *(Downloading .* MB\))|\1|p;s|^
 BUILD_LINES := s|^ *\*\*\* Building project.*|compiling C++ kernels|p;s|.*\[(.*)\] Building CXX object .*kernels_(.*)\.dir.*|compiled \1: \2|p
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: install develop packages package dev-packages dev-package wheel wheel-check image quickstart recipes recipe-lm_eval recipe-throughput recipe-helm test test-all lint bench kill-check gpu-check gpu-wheels helm-check sanitize neon docs clean
+.PHONY: install develop packages package dev-packages dev-package wheel wheel-check image quickstart recipes recipe-lm_eval recipe-throughput recipe-helm test test-all lint bench kill-check gpu-check gpu-wheels cuda-env helm-check sanitize neon docs clean
 
 # What a job needs. The kernels are compiled while packages are fetched: by pip alone the one would wait for the other.
 $(VENV)/.installed: pyproject.toml $(wildcard csrc/* csrc/*/*)
@@ -160,6 +162,14 @@ gpu-wheels:
 		$(foreach glibc,2_28 2_27 2_24 2_17,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64 \
 		--dest $(GPU_WHEELS) highspy xxhash gguf
 
+# torch's CUDA build beside the CPU's, for tests on a card that is played on the CPU (tests/support/played_card.py): a download of
+# 2.7 GB. Where it is not there, those tests are left out. CUDA_TORCH is its version.
+cuda-env: $(CUDA_VENV)/.installed
+
+$(CUDA_VENV)/.installed:
+	PYTHON="$(PYTHON)" .ci/install_cuda_torch $(CUDA_VENV) $(CUDA_TORCH)
+	touch $@
+
 # The pages as a site, in build/site: the generated ones are made anew, links are checked.
 docs: develop
 	$(BIN)/python docs/describe_commands.py
@@ -169,4 +179,4 @@ docs: develop
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) $(HELM_VENV) out build dist *.egg-info
+	rm -rf $(VENV) $(HELM_VENV) $(CUDA_VENV) out build dist *.egg-info

@@ -27,13 +27,16 @@ from gpu_bound import Job, Rates, bound
 from batchgen.core.device import Device, parse_device
 from batchgen.core.errors import InputError
 from batchgen.core.kv_placement import KVPlacement
+from batchgen.core.machine import available_memory_bytes
 from batchgen.core.plan import MemoryPlan, Plan, Policy
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import (
     LoadRequest,
+    choose_weights,
     in_memory_policy,
     load_parts,
+    needs_store,
     process_bytes,
     resolve_budgets,
     resolve_dtype,
@@ -41,11 +44,13 @@ from batchgen.engine.loader import (
 from batchgen.job.report import engine_report
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles, read_config, without_weights
+from batchgen.models.kept_stores import find_or_convert
 from batchgen.models.tokenizers.tokenizer import NoText
 from batchgen.planner.kv_memory import Demand
 from batchgen.planner.memory import plan_memory
 from batchgen.schedule.trace import TraceWriter
 
+BUILD = Path(__file__).parents[1] / "build"
 POLICIES = ("planned", "resident", "cpu", "streamed")
 PLANNER = ("highspy",)
 _KV_PLACEMENT = {"resident": "gpu", "cpu": "cpu", "streamed": "streamed"}
@@ -79,9 +84,17 @@ def planned(args: argparse.Namespace, files: ModelFiles, config: ModelConfig) ->
 
 
 def plain_policy(
-    args: argparse.Namespace, config: ModelConfig, device: Device, dtype: str, budgets: Mapping[str, int]
+    args: argparse.Namespace, config: ModelConfig, device: Device, dtype: str, weights: str, budgets: Mapping[str, int]
 ) -> Policy:
     """The largest block whose KV fits where the policy's name says, and as many layers on the GPU as fit beside it.
+
+    Args:
+        args: the command's arguments.
+        config: the model.
+        device: the device that computes.
+        dtype: the compute dtype.
+        weights: format of the layers' matrices, as `choose_weights` resolves it.
+        budgets: tier -> bytes.
 
     Raises:
         InputError: not even one sequence fits.
@@ -94,6 +107,7 @@ def plain_policy(
         base = in_memory_policy(
             config, device, dtype=dtype, admission="continuous", max_num_seqs=seqs,
             max_num_batched_tokens=max(args.batched_tokens, seqs), max_model_len=length, share_prefixes=False,
+            weights=weights,
         )  # fmt: skip
         return replace(
             base,
@@ -156,13 +170,16 @@ def run(args: argparse.Namespace) -> dict:
     started = time.perf_counter()
     plan = planned(args, files, config) if args.policy == "planned" else None
     planning_s = time.perf_counter() - started if plan else 0.0
-    policy = plan.policy if plan else plain_policy(args, config, device, dtype, budgets)
+    weights = choose_weights(files, config, args.weights, dtype, device, available_memory_bytes)
+    policy = plan.policy if plan else plain_policy(args, config, device, dtype, weights, budgets)
+    store = find_or_convert(files, args.offload_dir, dtype, weights) if needs_store(policy) else None
     trace = TraceWriter(args.trace, files.name) if args.trace else None
     request = LoadRequest(
         files, config, policy, dtype=dtype, device=device, budgets=budgets, min_output_len=args.output_len,
         longest_tokens=args.input_len + args.output_len, on_step=trace and trace.add,
         most_kv_tokens=policy.max_num_seqs * (args.input_len + args.output_len + 16),
         planned_process_bytes=process_bytes(),
+        store=store,
     )  # fmt: skip
     parts = load_parts(request, NoText)
     with Engine.from_parts(
@@ -263,7 +280,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num-gpu-batches", type=int, default=1, help="with a plain policy")
     parser.add_argument("--batched-tokens", type=int, default=8192, help="most in a sweep, with a plain policy")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--weights", default="auto")
+    parser.add_argument("--weights", default="auto", help="format of the layers' matrices, as of batchgen run")
+    parser.add_argument("--offload-dir", type=Path, default=BUILD / "offload", help="where weights of int4 are kept")
     parser.add_argument("--hardware", help="profile to plan with; without it, this machine is measured")
     parser.add_argument("--rates", type=Path, help="what gpu_rates.py wrote: tells how far from the bound it is")
     parser.add_argument("--trace")

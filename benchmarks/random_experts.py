@@ -328,7 +328,7 @@ def _experts_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         tensors["ffn_gate_up_exps"] = (experts, 2 * inner, hidden)
     else:
         tensors |= dict.fromkeys(("ffn_gate_exps", "ffn_up_exps"), (experts, inner, hidden))
-    if shared := config.shared_expert_size:
+    if shared := 0 if config.family == "gemma4" else config.shared_expert_size:
         tensors |= {
             "ffn_gate_inp_shexp": (hidden,), "ffn_gate_shexp": (shared, hidden), "ffn_up_shexp": (shared, hidden),
             "ffn_down_shexp": (hidden, shared),

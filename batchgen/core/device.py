@@ -68,11 +68,11 @@ class Device:
 
 @cache
 def has_cuda() -> bool:
-    """True where torch can use a CUDA GPU.
+    """True where torch can use a CUDA GPU by NVIDIA's driver for Linux.
 
-    torch takes seconds to import, so it is imported only where an NVIDIA driver reports devices.
+    torch takes seconds to import, so it is imported only where this driver reports devices.
     """
-    if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
         return False
     import torch
 
@@ -107,6 +107,11 @@ def parse_device(text: str) -> Device:
         return Device("cpu")
     if text == "cuda":
         if not has_cuda():
+            if Path("/dev/dxg").exists():
+                raise InputError(
+                    "--device cuda is not for WSL, whose driver has no stream memory operations: use Linux itself, or"
+                    " leave it out"
+                )
             raise InputError(
                 "--device cuda: torch finds no CUDA device here; leave it out, or install a torch built for this"
                 " GPU's driver"

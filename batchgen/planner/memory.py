@@ -153,7 +153,13 @@ def _activation_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
     captured = batches.gpu_batch_size if held.on_gpu else 0
     rows = planned_logit_rows(model, element, batches.batch_tokens, batches.batch_seqs, held.task)
     work = coded_bytes(s.weight_format, on_gpu=held.on_gpu) + activation_bytes(
-        model, element, batches.batch_tokens, rows, on_gpu=held.on_gpu, captured_tokens=captured
+        model,
+        element,
+        batches.batch_tokens,
+        rows,
+        on_gpu=held.on_gpu,
+        captured_tokens=captured,
+        share_prefixes=batches.share_prefixes,
     )
     hidden, waiting = batches.batch_tokens * int(s.hidden_bytes), _waiting_bytes(s, batches)
     if not held.on_gpu:

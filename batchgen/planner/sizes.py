@@ -26,7 +26,8 @@ from batchgen.planner.layer_sizes import LayerSizes, sizes_of_layers
 
 # Attention gathers and score tiles, allocator slack, tokenizer and writer buffers.
 WORKSPACE_BYTES = 192 << 20
-# The same on an accelerator, which has no tokenizer.
+# Partial results of attention to long contexts, which are cut for an accelerator's programs (ops/triton/plan.py), and
+# allocator slack.
 DEVICE_WORKSPACE_BYTES = 32 << 20
 # GEMMs with 8-bit weights need, beside results, quantized rows on the CPU (csrc/bindings.cpp, most_packed_bytes), and
 # torch's accumulators on an accelerator (ops/int8.py).
@@ -208,6 +209,10 @@ class Batches(Protocol):
     def batch_tokens(self) -> int:
         """Most tokens of one micro-batch."""
 
+    @property
+    def share_prefixes(self) -> bool:
+        """True where rows share the KV of a prefix."""
+
 
 def activation_bytes(
     config: ModelConfig,
@@ -217,19 +222,24 @@ def activation_bytes(
     *,
     on_gpu: bool,
     captured_tokens: int = 0,
+    share_prefixes: bool = False,
 ) -> int:
     """Peak bytes of a sweep beside weights and KV: one layer's activations and `logit_rows` rows of logits.
 
     All tokens have the residual before and after, queries, keys, values, and attention's result, perhaps in two parts;
     those of a chunk (`chunk_tokens`) also the norm and what projections make, where rotary embedding works in fp32.
+    On a GPU a token that attends to a shared prefix has two partial results in fp32 instead (ops/triton/attention.py).
     State layers have what their convolution makes beside what projections make. Logits are held in the weights' dtype
     and in fp32, with one row of workspace each.
 
     Args:
         captured_tokens: tokens of the largest decode sweep that may be captured on a GPU, which has memory of its own.
+        share_prefixes: True where tokens may attend to a shared prefix.
     """
     heads = _widest_projection(config)
     per_token = dtype_bytes * (2 * config.hidden_size + heads + 2 * config.widest_mixed)
+    if on_gpu and share_prefixes:
+        per_token += 2 * 4 * (config.widest_mixed + 2 * config.num_heads) - dtype_bytes * config.widest_mixed
     per_token += dtype_bytes * 2 * config.per_layer_width  # rows of the table, and the inputs of all layers
     if config.state is not None:  # the convolution's results, and the gates in fp32
         value_heads = config.state.matrix_shape[0]

@@ -37,6 +37,7 @@ class CudaDriver:
         self.streams = {lane: torch.cuda.Stream(priority=-1 if lane != "compute" else 0) for lane in STREAMS}
         self._semaphores = PinnedMemory().zeros((len(_HOST_LANES),), torch.int32)
         self._wait_value = _stream_wait_value()
+        self._check_waits()
         self._num_copies = 0
         # All small arrays go with the stream that computes. It does not refer to the driver, whose end is that of the
         # memory.
@@ -63,30 +64,56 @@ class CudaDriver:
         self.streams[lane].wait_event(event)
 
     def wait_for_host(self, lane: str, host_lane: str, count: int) -> None:
+        if error := self._launch_wait(lane, host_lane, count):
+            raise BatchgenError(f"the GPU cannot wait for the CPU (cuStreamWaitValue32: CUDA error {error})")
+
+    def _launch_wait(self, lane: str, host_lane: str, count: int) -> int:
+        """Have a lane's stream wait until a host lane's semaphore is at least `count`. Returns CUDA's error, or 0."""
         semaphore = self._semaphores[_HOST_LANES.index(host_lane)]
-        error = self._wait_value(
+        return self._wait_value(
             ctypes.c_void_p(self.streams[lane].cuda_stream),
             ctypes.c_uint64(semaphore.data_ptr()),
             ctypes.c_uint32(count & 0xFFFFFFFF),
             ctypes.c_uint(_WAIT_VALUE_GEQ),
         )
-        if error:
-            raise BatchgenError(f"the GPU cannot wait for the CPU (cuStreamWaitValue32: CUDA error {error})")
+
+    def _check_waits(self) -> None:
+        """Refuse a driver without stream memory operations, by a wait that is over at once. Raises InputError."""
+        if error := self._launch_wait("compute", _HOST_LANES[0], 0):
+            raise InputError(
+                f"--device cuda: this GPU's driver has no stream memory operations (cuStreamWaitValue32: CUDA error"
+                f" {error}); use --device cpu"
+            )
 
     def signal(self, host_lane: str, count: int) -> None:
         # x86 and Arm's release order: what the lane has written is there before the counter.
         self._semaphores[_HOST_LANES.index(host_lane)] = ctypes.c_int32(count & 0xFFFFFFFF).value
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        try:
+            return self._captured(work)
+        except torch.OutOfMemoryError:  # streams keep memory that they do not use now
+            torch.cuda.empty_cache()
+            return self._captured(work)
+
+    def _captured(self, work: Callable[[], None]) -> Callable[[], None]:
+        """The replay of a CUDA graph of what work() launches.
+
+        torch.cuda.graph would first wait for the device, and give back all memory that streams keep.
+        """
         graph = torch.cuda.CUDAGraph()
-        # Other threads may go on with what is theirs meanwhile.
-        with torch.cuda.graph(
-            graph, pool=self._graph_pool, stream=self.streams["compute"], capture_error_mode="thread_local"
-        ):
-            work()
+        with torch.cuda.stream(self.streams["compute"]):
+            # Other threads may go on with what is theirs meanwhile.
+            graph.capture_begin(pool=self._graph_pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
         return graph.replay
 
     def reserve(self, lane: str, num_bytes: int) -> None:
+        if lane == "compute":
+            num_bytes += _CUBLAS_BYTES
         # What is freed here stays with the stream, and torch cuts up what it has before it asks for more.
         small = min(_SMALL_BYTES, num_bytes // 4) // _SMALL_BLOCK_BYTES
         sizes = [num_bytes - small * _SMALL_BLOCK_BYTES, *([_SMALL_BLOCK_BYTES] * small)]
@@ -137,6 +164,9 @@ def _stream_wait_value():
 
 # What the driver takes of a GPU for itself, its libraries and the kernels that are loaded.
 _CONTEXT_BYTES = 600 << 20
+# What torch allocates as cuBLAS's work space for a stream at its first product, since compute capability 9.0; a quarter
+# of it before.
+_CUBLAS_BYTES = 32 << 20
 # torch has segments of their own for blocks up to this size; so much of a stream's memory is for these.
 _SMALL_BLOCK_BYTES, _SMALL_BYTES = 1 << 20, 8 << 20
 # torch gives memory out in blocks of its own sizes.
@@ -144,7 +174,7 @@ _MARGIN_FRAC = 0.03
 
 
 def usable_memory(card_bytes: int | None) -> int:
-    """Bytes that tensors may take of a card. Raises InputError.
+    """Bytes that tensors may take of a card, beside cuBLAS's work space. Raises InputError.
 
     Args:
         card_bytes: Size of the card; None: that of the current device.
@@ -156,13 +186,17 @@ def usable_memory(card_bytes: int | None) -> int:
         if card_bytes > total:
             raise InputError(f"--gpu-memory {format_bytes(card_bytes)}: this GPU has {format_bytes(total)}; give less")
         usable = min(usable, card_bytes - _CONTEXT_BYTES)
-    return max(1, int(usable * (1 - _MARGIN_FRAC)))
+    return max(1, int(usable * (1 - _MARGIN_FRAC)) - _CUBLAS_BYTES)
 
 
 def cap_memory(num_bytes: int) -> None:
-    """Have torch refuse to take more of the GPU's memory than this beside what it holds, however much there is."""
+    """Have torch refuse to take more of the GPU's memory than tensors need beside what it holds, however much there is.
+
+    Args:
+        num_bytes: Bytes of the tensors.
+    """
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    most = torch.cuda.memory_allocated() + num_bytes / (1 - _MARGIN_FRAC)
+    most = torch.cuda.memory_allocated() + (num_bytes + _CUBLAS_BYTES) / (1 - _MARGIN_FRAC)
     torch.cuda.set_per_process_memory_fraction(min(1.0, most / total))
 
 
@@ -178,6 +212,15 @@ class GpuMemory:
     def close(self) -> None: ...
 
 
+def _clear_error() -> None:
+    """Clear the error that a failed call of the CUDA runtime has left in this thread.
+
+    torch would find it at its next launch, and take it for that launch's own.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")
+
+
 class _PinnedPages(mmap.mmap):
     """Pages that own their registration with CUDA: it ends before they are unmapped, whoever held them last.
 
@@ -191,6 +234,7 @@ class _PinnedPages(mmap.mmap):
         """Register the pages with CUDA. Raises BatchgenError."""
         error = int(torch.cuda.cudart().cudaHostRegister(address, len(self), 0))
         if error:
+            _clear_error()
             raise BatchgenError(
                 f"cannot pin {format_bytes(len(self))} of host memory (CUDA error {error}): give less --cpu-memory"
             )

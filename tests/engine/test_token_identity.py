@@ -124,7 +124,7 @@ def policy_of(path, tier, kv_format, admission, num_batches, weight_format=DTYPE
     spare = size * num_batches - SEQUENCES
     kv_seqs = dict(fields.pop("kv_seqs"))
     kv_seqs[next(iter(kv_seqs))] += spare
-    on_host = fields.pop("activations on the host", 0) if device is EMULATED else num_batches
+    on_host = fields.pop("activations on the host", 0) if device.accelerated else num_batches
     return make_policy(
         path, device, kv_seqs=kv_seqs, gpu_batch_size=size, num_gpu_batches=num_batches, admission=admission,
         activation_batches=(num_batches - on_host, on_host), kv_format=kv_format, weight_format=weight_format,

@@ -163,6 +163,12 @@ class TestCase:
         kv_bytes = cases["streamed"]["bound"]["kv_read_bytes"]
         assert moved["streamed"] - moved["resident"] > 0.9 * kv_bytes and moved["resident"] < 0.1 * kv_bytes
 
+    @pytest.mark.parametrize("weights", ["int8", "int4"])
+    def test_plain_policies_have_the_weights_that_are_asked_for(self, run_case, tmp_path, weights):
+        case = run_case("resident", "--weights", weights, "--offload-dir", tmp_path / "offload", "--gpu-memory", "1GiB")
+        assert case["policy"]["weight_format"] == weights
+        assert case["bound"]["weight_bytes"] < 0.9 * run_case("resident")["bound"]["weight_bytes"]
+
     def test_weights_that_do_not_fit_stay_on_the_host(self, run_case):
         case = run_case("resident", "--gpu-memory", "33500KiB")
         on_gpu, on_host, on_disk = case["policy"]["weight_layers"]["qkv"]

@@ -27,6 +27,7 @@ from batchgen.ops.attention_plan import (
     DecodeGroup,
     PrefillItem,
     SequenceSlice,
+    SharedGroup,
     SharedItem,
     SweepTables,
     plan_attention,
@@ -35,6 +36,7 @@ from batchgen.ops.triton import attention, grouped, rotary
 from batchgen.ops.triton import launch as launching
 from batchgen.ops.triton import plan as plans
 from batchgen.ops.triton import rows as row_copies
+from batchgen.planner.sizes import DEVICE_WORKSPACE_BYTES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -222,6 +224,31 @@ def test_items_hold_every_key_that_a_token_sees_once(case, rows):
     for (token, start), stop in zip(merged.items(), stops, strict=True):
         assert sorted(made.merge_rows[start:stop].tolist()) == sorted(partial_rows.pop(token))
     assert all(rows == [-1] for rows in partial_rows.values())
+
+
+SHAPES_OF_HEADS = [(32, 8, 128), (64, 8, 64), (56, 56, 128), (16, 8, 256), (32, 1, 128), (8, 1, 512), (40, 10, 128)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(SHAPES_OF_HEADS),
+    st.lists(st.tuples(st.sampled_from([1, 1, 2, 16, 200, 2000]), st.integers(0, 40_000)), min_size=1, max_size=60),
+    st.booleans(),
+    st.sampled_from([132, 148]),
+)
+def test_partial_results_fit_what_is_planned_for_them(shape, sequences, shared, num_sms):
+    heads, kv_heads, head_dim = shape
+    tokens = sum(queries for queries, _ in sequences)
+    slices = [
+        SequenceSlice(queries, cached + 1024, np.zeros((queries + cached + 1024) // 16 + 1, np.int32))
+        for queries, cached in sorted(sequences)
+    ]
+    groups = [SharedGroup(tuple(range(len(slices))), 64)] if shared else []
+    plan = plan_attention(slices, groups, kv_block_size=16, key_bytes=2 * kv_heads * head_dim)
+    cut_for = attention.geometry(heads, kv_heads, head_dim, 16, torch.bfloat16, KVFormat.of("bfloat16"), ops.CPU)
+    rows = plans.cut(plan, replace(cut_for, num_sms=num_sms)).capacity.partial_rows
+    planned = 0.75 * DEVICE_WORKSPACE_BYTES + (tokens * 2 * 4 * heads * (head_dim + 2) if shared else 0)
+    assert rows * heads * (head_dim + 2) * 4 <= planned
 
 
 def test_a_plan_is_written_over_another_in_the_same_memory():

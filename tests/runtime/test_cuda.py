@@ -5,6 +5,7 @@ import gc
 import random
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tiered import before_each_step, everything_moves, make_parts, make_policy, 
 from tiny_models import FAMILIES, MODELS
 
 from batchgen.core.device import Device
-from batchgen.core.errors import BatchgenError
+from batchgen.core.errors import BatchgenError, InputError
 from batchgen.engine.engine import Engine
 from batchgen.models.checkpoint import dummy_checkpoint
 from batchgen.runtime import cuda, executor, graphs, in_memory
@@ -157,6 +158,38 @@ def test_loading_that_fails_half_way_leaves_nothing_pinned(tiny_models, tmp_path
     assert not card.runtime.registered
     card.runtime.fails_after = None
     engine_on_card(path, tmp_path, "everything moves").close()
+
+
+def test_an_error_that_was_reported_does_not_end_what_comes_later(card):
+    card.runtime.fails_after = 0
+    with pytest.raises(BatchgenError, match="cannot pin"):
+        cuda.PinnedMemory().zeros((5,), torch.float32)
+    assert torch.zeros(1, device="cuda").device == CARD
+
+
+def test_a_driver_by_which_the_card_cannot_wait_for_the_host_is_refused(tiny_models, tmp_path, card, cold):
+    card.wait_error = 801  # cudaErrorNotSupported
+    path = tiny_models("llama", **LAYERS)[0]
+    with pytest.raises(InputError, match=r"^--device cuda: .* no stream memory operations .*801\); use --device cpu$"):
+        engine_on_card(path, tmp_path, "resident")
+    gc.collect()
+    assert not card.runtime.registered
+
+
+def test_a_card_is_held_to_what_tensors_and_the_work_space_of_cublas_take(monkeypatch):
+    total, fractions = 80 << 30, []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (total - (1 << 30), total))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 3 << 20)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 1 << 20)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
+    hopper_bytes = 32 << 20
+    for card_bytes in (2 << 30, 16 << 30):
+        usable = cuda.usable_memory(card_bytes)
+        assert 0.9 * (card_bytes - (600 << 20)) - hopper_bytes < usable < card_bytes - (600 << 20) - hopper_bytes
+        cuda.cap_memory(usable)
+        assert usable + hopper_bytes < fractions[-1] * total < card_bytes - (600 << 20) + (2 << 20)
 
 
 def test_pinned_memory_belongs_to_its_tensors(card):

@@ -48,13 +48,15 @@ class Runtime:
         self.registered: dict[int, int] = {}  # start -> bytes
         self.faults: list[str] = []
         self.fails_after = None  # so many registrations the next one is refused
+        self.last_error = 0  # of a failed call, until somebody asks
 
     def cudaHostRegister(self, start, num_bytes, flags):
         assert num_bytes > 0 and _is_mapped(start, num_bytes)
         if self.fails_after is not None:
             self.fails_after -= 1
             if self.fails_after < 0:
-                return 2  # cudaErrorMemoryAllocation
+                self.last_error = 2  # cudaErrorMemoryAllocation
+                return self.last_error
         self._look()
         for first, size in self.registered.items():
             if start < first + size and first < start + num_bytes:
@@ -69,6 +71,12 @@ class Runtime:
             self.faults.append(f"{start:#x} is not registered")
             return self.NOT_REGISTERED
         return 0
+
+    def check_launch(self) -> None:
+        """Raise the last error, as torch does after each launch of a kernel, whatever call has left it."""
+        error, self.last_error = self.last_error, 0
+        if error:
+            raise RuntimeError(f"CUDA error {error} of an earlier call")
 
     def _look(self) -> None:
         for start, size in self.registered.items():
@@ -108,6 +116,10 @@ class _Stream:
 
 
 class _Graph:
+    def capture_begin(self, **options): ...
+
+    def capture_end(self): ...
+
     def replay(self): ...
 
 
@@ -117,6 +129,7 @@ class Card(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.runtime = Runtime()
+        self.wait_error = 0  # of cuStreamWaitValue32
         self.copies: list[tuple[int, bool]] = []
         self.launched: list[tuple] = []  # Triton's kernels: name, and what each variant of it is compiled for
         self._own_pinned: list[Tensor] = []  # torch's, which are never given back here
@@ -137,6 +150,8 @@ class Card(TorchFunctionMode):
             assert made.device.type == "cpu", "only memory of the host can be pinned"
             return self._pinned(made)
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
+            if func is not torch.empty:
+                self.runtime.check_launch()
             with _mode:
                 return func(*args, **kwargs | {"device": CARD})
         return func(*args, **kwargs)
@@ -184,7 +199,8 @@ class Card(TorchFunctionMode):
         return self.is_pinned(tensor)
 
     def launch(self, made: launch.Launch) -> None:
-        """In place of a Triton kernel."""
+        """Launch nothing in place of a Triton kernel, whose operands are looked at."""
+        self.runtime.check_launch()
         name = made.kernel.fn.__name__
         variant = [(key, _specialised(made.kernel, key, value)) for key, value in made.args.items()]
         self.launched.append((name, made.warps, made.stages, *sorted(made.constants.items()), *variant))
@@ -237,14 +253,14 @@ def fake_card():
     with pytest.MonkeyPatch.context() as patch, Card() as card:
         for name, value in {
             "Stream": _Stream, "Event": _Event, "CUDAGraph": _Graph, "current_stream": lambda *_: _Stream(),
-            "stream": lambda stream: contextlib.nullcontext(), "graph": lambda *_, **__: contextlib.nullcontext(),
-            "graph_pool_handle": object, "synchronize": lambda *_: None, "cudart": lambda: card.runtime,
+            "stream": lambda stream: contextlib.nullcontext(), "graph_pool_handle": object,
+            "synchronize": lambda *_: None, "cudart": lambda: card.runtime,
         }.items():  # fmt: skip
             patch.setattr(torch.cuda, name, value)
 
         def wait_value(stream, semaphore, count, flags):
             assert card.runtime.holds(semaphore.value, 4), "a semaphore is not pinned"
-            return 0
+            return card.wait_error
 
         patch.setattr(Tensor, "record_stream", _record_stream)
         for module in (sampler, in_memory):

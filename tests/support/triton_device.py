@@ -78,8 +78,13 @@ def patch_once():
     interpreter._patch_lang = patched
 
 
-if DEVICE.type == "cpu":
+def teach_interpreter():
+    """Has kernels that are made from now on interpreted, with what the interpreter lacks."""
     os.environ["TRITON_INTERPRET"] = "1"
     teach_bf16()
     teach_new_numpy()
     patch_once()
+
+
+if DEVICE.type == "cpu":
+    teach_interpreter()

@@ -14,17 +14,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from batchgen.ops.attention_items import (
+    COLUMNS,
+    FIRST_KEY,
+    FIRST_TOKEN,
+    LAST_KEY,
+    NUM_TOKENS,
+    PARTIAL,
+    item_spans,
+    keys_cut,
+    numbers_within,
+    tokens_cut,
+)
 from batchgen.ops.attention_plan import AttentionPlan
 from batchgen.ops.host_copy import upload
 from batchgen.ops.triton.launch import Tile, power_of_two
-
-# Columns of an item. Token i of it sees the keys k of [FIRST_KEY, LAST_KEY) with k <= CAUSAL + i and k > CAUSAL + i -
-# WINDOW; key k lies in block k // kv_block_size after TABLE of the block table. PARTIAL: its first partial row, or -1:
-# it is alone.
-FIRST_TOKEN, NUM_TOKENS, FIRST_KEY, LAST_KEY, CAUSAL, WINDOW, TABLE, PARTIAL = range(8)
-COLUMNS = 8
-ALL_KEYS = 1 << 30  # CAUSAL of tokens that see every key
-NO_WINDOW = (1 << 31) - 1
 
 # Keys of a part: no fewer than these, so that reading them is worth a merge. (few rows, many rows)
 _LEAST_PART = (256, 1024)
@@ -217,8 +221,8 @@ def _write(host: Tensor, capacity: Capacity, arrays: _Arrays) -> None:
 
 def _cut(plan: AttentionPlan, geometry: Geometry) -> _Arrays:
     """Cut a plan into the arrays of a `CutPlan`."""
-    spans, table = _spans(plan, geometry.kv_block_size)
-    tiles = _tiled(spans, geometry.many.rows // geometry.group)
+    spans, table = item_spans(plan, geometry.kv_block_size)
+    tiles = tokens_cut(spans, geometry.many.rows // geometry.group)
     is_few = tiles[:, NUM_TOKENS] * geometry.group <= geometry.few.rows
     few, many = (
         _longest_first(_parts(items, geometry.kv_heads, programs * geometry.num_sms, least))
@@ -227,64 +231,6 @@ def _cut(plan: AttentionPlan, geometry: Geometry) -> _Arrays:
     items = np.concatenate((few, many))
     merges = _mark_partial(items)
     return items[: len(few)], items[len(few) :], table, *merges
-
-
-def _spans(plan: AttentionPlan, kv_block_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The uncut items of a plan, int64 [items, COLUMNS], and the block table.
-
-    An item has tokens of one sequence, or the tokens that attend to a shared prefix.
-    """
-    spans, tables, used = [], [], 0
-    for group in plan.decode:
-        span = np.empty((group.stop - group.start, COLUMNS), np.int64)
-        span[:, FIRST_TOKEN] = np.arange(group.start, group.stop)
-        span[:, FIRST_KEY], span[:, LAST_KEY] = group.first_key, np.maximum(group.num_keys, group.first_key)
-        span[:, TABLE] = used + np.arange(len(span)) * group.blocks.shape[1]
-        span[:, [NUM_TOKENS, CAUSAL, WINDOW, PARTIAL]] = 1, ALL_KEYS, NO_WINDOW, -1
-        spans.append(span)
-        tables.append(group.blocks.reshape(-1))
-        used += group.blocks.size
-    rest = []
-    for item in plan.prefill:
-        count = item.stop - item.start
-        keys, window = item.query_offset + count, item.window or NO_WINDOW
-        rest.append((item.start, count, 0, keys, item.query_offset, window, used, -1))
-        tables.append(item.blocks)
-        used += len(item.blocks)
-    for shared in plan.shared:
-        keys = len(shared.blocks) * kv_block_size
-        rest.append((shared.start, shared.stop - shared.start, 0, keys, ALL_KEYS, NO_WINDOW, used, -1))
-        tables.append(shared.blocks)
-        used += len(shared.blocks)
-    spans.append(np.array(rest, np.int64).reshape(-1, COLUMNS))
-    return np.concatenate(spans), np.concatenate(tables) if tables else np.zeros(0, np.int32)
-
-
-def _repeated(items: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Repeat item i counts[i] times.
-
-    Returns:
-        The repeated items; for each, its number among the repetitions of the item.
-    """
-    return np.repeat(items, counts, axis=0), _within(counts)
-
-
-def _within(counts: np.ndarray) -> np.ndarray:
-    """The numbers 0 to count - 1 for each count, one range after the other."""
-    ends = np.cumsum(counts)
-    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
-
-
-def _tiled(spans: np.ndarray, most_tokens: int) -> np.ndarray:
-    """Cut items into items of at most `most_tokens` tokens, with the keys that these tokens attend to."""
-    tiles, which = _repeated(spans, -(-spans[:, NUM_TOKENS] // most_tokens))
-    first = which * most_tokens
-    tiles[:, FIRST_TOKEN] += first
-    tiles[:, NUM_TOKENS] = np.minimum(tiles[:, NUM_TOKENS] - first, most_tokens)
-    tiles[:, CAUSAL] += np.where(tiles[:, CAUSAL] == ALL_KEYS, 0, first)
-    tiles[:, LAST_KEY] = np.minimum(tiles[:, LAST_KEY], tiles[:, CAUSAL] + tiles[:, NUM_TOKENS])
-    tiles[:, FIRST_KEY] = np.maximum(tiles[:, FIRST_KEY], tiles[:, CAUSAL] - tiles[:, WINDOW] + 1)
-    return tiles
 
 
 def _parts(items: np.ndarray, kv_heads: int, programs: int, least: int) -> np.ndarray:
@@ -301,9 +247,7 @@ def _parts(items: np.ndarray, kv_heads: int, programs: int, least: int) -> np.nd
     """
     keys = items[:, LAST_KEY] - items[:, FIRST_KEY]
     size = power_of_two(-(-int(keys.sum()) * kv_heads // programs), least)
-    parts, which = _repeated(items, np.maximum(1, -(-keys // size)))
-    parts[:, FIRST_KEY] += which * size
-    parts[:, LAST_KEY] = np.minimum(parts[:, LAST_KEY], parts[:, FIRST_KEY] + size)
+    parts, _ = keys_cut(items, size)
     return parts
 
 
@@ -325,7 +269,7 @@ def _mark_partial(items: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray
     partial = several[first + count] > several[first]
     counts = np.where(partial, count, 0)
     items[:, PARTIAL] = np.where(partial, np.cumsum(counts) - counts, -1)
-    token_of_row = np.repeat(first, counts) + _within(counts)
+    token_of_row = np.repeat(first, counts) + numbers_within(counts)
     rows = np.argsort(token_of_row, kind="stable")
     tokens, starts = np.unique(token_of_row[rows], return_index=True)
     return tokens, np.append(starts, len(rows)), rows

@@ -1,0 +1,78 @@
+"""The identity table on a CUDA card: whole engines with `--device cuda`, unmodified.
+
+`test_played_card.py` runs this file, in a process that finds a played card; it runs on a real one as well.
+"""
+
+import pytest
+import test_token_identity as identity
+import torch
+from test_token_identity import DTYPE, EMULATED, TIERS, policy_of, schedules, tokens_of
+from thorough import some_of
+from tiered import make_parts
+from tiny_models import MODELS
+
+from batchgen.core.device import Device
+from batchgen.core.dtypes import INT4, INT5, INT8
+from batchgen.runtime import graphs
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+# Fixtures of the table.
+expected, expected_of_codes, stores = identity.expected, identity.expected_of_codes, identity.stores
+
+CARD = Device("cuda")
+ON_CARD = {tier: (CARD, fields) for tier, (device, fields) in TIERS.items() if device is EMULATED}
+NEVER = 10**9
+# Sweeps of one size before it is captured. All that is on the card alone is captured.
+UNCAPTURED = {"captured": 0, "launched": NEVER}
+_CELLS = [(model, tier, "launched") for model in MODELS for tier in ON_CARD] + [
+    (model, "device", "captured") for model in MODELS
+]
+
+
+def parts_of(path, tier, stores, *schedule, kv_format=DTYPE, weight_format=DTYPE):
+    policy = policy_of(path, tier, kv_format, *schedule, weight_format, ON_CARD)
+    return make_parts(path, CARD, policy, stores, longest_tokens=80)
+
+
+def are_those(found, wanted):
+    """Tokens are the wanted ones, as far as these are clear."""
+    assert sum(map(len, wanted)) > 0.4 * sum(map(len, found))
+    assert [tokens[: len(clear)] for tokens, clear in zip(found, wanted, strict=True)] == wanted
+
+
+@pytest.mark.parametrize(("model", "tier", "launches"), some_of(_CELLS, 3, "card"))
+def test_tokens_equal_those_of_transformers(model, tier, launches, expected, stores, monkeypatch):
+    monkeypatch.setattr(graphs, "_UNCAPTURED", UNCAPTURED[launches])
+    path, prompts, wanted = expected(model)
+    for schedule in schedules(model, tier)[:2]:
+        parts = parts_of(path, tier, stores, *schedule)
+        assert tokens_of(parts, prompts) == wanted, schedule
+
+
+_OF_CODES = [
+    (model, tier, launches, formats)
+    for model, tier, launches in _CELLS
+    if model in ("llama", "opt", "qwen3_moe", "gpt_oss", "gemma3")
+    for formats in ((INT8, DTYPE), (INT4, DTYPE), (DTYPE, INT8), (DTYPE, INT5), (DTYPE, INT4), (INT4, INT4))
+]
+
+
+@pytest.mark.parametrize(("model", "tier", "launches", "formats"), some_of(_OF_CODES, 2, "codes on a card"))
+def test_tokens_of_codes_equal_those_of_torch(
+    model,
+    tier,
+    launches,
+    formats,
+    expected_of_codes,
+    stores,
+    monkeypatch,
+):
+    monkeypatch.setattr(graphs, "_UNCAPTURED", UNCAPTURED[launches])
+    path, prompts, wanted = expected_of_codes(model, formats)
+    weight_format, kv_format = formats
+    parts = parts_of(path, tier, stores, *schedules(model, tier)[0], weight_format=weight_format, kv_format=kv_format)
+    are_those(tokens_of(parts, prompts), wanted)
