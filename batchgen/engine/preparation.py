@@ -62,11 +62,11 @@ class Prepared:
     def completion(self) -> Completion | None:
         """The result of a request that fails, or whose answer is known; None: it has to be computed."""
         index, row_id, row, answer = self.index, self.row_id, self.request.row, self.answer
-        prompt_tokens = sum(len(token_ids) for token_ids, _ in self.prompts)
-        if self.error is not None:
-            return Completion(index, row_id, prompt_tokens, error=self.error, row=row)
-        if answer is None:
+        if self.error is None and answer is None:
             return None
+        prompt_tokens = sum(len(token_ids) for token_ids, _ in self.prompts)
+        if answer is None:
+            return Completion(index, row_id, prompt_tokens, error=self.error, row=row)
         prompts = tuple(
             Prompt(tuple(token_ids), logprobs)
             for (token_ids, _), logprobs in zip(self.prompts, answer.prompt_logprobs, strict=True)
