@@ -1,6 +1,7 @@
 """Log-probabilities of prompts, beside generation, are those of transformers in fp32, however they are made."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -84,12 +85,8 @@ def test_log_probabilities_of_a_prompt_equal_those_of_transformers(tiny_models, 
     with engine_of(path) as engine:
         completions = run(engine, rows)
         check(model, rows, completions)
-        plain = [Request(row.prompt, SamplingParams(**_without(row.sampling)), row.id) for row in rows]
+        plain = [Request(row.prompt, replace(row.sampling, prompt_logprobs=None), row.id) for row in rows]
         assert texts(run(engine, plain)) == texts(completions)
-
-
-def _without(sampling):
-    return {**sampling.__dict__, "prompt_logprobs": None}
 
 
 @pytest.mark.parametrize("share_prefixes", [True, False])
