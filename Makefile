@@ -150,17 +150,19 @@ bench: develop
 kill-check: install
 	$(BIN)/python benchmarks/kills.py --kills 200 --interrupts 200
 
-# On a machine with a CUDA GPU, with its own Python and no network: tests, profile and short benchmarks. CALL=1 (to 6) runs a part
-# of it that takes less than nine minutes; GPU_WHEELS names a folder of wheels for what is not installed there.
+# On a machine with a CUDA GPU, with its own Python and no network: rates, checks, short jobs and tests, in three calls of nine
+# minutes (CALL=1, 2 or 3). Results go to $OUT, or to benchmarks/results/gpu_check. GPU_WHEELS names a folder of wheels for what is
+# not installed there; what an earlier machine has compiled is taken from the archives in build/gpu-carried.
 gpu-check:
 	$(PYTHON) benchmarks/gpu_check.py $(if $(CALL),--call $(CALL)) $(if $(wildcard $(GPU_WHEELS)/*.whl),--wheels $(GPU_WHEELS)) \
 		$(GPU_CHECK_OPTIONS)
 
-# The planner and what reads weight stores and GGUFs, as wheels for that machine's Python.
+# The planner, what reads weight stores and GGUFs, and what batchgen is compared with, as wheels for that machine's Python: 30 MB.
+# Later versions of FlashInfer are nine times as large.
 gpu-wheels:
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --implementation cp --python-version $(GPU_PYTHON) \
 		$(foreach glibc,2_28 2_27 2_24 2_17,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64 \
-		--dest $(GPU_WHEELS) highspy xxhash gguf
+		--dest $(GPU_WHEELS) highspy "pulp<4" xxhash gguf flexgen flashinfer-python==0.5.3 "apache-tvm-ffi<0.2"
 
 # torch's CUDA build beside the CPU's, for tests on a card that is played on the CPU (tests/support/played_card.py): a download of
 # 2.7 GB. Where it is not there, those tests are left out. CUDA_TORCH is its version.

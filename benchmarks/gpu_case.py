@@ -5,9 +5,10 @@ time of any schedule.
 
     python benchmarks/gpu_case.py recipes/throughput/shapes/opt-30b --policy cpu --gpu-memory 16GiB --output case.json
 
---policy planned needs highspy. The others are plain, and need nothing: weights that the GPU has no memory for stay in
-the host's, and KV is where the policy's name says: "resident": all on the GPU; "cpu": on the host, attended to by the
-CPU; "streamed": on the host, staged on the GPU in every pass. Of these, the largest block that memory holds is taken.
+--policy planned needs highspy and pulp. The others are plain, and need nothing: weights that the GPU has no memory for
+stay in the host's, and KV is where the policy's name says. "resident": all on the GPU; "cpu": on the host, attended to
+by the CPU; "streamed": on the host, staged on the GPU in every pass. Of these, the largest block that memory holds is
+taken.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from gpu_bound import Job, Rates, bound
+from gpu_parts import PLANNER
 
 from batchgen.core.device import Device, parse_device
 from batchgen.core.errors import InputError
@@ -52,7 +54,7 @@ from batchgen.schedule.trace import TraceWriter
 
 BUILD = Path(__file__).parents[1] / "build"
 POLICIES = ("planned", "resident", "cpu", "streamed")
-PLANNER = ("highspy",)
+_MOST_KERNELS = 40
 _KV_PLACEMENT = {"resident": "gpu", "cpu": "cpu", "streamed": "streamed"}
 
 
@@ -182,11 +184,15 @@ def run(args: argparse.Namespace) -> dict:
         store=store,
     )  # fmt: skip
     parts = load_parts(request, NoText)
+    if args.no_graphs:
+        parts.executor.context.graphs = None
     with Engine.from_parts(
         parts, planned_output_len=plan and args.output_len, expected_output_len=args.output_len
     ) as engine:
         limit = torch_limit_bytes(device, budgets)
-        seconds, account = timed(engine, plan, dummy_rows(args, config))
+        rows = dummy_rows(args, config)
+        seconds, account = timed(engine, plan, rows)
+        kernels = kernel_seconds(engine, rows[: args.traced_rows], args.kernel_trace) if args.kernel_trace else None
     if trace:
         trace.close()
     return {
@@ -198,6 +204,7 @@ def run(args: argparse.Namespace) -> dict:
         "planning_s": planning_s,
         "predicted_generation_s": plan and plan.prediction.total_s - plan.prediction.startup_s,
         **figures(args, seconds, account),
+        "kernels": kernels,
         **of_bound(args, config, policy, dtype, limit, budgets["cpu"], seconds),
         "policy": policy.to_json(),
         "prediction": plan and asdict(plan.prediction),
@@ -216,16 +223,47 @@ def timed(engine: Engine, plan: Plan | None, rows: list[Request]) -> tuple[float
     """(seconds, what the engine says of them). Raises InputError where rows fail."""
     list(engine.generate(rows[:2]))  # kernels are compiled, and what is used for the first time is touched
     before = engine_report(engine, plan, 1.0)
-    started = time.perf_counter()
+    started, host_started = time.perf_counter(), time.thread_time()
     failed = [c.error for c in engine.generate(rows) if c.error]
-    seconds = time.perf_counter() - started
+    seconds, host_s = time.perf_counter() - started, time.thread_time() - host_started
     if failed:
         raise InputError(f"{len(failed)} rows failed: {failed[0]}")
     account = engine_report(engine, plan, seconds)
     for counted in ("busy_s", "bytes_moved"):
         account[counted] = {lane: n - before[counted].get(lane, 0) for lane, n in account[counted].items()}
     account["sweeps"] -= before["sweeps"]
+    account["host_s"] = host_s
     return seconds, account
+
+
+def kernel_seconds(engine: Engine, rows: list[Request], trace: Path) -> list[dict]:
+    """Run rows under torch's profiler and write its trace.
+
+    Returns:
+        The kernels that took the most seconds on the GPU, or on the CPU where there is none.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = {ProfilerActivity.CPU, ProfilerActivity.CUDA}
+    with profile(activities=activities & profiler_activities()) as profiler:
+        list(engine.generate(rows))
+    profiler.export_chrome_trace(str(trace))
+    events = [
+        {
+            "name": e.key,
+            "count": e.count,
+            "device_s": e.self_device_time_total / 1e6,
+            "cpu_s": e.self_cpu_time_total / 1e6,
+        }
+        for e in profiler.key_averages()
+    ]
+    return sorted(events, key=lambda e: (-e["device_s"], -e["cpu_s"]))[:_MOST_KERNELS]
+
+
+def profiler_activities() -> set:
+    from torch.profiler import supported_activities
+
+    return set(supported_activities())
 
 
 def figures(args: argparse.Namespace, seconds: float, account: dict) -> dict:
@@ -233,6 +271,7 @@ def figures(args: argparse.Namespace, seconds: float, account: dict) -> dict:
     lanes = ("compute", "cpu_attention", "h2d", "d2h")
     return {
         "load_s": account["load_s"],
+        "host_s": account["host_s"],  # CPU time of the thread that launches
         "generation_s": seconds,
         "generated_tokens_per_s": generated / seconds,
         "total_tokens_per_s": (generated + args.num_prompts * args.input_len) / seconds,
@@ -267,6 +306,19 @@ def of_bound(
     return {"bound": asdict(least), "rates": asdict(rates), "of_bound": least.seconds / seconds}
 
 
+def summary(case: dict) -> str:
+    """One line for a person."""
+    parts = [f"{case['generated_tokens_per_s']:,.0f} generated tokens/s, block of {case['block']}"]
+    parts.append(
+        f"GPU busy {case['gpu_busy_frac']:.0%}, host {1e3 * case['host_s'] / max(1, case['sweeps']):.1f} ms a sweep"
+    )
+    if "of_bound" in case:
+        parts.append(f"{case['of_bound']:.0%} of the bound ({case['bound']['by']})")
+    predicted = case["predicted_generation_s"]
+    told = f"predicted {predicted:.1f}" if predicted else "not planned"
+    return ", ".join([*parts, f"{case['generation_s']:.1f} s ({told})"])
+
+
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("shape", type=Path, help="directory with a config.json")
@@ -284,7 +336,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--offload-dir", type=Path, default=BUILD / "offload", help="where weights of int4 are kept")
     parser.add_argument("--hardware", help="profile to plan with; without it, this machine is measured")
     parser.add_argument("--rates", type=Path, help="what gpu_rates.py wrote: tells how far from the bound it is")
-    parser.add_argument("--trace")
+    parser.add_argument("--no-graphs", action="store_true", help="capture no decode sweeps")
+    parser.add_argument("--trace", help="file for the Steps' times")
+    parser.add_argument(
+        "--kernel-trace", type=Path, help="file for torch's profile of a further run; .gz compresses it"
+    )
+    parser.add_argument("--traced-rows", type=int, default=16, help="rows of that run")
     parser.add_argument("--output", type=Path, required=True)
     return parser.parse_args(argv)
 
@@ -296,6 +353,7 @@ def main() -> None:
     except InputError as error:
         sys.exit(f"gpu_case: {error}")
     args.output.write_text(json.dumps(found, indent=1, default=str) + "\n")
+    print(f"summary: {summary(found)}")
 
 
 if __name__ == "__main__":

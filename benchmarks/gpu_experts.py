@@ -1,7 +1,7 @@
 """The time of one layer's mixture of experts on a CUDA GPU, of Qwen3-30B-A3B's shape.
 
-It is taken by the kernels that group tokens by expert, and with all experts multiplying all tokens, as on a GPU without
-such kernels. Writes JSON. Takes some seconds.
+It is taken by the kernels that group tokens by expert, and by torch, as on a GPU without such kernels, where the host
+waits for the router. Writes JSON. Takes some seconds.
 
     python benchmarks/gpu_experts.py --output experts.json
 """
@@ -45,7 +45,7 @@ def measure(dtype: torch.dtype) -> list[dict[str, float]]:
         if not ops.groups_experts(x, weights["gate_up.weight"], weights["down.weight"]):
             sys.exit("gpu_experts: there are no kernels for this GPU: Triton, and compute capability 8.0 or more")
         timed = {}
-        for name, way in (("grouped_s", experts.together), ("all_experts_s", experts.all_experts)):
+        for name, way in (("grouped_s", experts.together), ("torch_s", experts.chosen_experts)):
             call = partial(way, config, weights, x, *routes)
             timed[name] = 1 / device.rate(Trial(1, lambda i, call=call: call()), FULL)
         found.append({"tokens": tokens, **timed})
@@ -62,6 +62,11 @@ def main() -> None:
     with torch.inference_mode():
         found = measure(getattr(torch, args.dtype))
     args.output.write_text(json.dumps(found, indent=1) + "\n")
+    cases = [
+        f"{case['tokens']:,.0f} tokens {case['grouped_s'] * 1e3:.2f} ms ({case['torch_s'] * 1e3:.2f} by torch)"
+        for case in found
+    ]
+    print(f"summary: {'; '.join(cases)}")
 
 
 if __name__ == "__main__":

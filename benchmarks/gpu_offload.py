@@ -30,7 +30,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from gpu_bound import Job, Rates, bound
-from gpu_case import PLANNER
+from gpu_parts import PLANNER
 
 from batchgen.core.device import parse_device
 from batchgen.core.machine import available_memory_bytes
@@ -232,7 +232,8 @@ def main() -> None:
                 check_alike(result)
     result["times"] = ratios(result)
     args.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result["times"]))
+    best = {engine: max(result[engine]["rounds"], default=0.0) for engine in ENGINES if engine in result}
+    print("summary: " + ", ".join(f"{engine} {rate:,.1f} generated tokens/s" for engine, rate in best.items()))
 
 
 if __name__ == "__main__":

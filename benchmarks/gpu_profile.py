@@ -33,7 +33,9 @@ def main() -> None:
             )  # fmt: skip
     except InputError as error:
         sys.exit(f"gpu_profile: {error}")
-    args.output.write_text(json.dumps(profile.to_json(), indent=1) + "\n")
+    values = profile.to_json()
+    args.output.write_text(json.dumps(values, indent=1) + "\n")
+    print(f"summary: launching a layer takes {values['gpu']['launch_overhead_s'] * 1e6:.0f} us")
 
 
 if __name__ == "__main__":

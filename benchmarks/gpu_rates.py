@@ -6,22 +6,18 @@ python benchmarks/gpu_rates.py --output rates.json
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
-import os
 import sys
 from dataclasses import asdict, replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from gpu_bound import Rates
+from gpu_device import machine
 
-from batchgen.core.machine import available_memory_bytes
 from batchgen.profiler.timing import FULL, Device, Effort, Trial
 from batchgen.profiler.transfer import copy_rates, dram_read_rate
 
-_OPTIONAL = ("highspy", "gguf", "xxhash", "accelerate", "xdist")
 _QUICK = replace(FULL, point_s=0.01, pool_bytes=4 << 20)  # of a device that is no card: nobody looks at the numbers
 
 
@@ -42,23 +38,6 @@ def measure_rates(kind: str, dtype: str, effort: Effort) -> Rates:
     return Rates(copy_rates(device, effort)[0], max(products), max(reads), dram_read_rate(effort))
 
 
-def machine(kind: str) -> dict:
-    """Versions, sizes, and what is not installed."""
-    found = {
-        "python": sys.version.split()[0],
-        "torch": torch.__version__,
-        "triton": importlib.metadata.version("triton") if find_spec("triton") else None,
-        "missing": [name for name in _OPTIONAL if find_spec(name) is None],
-        "cores": os.cpu_count(),
-        "host_memory_bytes": available_memory_bytes(),
-    }
-    if kind == "cuda":
-        properties = torch.cuda.get_device_properties(0)
-        found |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory}
-        found["compute_capability"] = f"{properties.major}.{properties.minor}"
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
@@ -71,6 +50,11 @@ def main() -> None:
     effort = FULL if args.device == "cuda" else _QUICK
     found["rates"] = asdict(measure_rates(args.device, args.dtype, effort))
     args.output.write_text(json.dumps(found, indent=1) + "\n")
+    rates = {name: rate / 1e9 for name, rate in found["rates"].items()}
+    print(
+        f"summary: host to GPU {rates['h2d_bytes_per_s']:.1f} GB/s, {rates['gpu_flops_per_s'] / 1e3:.0f} TFLOP/s,"
+        f" GPU memory {rates['gpu_read_bytes_per_s']:,.0f} GB/s, host memory {rates['cpu_read_bytes_per_s']:.0f} GB/s"
+    )
 
 
 if __name__ == "__main__":

@@ -167,14 +167,28 @@ def uncollected(calls: Path) -> str | None:
     return None if status == 0 else f"exit status {status}: {log.read_text()[-1500:]}"
 
 
+def ready_parts() -> list[str]:
+    """Names of the parts that are rehearsed: those that run on a card, by no other program than Python."""
+    from gpu_parts import PARTS
+
+    return [
+        name
+        for name, part in PARTS.items()
+        if name != "build" and not part.programs and "--compile" not in part.command
+    ]
+
+
 def rehearse(name: str, calls: Path, every_test: bool) -> str | None:
     """Runs a part up to its first CUDA call; what is wrong with it, or None."""
-    import gpu_check
+    from gpu_parts import PARTS
+    from gpu_tests import TEST_LOG
 
-    part = gpu_check.PARTS[name]
-    tests, command = "pytest" in part.command, list(part.command)
+    part = PARTS[name]
+    tests = part.is_tests
     log, done = calls.with_name("log"), calls.with_name("tests")
-    os.environ[gpu_check._TEST_LOG] = str(done)
+    places = {"{work}": str(calls.parent), "{output}": str(calls.with_name("output"))}
+    command = [re.sub(r"\{\w+\}", lambda found: places[found[0]], word) for word in part.command[1:]]
+    os.environ |= {TEST_LOG: str(done)} | dict(part.environment)
     done.write_text("")
     calls.write_text("")
     if tests and not every_test:
@@ -202,7 +216,6 @@ def main() -> None:
     args = parser.parse_args()
     os.chdir(HERE.parent)
     with rehearsing() as calls:
-        import gpu_check
         import pyarrow  # noqa: F401
         import torch  # noqa: F401
         import transformers  # noqa: F401
@@ -211,7 +224,7 @@ def main() -> None:
         if args.collect or not args.parts:
             wrong += (problem := uncollected(calls)) is not None
             print(f"collection of all tests marked gpu: {problem or 'ok'}", flush=True)
-        names = args.parts or [n for n, part in gpu_check.PARTS.items() if part.command]
+        names = args.parts or ready_parts()
         for name in names:
             problem = rehearse(name, calls, args.all)
             print(f"{name}: {problem or 'ok'}", flush=True)

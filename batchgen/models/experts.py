@@ -5,8 +5,8 @@ results of a token's experts are added in the order in which the router ranks th
 depend on other tokens.
 
 On the CPU, `split_experts` splits the stacked matrices into one matrix for each expert. The products of all experts are
-then one loop. On a GPU the host must not wait for the router's choice. There the matrices of all experts stay stacked,
-and the kernels find the experts of each token.
+then one loop. On a GPU the matrices of all experts stay stacked, and kernels find the experts of each token, so that
+the host does not wait for the router's choice. On a GPU without such kernels it does.
 """
 
 from __future__ import annotations
@@ -230,21 +230,27 @@ def together(config: ModelConfig, weights: Weights, x: Tensor, shares: Tensor, c
     """The weighted sum of the results of each token's experts, fp32 [tokens, hidden], for stacked matrices."""
     gate_up, down = (weights[name] for name in MATRICES)
     if not ops.groups_experts(x, gate_up, down):
-        return all_experts(config, weights, x, shares, chosen)
+        return chosen_experts(config, weights, x, shares, chosen)
     biases = weights.get("gate_up.bias"), weights.get("down.bias")
     return ops.grouped_experts(x, shares, chosen, gate_up, biases[0], down, biases[1], config.mlp_activation)
 
 
-def all_experts(config: ModelConfig, weights: Weights, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
-    """The result of `together` in torch: every expert multiplies all tokens, and only chosen results are added.
+def chosen_experts(config: ModelConfig, weights: Weights, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+    """The result of `together` in torch, on any device: every expert multiplies its own tokens, one expert at a time.
 
-    This is experts / experts_per_token times the necessary work. It is used if there are no kernels.
+    The host waits once, for the number of tokens of each expert.
     """
-    weights = _split(config, weights)
-    of_each = shares.new_zeros(len(x), config.num_experts).scatter_(1, chosen, shares)
+    weights, k, flat = _split(config, weights), chosen.shape[1], chosen.reshape(-1)
+    order = flat.argsort(stable=True)
+    counts = flat.new_zeros(config.num_experts).scatter_add_(0, flat, torch.ones_like(flat))
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device)).view(-1, k)
+    rows, start = x.index_select(0, order // k), 0
+    for e, count in enumerate(counts.tolist()):
+        if count:
+            some = rows[start : start + count]
+            _expert(config, weights, e, some, some, x.new_empty(count, config.intermediate_size))
+        start += count
     total = torch.zeros_like(x, dtype=torch.float32)
-    inner, result = x.new_empty(len(x), config.intermediate_size), torch.empty_like(x)
-    for e in range(config.num_experts):
-        _expert(config, weights, e, x, result, inner)
-        total += result * of_each[:, e : e + 1]
+    for i in range(k):
+        total.addcmul_(rows.index_select(0, place[:, i]).float(), shares[:, i : i + 1])
     return total

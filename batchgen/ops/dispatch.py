@@ -28,7 +28,7 @@ from torch import Tensor
 from batchgen.core.dtypes import WEIGHT_CODE_BITS, KVFormat
 from batchgen.core.kernel_choice import TORCH
 from batchgen.ops import cpp as kernels
-from batchgen.ops import quant, reference, state_kernels, state_reference
+from batchgen.ops import quant, reference, state_kernels, state_reference, torch_attention
 from batchgen.ops.attention_plan import AttentionPlan
 from batchgen.ops.cpp import BlockWeight, BoundWeight, KernelWeight, PackedWeight
 from batchgen.ops.sampling import Draws
@@ -56,7 +56,7 @@ class SplitWeight:
 
 
 Weight: TypeAlias = KernelWeight | SplitWeight
-PreparedAttention: TypeAlias = "reference.DeviceAttentionPlan | kernels.AttentionPlan | DevicePlan"
+PreparedAttention: TypeAlias = "torch_attention.TorchAttentionPlan | kernels.AttentionPlan | DevicePlan"
 CPU = torch.device("cpu")
 # The largest M that torch's own linear is given on the CPU. Beyond it torch may block rows in another way, and the
 # profiler checks up to here that a row's result does not depend on M.
@@ -547,16 +547,13 @@ def prepare_attention(  # shapes of one launch
         A plan for the kernels of this device and these shapes, or for torch.
     """
     group = heads // kv_heads
-    if device.type != "cpu":
-        triton_kernels = _device_kernels(device)
-        if triton_kernels and triton_kernels.supports_attention(head_dim, group, kv_block_size, device):
-            return triton_kernels.prepare_attention(
-                plan, heads, kv_heads, head_dim, kv_block_size, dtype, kv_format, device
-            )
-        return reference.prepare_attention(plan, kv_heads, kv_block_size, dtype, device)
-    if not kernels.supports_attention(head_dim, group):
-        return reference.prepare_attention(plan, kv_heads, kv_block_size, dtype)
-    return kernels.attention_plan(plan, kv_heads, group, kv_block_size, kv_format.row_bytes(head_dim), isa)
+    if device.type == "cpu" and kernels.supports_attention(head_dim, group):
+        return kernels.attention_plan(plan, kv_heads, group, kv_block_size, kv_format.row_bytes(head_dim), isa)
+    triton_kernels = None if device.type == "cpu" else _device_kernels(device)
+    compute: ModuleType = torch_attention
+    if triton_kernels and triton_kernels.supports_attention(head_dim, group, kv_block_size, device):
+        compute = triton_kernels
+    return compute.prepare_attention(plan, heads, kv_heads, head_dim, kv_block_size, dtype, kv_format, device)
 
 
 def cut_attention(
@@ -637,8 +634,8 @@ def paged_attention(
     """
     if isinstance(plan, kernels.AttentionPlan):
         compute = kernels.attention
-    elif isinstance(plan, reference.DeviceAttentionPlan):
-        compute = reference.paged_attention
+    elif isinstance(plan, torch_attention.TorchAttentionPlan):
+        compute = torch_attention.paged_attention
     else:
         compute = _card_kernels().paged_attention
     return compute(q, kv, plan, out, bits, softcap, sinks).flatten(1)
@@ -688,7 +685,7 @@ def kv_rows(slots: np.ndarray | Tensor, kv_heads: int, kv_block_size: int) -> Te
     Returns:
         Row numbers, int64 [tokens * kv_heads], on the device of `slots`.
     """
-    slots = torch.as_tensor(slots).long()[:, None]
+    slots = (slots if isinstance(slots, Tensor) else torch.from_numpy(slots)).long()[:, None]
     heads = torch.arange(kv_heads, device=slots.device)
     rows = (slots // kv_block_size * (2 * kv_heads) + heads) * kv_block_size + slots % kv_block_size
     return rows.view(-1)

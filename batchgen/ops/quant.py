@@ -31,7 +31,6 @@ from torch import Tensor
 from batchgen.core import dtypes as formats
 from batchgen.core.dtypes import CODE_GROUP, WEIGHT_CODE_BITS, code_bytes
 
-_PLACES = torch.arange(8, dtype=torch.uint8)  # of bits in a byte
 _MAX_FP16 = 65504.0
 # Ranges that a fit starts from, as parts of a group's own, and its rounds from each.
 _NARROWER, _FIT_ROUNDS = (1.0, 0.92, 0.84, 0.76), 3
@@ -175,9 +174,14 @@ def _joined(codes: Tensor, bits: int) -> Tensor:
         return nibbles
     whole = half + -half % 8
     halves = [F.pad(part >> 4, (0, whole - part.shape[-1])) for part in (codes[..., :half], codes[..., half:])]
-    places = _PLACES.to(codes.device)
+    places = _bit_places(codes.device)
     fifth = [(part.unflatten(-1, (-1, 8)) << places).sum(-1, dtype=torch.uint8) for part in halves]
     return torch.cat((nibbles, *fifth), -1)
+
+
+def _bit_places(device: torch.device) -> Tensor:
+    """The places of bits in a byte, uint8 [8], made on the device: the host would wait for a copy."""
+    return torch.arange(8, dtype=torch.uint8, device=device)
 
 
 def _apart(stored: Tensor, bits: int, size: int) -> Tensor:
@@ -189,7 +193,7 @@ def _apart(stored: Tensor, bits: int, size: int) -> Tensor:
     codes = torch.cat((nibbles & 15, nibbles[..., : size - half] >> 4), -1)
     if bits == 4:
         return codes
-    places = _PLACES.to(stored.device)
+    places = _bit_places(stored.device)
     low, high = ((part.unsqueeze(-1) >> places & 1).flatten(-2) for part in stored[..., half:].chunk(2, -1))
     return codes | torch.cat((low[..., :half], high[..., : size - half]), -1) << 4
 

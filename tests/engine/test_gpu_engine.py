@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiered import CPU, everything_moves, generate, make_parts, make_policy
 
 from batchgen import Engine, Request, SamplingParams
 from batchgen.core.cache_folder import cache_dir
@@ -54,6 +55,22 @@ def test_greedy_tokens_are_those_of_the_cpu(tiny_models, family, admission):
 @pytest.mark.parametrize(("family", "admission"), [("qwen3_moe", "static"), ("gpt_oss", "continuous")])
 def test_greedy_tokens_of_experts_are_those_of_the_cpu(tiny_models, family, admission):
     check_greedy_tokens(str(tiny_models(family)[0]), admission)
+
+
+@pytest.mark.gpu
+@on_card
+def test_tokens_where_everything_moves_are_those_of_the_cpu(tiny_models, tmp_path):
+    """Weights of 4 bits in all tiers, KV in every placement, activations that leave the card."""
+    path = tiny_models("llama")[0]
+    prompts = rows(12, 400, longest=60)
+    expected, on_card = (
+        generate(make_parts(path, device, policy, tmp_path), prompts, [12] * len(prompts))
+        for device, policy in (
+            (CPU, make_policy(path, CPU, weight_format="int4")),
+            (Device("cuda"), everything_moves(path)),
+        )
+    )
+    assert on_card == expected
 
 
 @pytest.mark.gpu

@@ -3,14 +3,11 @@
 So that the first contact finds no other faults.
 """
 
-import ast
 import importlib.util
 import json
 import os
 import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -25,9 +22,9 @@ sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "peers")]
 
 import accelerate_gpu_offload  # noqa: E402
 import gpu_case  # noqa: E402
-import gpu_check  # noqa: E402
 import gpu_offload  # noqa: E402
 import gpu_rates  # noqa: E402
+import gpu_rehearsal  # noqa: E402
 import run_flexgen  # noqa: E402
 from gpu_bound import Job, Rates, bound  # noqa: E402
 
@@ -149,8 +146,8 @@ class TestCase:
         )
         assert case["sweeps"] >= 5 and case["busy_s"]["compute"] > 0
         assert (case["predicted_generation_s"] is not None) == (policy == "planned")
-        said = gpu_check.table({"parts": {"it": {"outcome": "ok", "seconds": 1.0, "case": case}}})
-        assert "of the bound" in said and ("predicted" in said) == (policy == "planned")
+        said = gpu_case.summary(case)
+        assert "of the bound" in said and ("not planned" in said) == (policy != "planned")
 
     def test_plain_policies_are_what_their_names_say(self, run_case):
         """The three ways of KV, each measured by itself: so the block is the same, and what is busy is not."""
@@ -176,157 +173,16 @@ class TestCase:
         with pytest.raises(SystemExit, match=r"gpu_case: --gpu-memory 32\.0 MiB is too small"):
             run_case("resident", "--gpu-memory", "32MiB")
 
-    def test_nothing_is_planned_in_silence_without_a_planner(self, run_case, monkeypatch):
-        monkeypatch.setattr(gpu_case, "find_spec", lambda name: None if name == "highspy" else object())
-        with pytest.raises(SystemExit, match=r"needs highspy.*--policy resident, cpu or streamed"):
+    @pytest.mark.parametrize("missing", ["highspy", "pulp"])
+    def test_nothing_is_planned_in_silence_without_a_planner(self, run_case, monkeypatch, missing):
+        monkeypatch.setattr(gpu_case, "find_spec", lambda name: None if name == missing else object())
+        with pytest.raises(SystemExit, match=rf"needs {missing}.*--policy resident, cpu or streamed"):
             run_case("planned")
 
     def test_a_card_that_is_not_there(self, run_case, monkeypatch):
         monkeypatch.setattr("batchgen.core.device.has_cuda", lambda: False)
         with pytest.raises(SystemExit, match=r"gpu_case: .*no CUDA device"):
             run_case("cpu", "--device", "cuda")
-
-
-class TestCheck:
-    def test_each_call_is_short_and_has_its_tests_first(self):
-        """Whatever is run where: with the kernels built first."""
-        assert gpu_check.CALL_SECONDS < 9 * 60
-        for call in gpu_check.CALLS:
-            most = sum(gpu_check.PARTS[name].most_s for name in {*call, "build"})
-            assert most <= gpu_check.CALL_SECONDS, call
-            assert call[0] == "machine"
-        order = [name for call in gpu_check.CALLS for name in call]
-        assert set(order) == set(gpu_check.PARTS)
-        tests = [i for i, name in enumerate(order) if name.startswith("tests-")]
-        assert max(tests) < min(i for i, name in enumerate(order) if gpu_check.PARTS[name].needs or "llama" in name)
-
-    def test_all_tests_that_need_a_card_are_in_a_part(self):
-        named = {arg for part in gpu_check.PARTS.values() for arg in part.command if arg.startswith("tests/")}
-        marked = {
-            str(path.relative_to(ROOT))
-            for path in (ROOT / "tests").rglob("test_*.py")
-            if any(ast.unparse(d) == "pytest.mark.gpu" for d in decorators(path))
-        }
-        assert named == marked
-
-    @pytest.fixture
-    def check(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(gpu_check, "BUILD", tmp_path / "build")
-        return gpu_check.Check(tmp_path / "check.json")
-
-    def test_what_is_stopped_ends_with_all_its_processes_and_tells_what_it_said(self, check, tmp_path, monkeypatch):
-        """Also with what its processes have started, which holds the pipe open."""
-        monkeypatch.setattr(gpu_check, "_LEAST_S", 0)
-        pipe = tmp_path / "pipe"
-        os.mkfifo(pipe)
-        script = f"echo begun; (exec 3>{pipe}; sleep 60) & sleep 60"
-        with ThreadPoolExecutor(1) as readers:
-            ended = readers.submit(pipe.read_bytes)
-            part = check.run("slow", [["true"], ["sh", "-c", script], ["touch", str(tmp_path / "next")]], 1)
-            check.done("slow")
-            assert ended.result(timeout=600) == b""
-        assert part["outcome"] == "stopped after 1 s" and "begun" in part["told"]
-        assert not (tmp_path / "next").exists()
-        assert json.loads((tmp_path / "check.json").read_text())["parts"]["slow"]["outcome"] == part["outcome"]
-
-    def test_what_has_no_time_left_is_not_begun(self, check, tmp_path):
-        check._ends = time.monotonic() + 1
-        assert check.run("late", [["touch", str(tmp_path / "begun")]], 60)["outcome"] == "not run: the time was over"
-        assert not (tmp_path / "begun").exists()
-
-    def test_tests_count_as_far_as_they_came(self, check, tmp_path, monkeypatch):
-        (tmp_path / "test_it.py").write_text(
-            "import os, pytest\n"
-            "def test_good(): pass\n"
-            "def test_bad(): assert 1 == 2\n"
-            "@pytest.mark.skip(reason='no such thing')\n"
-            "def test_left_out(): pass\n"
-            "def test_last(): os._exit(9)\n"
-        )
-        part = gpu_check._tests(60, "-c", os.devnull, str(tmp_path / "test_it.py"))
-        part = replace(part, command=tuple(arg for arg in part.command if arg not in ("-m", "gpu")))
-        monkeypatch.setattr(gpu_check, "PARTS", {"tests-some": replace(part, command=("-m", *part.command))})
-        monkeypatch.setattr(gpu_check, "find_spec", lambda name: None)
-        gpu_check.run_part(check, "tests-some")
-        found = check.result["parts"]["tests-some"]
-        assert found["outcome"] == "failed (9)"
-        assert found["tests"] == {"passed": 1, "failed": 1, "skipped": 1}
-        assert "assert 1 == 2" in found["failures"][0]["why"] and "no such thing" in str(found["skipped"])
-        assert "1 passed, 1 failed, 1 skipped" in (tmp_path / "check.md").read_text()
-
-    def test_where_all_tests_are_left_out_nothing_was_checked(self, tmp_path):
-        log = tmp_path / "tests"
-        log.write_text('{"test": "a", "outcome": "skipped", "seconds": 0, "why": "no CUDA device"}\n')
-        assert gpu_check._tests_found(log, "ok")["outcome"] == "failed: no test ran"
-
-    def test_planned_jobs_wait_for_a_planner(self, check, monkeypatch, tmp_path):
-        monkeypatch.setattr(gpu_check, "find_spec", lambda name: None)
-        gpu_check.run_part(check, "opt-30b, planned")
-        assert "highspy not installed (--wheels)" in check.result["parts"]["opt-30b, planned"]["outcome"]
-        for name in ("highspy",):
-            (tmp_path / "site" / name).mkdir(parents=True)
-        check.site, ran = tmp_path / "site", []
-        monkeypatch.setattr(check, "run", lambda name, *_: ran.append(name) or check.skip(name, "") or {})
-        gpu_check.run_part(check, "opt-30b, planned")
-        assert ran == ["opt-30b, planned"]
-
-    def test_wheels_are_found_by_parts(self, check, tmp_path):
-        folder, name = tmp_path / "wheels", "carried-1-py3-none-any.whl"
-        folder.mkdir()
-        files = {
-            "carried.py": "here = 'yes'\n",
-            "carried-1.dist-info/METADATA": "Metadata-Version: 2.1\nName: carried\nVersion: 1\n",
-            "carried-1.dist-info/WHEEL": "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        }
-        import zipfile
-
-        with zipfile.ZipFile(folder / name, "w") as wheel:
-            for path, text in files.items():
-                wheel.writestr(path, text)
-            record = "".join(f"{path},,\n" for path in [*files, "carried-1.dist-info/RECORD"])
-            wheel.writestr("carried-1.dist-info/RECORD", record)
-        gpu_check.use_wheels(check, folder)
-        part = check.run("it", [[sys.executable, "-c", "import carried; print(carried.here)"]], 60)
-        assert part["outcome"] == "ok", part
-        with pytest.raises(SystemExit, match="make gpu-wheels"):
-            gpu_check.use_wheels(check, tmp_path)
-
-    def test_results_of_several_calls_are_put_together(self, tmp_path, monkeypatch):
-        def part(outcome):
-            return {"outcome": outcome, "seconds": 1.0}
-
-        first = {"machine": {"gpu": "A"}, "parts": {"machine": part("ok"), "profile": part("ok"), "build": part("ok")}}
-        second = {
-            "parts": {
-                "profile": part("not run: the time was over"),
-                "tests-engine": part("ok"),
-                "build": part("failed (1)"),
-            }
-        }
-        for name, result in (("a.json", first), ("b.json", second)):
-            (tmp_path / name).write_text(json.dumps(result))
-        paths = [str(tmp_path / name) for name in ("a.json", "b.json")]
-        monkeypatch.setattr(sys, "argv", ["gpu_check", "--output", str(tmp_path / "whole.json"), "--merge", *paths])
-        gpu_check.main()
-        whole = json.loads((tmp_path / "whole.json").read_text())
-        assert whole["machine"] == {"gpu": "A"} and list(whole["parts"]) == [
-            "machine",
-            "build",
-            "tests-engine",
-            "profile",
-        ]
-        assert [p["outcome"] for p in whole["parts"].values()] == ["ok", "failed (1)", "ok", "ok"]
-
-    def test_parts_are_named_on_the_command_line(self):
-        assert gpu_check.arguments(["--parts", "machine,tests-engine"]).parts == ("machine", "tests-engine")
-        assert len(gpu_check.arguments(["--parts", "llama-8b"]).parts) == 4
-        with pytest.raises(SystemExit):
-            gpu_check.arguments(["--parts", "nothing"])
-
-
-def decorators(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        yield from getattr(node, "decorator_list", [])
 
 
 def rehearse(*arguments):
@@ -341,13 +197,13 @@ def rehearse(*arguments):
 @pytest.mark.slow
 def test_parts_come_as_far_as_their_first_cuda_call_with_the_listed_packages_alone():
     """Those that are quick, and the collection of tests; `make test-all` runs all parts with all their tests."""
-    told = rehearse("--collect", "--parts", "machine", "profile", "opt-30b, KV streamed")
+    told = rehearse("--collect", "--parts", "rates", "profile", "opt-30b, KV streamed")
     assert told.count(": ok\n") == 4
 
 
 @pytest.mark.thorough
 def test_all_parts_come_as_far_as_their_first_cuda_call():
-    assert rehearse("--all").count(": ok\n") == len(gpu_check.PARTS)  # with the collection, and without the build
+    assert rehearse("--all").count(": ok\n") == 1 + len(gpu_rehearsal.ready_parts())  # with the collection
 
 
 class TestOffload:

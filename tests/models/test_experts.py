@@ -76,6 +76,21 @@ def test_tokens_go_through_their_experts(num_experts, k, split):
         torch.testing.assert_close(got.double(), one_by_one(config, tensors, x), atol=1e-5, rtol=1e-5)
 
 
+def test_each_expert_multiplies_only_its_own_tokens_without_kernels_too(monkeypatch):
+    config, tensors = mixture(64, 8)
+    x = torch.randn(50, config.hidden_size, generator=torch.Generator().manual_seed(3))
+    multiplied, linear = [], ops.linear
+
+    def counted(rows, weight, *args, **options):
+        if weight.shape[0] == 2 * config.intermediate_size:  # gates and up projections of one expert
+            multiplied.append(len(rows))
+        return linear(rows, weight, *args, **options)
+
+    monkeypatch.setattr(ops, "linear", counted)
+    experts(config, tensors, x)
+    assert sum(multiplied) == 50 * 8 and 0 not in multiplied
+
+
 @pytest.mark.parametrize("split", [True, False])
 def test_all_tokens_go_through_the_shared_expert(split):
     fields = {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 56}

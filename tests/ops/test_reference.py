@@ -1,4 +1,4 @@
-"""Paged attention in torch (`reference`) against float64, for random mixes of prefill, decode, shared prefixes and
+"""Paged attention in torch (`torch_attention`) against float64, for random mixes of prefill, decode, prefixes and
 windows; what both it and the kernels (test_cpp.py) rest on."""
 
 import numpy as np
@@ -7,11 +7,12 @@ import torch
 from attention_cases import attended, laid_out
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchgen.core.dtypes import KVFormat
 from batchgen.ops import cpp as kernels
 from batchgen.ops import dispatch as ops
-from batchgen.ops import reference
+from batchgen.ops import torch_attention
 from batchgen.ops.attention_plan import (
     SequenceSlice,
     SweepTables,
@@ -42,6 +43,11 @@ def sweeps(draw):
     return prefix_blocks, sequences, window, heads, draw(st.integers(0, 2**20))
 
 
+def prepare(plan, heads, kv_heads, head_dim, dtype=torch.float32, kv_format="float32"):
+    kv_format = KVFormat.of(kv_format)
+    return torch_attention.prepare_attention(plan, heads, kv_heads, head_dim, BLOCK, dtype, kv_format, ops.CPU)
+
+
 def run(case, dtype, head_dim=32):
     prefix_blocks, sequences, window, (heads, kv_heads), seed = case
     slices, groups, num_blocks = laid_out(prefix_blocks, sequences, BLOCK, seed)
@@ -53,9 +59,9 @@ def run(case, dtype, head_dim=32):
     q = (torch.randn(tokens, heads, head_dim) * 0.4).to(dtype)
     kv = torch.randn(num_blocks, 2, kv_heads, BLOCK, head_dim).to(dtype)
     softcap = 2.0 if seed % 3 == 1 else 0.0
-    prepared = reference.prepare_attention(plan, kv_heads, BLOCK, dtype)
+    prepared = prepare(plan, heads, kv_heads, head_dim, dtype)
     sinks = torch.randn(heads) * 3 if seed % 2 else None
-    got = reference.paged_attention(q, kv, prepared, softcap=softcap, sinks=sinks)
+    got = torch_attention.paged_attention(q, kv, prepared, softcap=softcap, sinks=sinks)
     return got.double(), attended(q, kv.float(), slices, window, softcap, sinks), plan
 
 
@@ -67,11 +73,64 @@ def test_fp32_matches_float64(case):
 
 
 @settings(max_examples=30, deadline=None)
+@given(sweeps(), st.sampled_from([32, 48, 64]), st.sampled_from([1, 20]), st.sampled_from([20 << 10, 8 << 20]))
+def test_items_that_are_cut_match_too(case, most_keys, most_tokens, batch_bytes):
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"_MOST_KEYS": most_keys, "_MOST_TOKENS": most_tokens}.items():
+            patch.setattr(torch_attention, name, value)
+        patch.setattr(torch_attention, "_CPU_BATCH_BYTES", batch_bytes)
+        got, expected, _ = run(case, torch.float32)
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
+
+
+@settings(max_examples=30, deadline=None)
 @given(sweeps())
 def test_bf16_within_its_precision(case):
     got, expected, _ = run(case, torch.bfloat16)
     # Scores of magnitude ~8 carry a relative error of 2**-9 into the exponent; outputs are means of N(0, 1).
     torch.testing.assert_close(got, expected, atol=0.08, rtol=0.05)
+
+
+class CountedOperations(TorchDispatchMode):
+    """Counts the operations of torch that are not mere views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not func.is_view
+        return func(*args, **kwargs or {})
+
+
+def operations(num_sequences, queries):
+    """Number of torch's operations for the attention of so many sequences with about as many tokens each."""
+    draw = np.random.default_rng(0)
+    lengths = sorted(draw.integers(max(1, queries * 9 // 10), queries, num_sequences, endpoint=True).tolist())
+    blocks = -(-(queries + 100) // BLOCK)
+    slices = [
+        SequenceSlice(n, 100 - n % 3, np.arange(i * blocks, (i + 1) * blocks, dtype=np.int32))
+        for i, n in enumerate(lengths)
+    ]
+    plan = plan_attention(slices, [], kv_block_size=BLOCK, key_bytes=8 * 4)
+    q, kv = torch.randn(sum(lengths), 4, 8), torch.randn(blocks * num_sequences, 2, 2, BLOCK, 8)
+    prepared = prepare(plan, 4, 2, 8)
+    with CountedOperations() as counted:
+        torch_attention.paged_attention(q, kv, prepared)
+    return counted.count
+
+
+@pytest.mark.parametrize("queries", [1, 40])
+def test_many_sequences_take_no_more_operations_than_few(queries):
+    assert 5 < operations(64, queries) <= 2 * operations(2, queries)
+
+
+def test_what_lies_beyond_the_last_key_need_not_be_a_number():
+    slices = [SequenceSlice(n, 20 - n, np.array([0, 1], np.int32) + 2 * n) for n in (1, 3, 17)]
+    plan = plan_attention(slices, [], kv_block_size=BLOCK, key_bytes=8 * 4)
+    q, kv = torch.randn(21, 2, 8), torch.randn(36, 2, 1, BLOCK, 8)
+    meant = torch_attention.paged_attention(q, kv, prepare(plan, 2, 1, 8))
+    for s in slices:
+        kv[int(s.blocks[1]), :, :, 4:] = float("nan")
+    assert torch.equal(torch_attention.paged_attention(q, kv, prepare(plan, 2, 1, 8)), meant)
 
 
 def test_a_shared_prefix_is_attended_to_once():
@@ -104,7 +163,7 @@ def test_rotated_keys_with_one_large_channel_keep_their_products(name, head_dim)
     plan = plan_attention(SweepTables.of(slices), [], kv_block_size=BLOCK, key_bytes=heads * head_dim * 4, window=None)
     for prepared in (
         ops.prepare_attention(plan, heads, heads, head_dim, BLOCK, torch.float32, kv_format),
-        reference.prepare_attention(plan, heads, BLOCK, torch.float32),
+        prepare(plan, heads, heads, head_dim, kv_format=name),
     ):
         out = ops.paged_attention(rotated[-1:], kv, prepared, bits=kv_format.bits).view(heads, head_dim)
         check_close_to_exact(out, q[-1] * scale, k, v, kv_format.bits)
@@ -146,5 +205,5 @@ def test_any_number_of_heads_may_share_a_kv_head(heads):
     q, kv = torch.randn(4, heads, 32) * 0.4, torch.randn(3, 2, 1, BLOCK, 32)
     prepared = ops.prepare_attention(plan, heads, 1, 32, BLOCK, torch.float32, KVFormat("float32"))
     assert isinstance(prepared, kernels.AttentionPlan) == (heads == 288)
-    meant = reference.paged_attention(q, kv, reference.prepare_attention(plan, 1, BLOCK, torch.float32))
+    meant = torch_attention.paged_attention(q, kv, prepare(plan, heads, 1, 32))
     torch.testing.assert_close(ops.paged_attention(q, kv, prepared), meant.flatten(1), atol=1e-5, rtol=1e-5)

@@ -1,7 +1,8 @@
-"""Triton's kernels by its interpreter, on a card where there is one, and compiled for cards that are not there.
+"""Triton's kernels by its interpreter, and compiled for cards that are not there.
 
-The checks are in triton_checks.py. Kernels are made for the interpreter or for a card when they are imported, so each
-of these is a process of its own, whatever this one has imported.
+The checks are in triton_checks.py and its neighbours. Kernels are made for the interpreter or for a card when they are
+imported, so each of these is a process of its own, whatever this one has imported. On a card, `make gpu-check` runs the
+checks themselves (BATCHGEN_CHECK_DEVICE=cuda), so that each is a test of its own.
 """
 
 import os
@@ -12,7 +13,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
 from thorough import quick_or
 
 HERE = Path(__file__).parent
@@ -29,13 +29,12 @@ def run(*command, **environment):
     return done.stdout
 
 
-def check(which, device, tmp_path, checks="triton_checks.py"):
-    cache = os.environ.get("TRITON_CACHE_DIR", tmp_path) if device == "cuda" else tmp_path
+def check(which, tmp_path, checks="triton_checks.py"):
     told = run(
         *("-m", "pytest", "--tb=short", "-p", "no:cacheprovider", "-k", which, HERE / checks),
-        *(quick_or(("--part", "0.4"), ()) if device == "cpu" else ()),
-        BATCHGEN_CHECK_DEVICE=device,
-        TRITON_CACHE_DIR=str(cache),
+        *quick_or(("--part", "0.4"), ()),
+        BATCHGEN_CHECK_DEVICE="cpu",
+        TRITON_CACHE_DIR=str(tmp_path),
     )
     assert " passed" in told
 
@@ -49,38 +48,18 @@ CHECKS = {"attention": ATTENTION, "experts": EXPERTS, "the rest": f"not ({ATTENT
 @pytest.mark.slow
 @pytest.mark.parametrize("which", CHECKS)
 def test_under_the_interpreter(which, tmp_path):
-    check(CHECKS[which], "cpu", tmp_path)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("which", CHECKS)
-def test_on_a_card(which, tmp_path):
-    check(CHECKS[which], "cuda", tmp_path)
+    check(CHECKS[which], tmp_path)
 
 
 @pytest.mark.slow
 def test_captured_sweeps_under_the_interpreter(tmp_path):
-    check("", "cpu", tmp_path, "graph_checks.py")
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_captured_sweeps_on_a_card(tmp_path):
-    check("", "cuda", tmp_path, "graph_checks.py")
+    check("", tmp_path, "graph_checks.py")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", STATE_CHECKS)
 def test_state_layers_under_the_interpreter(which, tmp_path):
-    check(STATE_CHECKS[which], "cpu", tmp_path, "triton_state_checks.py")
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("which", STATE_CHECKS)
-def test_state_layers_on_a_card(which, tmp_path):
-    check(STATE_CHECKS[which], "cuda", tmp_path, "triton_state_checks.py")
+    check(STATE_CHECKS[which], tmp_path, "triton_state_checks.py")
 
 
 @pytest.mark.slow

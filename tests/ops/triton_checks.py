@@ -1,5 +1,5 @@
-"""Every Triton kernel against float64. `test_triton.py` runs this file, in processes of their own: under Triton's
-interpreter, and on a card where there is one."""
+"""Every Triton kernel against float64: under Triton's interpreter, where `test_triton.py` runs this file in processes
+of their own, and on a card by `make gpu-check`."""
 
 import math
 from dataclasses import replace
@@ -680,7 +680,7 @@ def test_a_mixture_whose_experts_are_together_is_that_of_the_cpu(shared, monkeyp
     expected = experts(config, split_experts(config, tensors, 0), x)
     if DEVICE.type == "cpu":
         monkeypatch.setattr(ops, "_device_kernels", lambda device: triton_kernels)
-    monkeypatch.setattr("batchgen.models.experts.all_experts", None)
+    monkeypatch.setattr("batchgen.models.experts.chosen_experts", None)
     torch.backends.cuda.matmul.allow_tf32 = False
     got = experts(config, {name: tensor.to(DEVICE) for name, tensor in tensors.items()}, x.to(DEVICE))
     torch.testing.assert_close(got.cpu(), expected, atol=2e-5, rtol=2e-5)

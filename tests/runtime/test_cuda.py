@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_cuda import CARD, fake_card
+from fake_cuda import CARD, T4, fake_card
 from planner_cases import llama_8b
 from tiered import before_each_step, everything_moves, make_parts, make_policy, make_requests
 from tiny_models import FAMILIES, MODELS
@@ -45,6 +45,12 @@ STEPS = {
 @pytest.fixture
 def card():
     with fake_card() as card:
+        yield card
+
+
+@pytest.fixture
+def t4():
+    with fake_card(T4) as card:
         yield card
 
 
@@ -111,14 +117,17 @@ def test_every_operation_finds_its_tensors_on_one_device(
     assert has_experts == ({"_sort", "_multiply", "_add"} <= launched)
 
 
-def test_experts_in_8_bits_multiply_all_tokens(tiny_models, tmp_path, card, cold):
-    """For which there are no kernels: torch does it."""
-    path = tiny_models("qwen3_moe", **LAYERS)[0]
-    policy = make_policy(path, CUDA, weight_format="int8", embedding_tier="gpu")
-    with Engine.from_parts(make_parts(path, CUDA, policy, tmp_path, longest_tokens=64)) as engine:
+@pytest.mark.parametrize(("family", "kind"), [("llama", "resident"), ("gemma2", "4 bits"), ("opt", "everything moves")])
+def test_a_card_without_triton_products_waits_for_no_copy_either(tiny_models, tmp_path, t4, cold, family, kind):
+    path = tiny_models(family, **LAYERS)[0]
+    with engine_on_card(path, tmp_path, kind) as engine:
+        run(engine)  # tables that are made at their first use
+        t4.copies.clear()
+        t4.waited_for.clear()
         run(engine)
-    launched = {name for name, *_ in card.launched}
-    assert "_norm" in launched and "_multiply" not in launched
+    assert t4.copies and not t4.waited_for
+    launched = {name for name, *_ in t4.launched}
+    assert "_norm" in launched and "_attend" not in launched
 
 
 @pytest.mark.parametrize("closed", [True, False])

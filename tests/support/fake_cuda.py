@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import gc
 import mmap
+import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,6 +30,9 @@ from batchgen.runtime.sampler import Sampled
 CARD = torch.device("cuda", 0)
 _H200 = SimpleNamespace(
     major=9, minor=0, multi_processor_count=132, total_memory=139 << 30, shared_memory_per_block_optin=227 << 10
+)
+T4 = SimpleNamespace(
+    major=7, minor=5, multi_processor_count=40, total_memory=15 << 30, shared_memory_per_block_optin=64 << 10
 )
 _mode = FakeTensorMode(allow_non_fake_inputs=True)  # one for all tests: tensors of two do not mix
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -131,6 +135,7 @@ class Card(TorchFunctionMode):
         self.runtime = Runtime()
         self.wait_error = 0  # of cuStreamWaitValue32
         self.copies: list[tuple[int, bool]] = []
+        self.waited_for: list[str] = []  # where copies are made that the host waits for
         self.launched: list[tuple] = []  # Triton's kernels: name, and what each variant of it is compiled for
         self._own_pinned: list[Tensor] = []  # torch's, which are never given back here
 
@@ -189,6 +194,8 @@ class Card(TorchFunctionMode):
         assert host.is_contiguous(), "torch would copy it to and fro first"
         assert not non_blocking or self.is_pinned(host), "a copy behind the host's back needs pinned memory"
         self.copies.append((host.nbytes, to == CARD))
+        if not non_blocking:
+            self.waited_for.append("".join(traceback.format_stack(limit=6)[:-2]))
 
     def _pin_memory(self, tensor):
         if tensor.device.type != "cpu":
@@ -232,8 +239,8 @@ def _specialised(kernel, argument: str, value):
 def _sample(logits: Tensor, sequences) -> Sampled:
     """Of logits that have no contents."""
     assert logits.device == CARD and logits.shape[0] == len(sequences) and logits.dtype == torch.float32
-    chosen = torch.full((len(sequences),), 7, dtype=torch.int64)
-    return Sampled(chosen.to(CARD), chosen)
+    on_card, on_host = (torch.full((len(sequences),), 7, dtype=torch.int64, device=device) for device in (CARD, "cpu"))
+    return Sampled(on_card, on_host)
 
 
 def _register_device_guard() -> None:
@@ -245,8 +252,8 @@ def _register_device_guard() -> None:
 
 
 @contextlib.contextmanager
-def fake_card():
-    """A Card in place of CUDA, to be entered in the thread that computes."""
+def fake_card(properties=_H200):
+    """A Card in place of CUDA, to be entered in the thread that computes, with these properties."""
     if torch.cuda.is_available():
         pytest.skip("there is a real one")
     _register_device_guard()
@@ -267,7 +274,7 @@ def fake_card():
             patch.setattr(module, "sample", _sample)
         patch.setattr(cuda, "_stream_wait_value", lambda: wait_value)
         patch.setattr(cuda, "cap_memory", lambda num_bytes: None)
-        patch.setattr(torch.cuda, "get_device_properties", lambda device: _H200)
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         launch.card.cache_clear()
         patch.setattr(launch.Launch, "__call__", lambda made: card.launch(made))
         yield card

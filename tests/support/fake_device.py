@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from batchgen.engine.parts import EngineParts
 from batchgen.ops import dispatch as ops
-from batchgen.ops import quant, reference
+from batchgen.ops import quant, reference, torch_attention
 from batchgen.ops.host_copy import Passage, upload
 from batchgen.runtime import batch_preparation, token_table
 from batchgen.runtime.cuda import CudaLink
@@ -484,7 +484,8 @@ def run_on(
 
     def prepare(plan, heads, kv_heads, head_dim, kv_block_size, dtype, kv_format, *, device, **options):
         if device == DEVICE:
-            return reference.prepare_attention(plan, kv_heads, kv_block_size, dtype)
+            shape = heads, kv_heads, head_dim, kv_block_size
+            return torch_attention.prepare_attention(plan, *shape, dtype, kv_format, ops.CPU)
         return real_prepare(plan, heads, kv_heads, head_dim, kv_block_size, dtype, kv_format, device=device, **options)
 
     monkeypatch.setattr(ops, "prepare_attention", prepare)

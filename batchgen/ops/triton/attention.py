@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from batchgen.core.dtypes import KVFormat
+from batchgen.ops.attention_items import COLUMNS
 from batchgen.ops.attention_plan import AttentionPlan
 from batchgen.ops.triton import plan as plans
 from batchgen.ops.triton.groups import aligned, flat_columns, unpack, unpack_bytes
@@ -23,7 +24,7 @@ MAX_GROUP = 64  # query heads of a KV head: they are rows of one tile
 
 _MERGED_AT_ONCE = 8
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_ITEM = tl.constexpr(plans.COLUMNS)
+_ITEM = tl.constexpr(COLUMNS)
 
 
 def supports_attention(head_dim: int, group: int, kv_block_size: int, device: torch.device) -> bool:
