@@ -18,7 +18,7 @@ from batchgen.schedule.step_graph import Step
 def all_layers(context: StepContext, step: Step, batch: BatchState) -> None:
     """Launch all layers, or replay them over the micro-batch's static buffers if it has some."""
     if batch.buffers is None:
-        for handler, layer_step in context.layer_steps:
+        for handler, layer_step in context.layer_steps(batch.packed.num_tokens):
             handler(context, layer_step, batch)
         return
     assert context.graphs is not None, "sweeps are no CUDA graphs"
@@ -48,10 +48,12 @@ def decode_graphs(context: StepContext, driver: Driver, most_tokens: int) -> Dec
 
 def _launch_layers(context: StepContext, buffers: StaticBuffers) -> None:
     """Launch all layers over static buffers."""
+    launched = context.layer_steps(len(buffers.hidden))
+    context.expands = any(step.kind == "expand_weight" for _, step in launched)
     states = None if buffers.states is None else StateIndices(*buffers.states)
     part = BatchPart(slice(0, len(buffers.hidden)), buffers.slots, {}, buffers.plans, states)
     parts = {KVPlacement.DEVICE: part}
     positions = buffers.positions
     batch = BatchState(empty_batch(), positions, positions, None, parts, {}, False, hidden=buffers.hidden)
-    for handler, step in context.layer_steps:
+    for handler, step in launched:
         handler(context, step, batch)
