@@ -99,7 +99,7 @@ class Sweeps:
         deferred_batches.ended = []
         if len(batches) > 1 or batches[0].moves or deferred_batches.waiting or not self.are_resident:
             return self._make_steps(batches, _Deferral(deferred_batches, has_ended, not any(b.stays for b in batches)))
-        return self.whole() if self._whole else self._repeat_steps(batches[0])
+        return self._with_one_of_layers() if self._whole else self._repeat_steps(batches[0])
 
     def _repeat_steps(self, batch: BatchFlow) -> Iterator[Step]:
         """The Steps of a sweep over one batch in which nothing moves: only the numbers differ from sweep to sweep."""
@@ -183,6 +183,9 @@ class Sweeps:
     def whole(self) -> Iterator[Step]:
         """The Steps of the next sweep over one micro-batch that moves nothing, with all layers in one."""
         self._sweep += 1
+        return self._with_one_of_layers()
+
+    def _with_one_of_layers(self) -> Iterator[Step]:
         after: tuple[int, ...] = ()
         embed, head = _ENDS
         for kind in (embed, "layers", head):

@@ -110,7 +110,7 @@ def operations(num_sequences, queries):
         SequenceSlice(n, 100 - n % 3, np.arange(i * blocks, (i + 1) * blocks, dtype=np.int32))
         for i, n in enumerate(lengths)
     ]
-    plan = plan_attention(slices, [], kv_block_size=BLOCK, key_bytes=8 * 4)
+    plan = plan_attention(SweepTables.of(slices), [], kv_block_size=BLOCK, key_bytes=8 * 4)
     q, kv = torch.randn(sum(lengths), 4, 8), torch.randn(blocks * num_sequences, 2, 2, BLOCK, 8)
     prepared = prepare(plan, 4, 2, 8)
     with CountedOperations() as counted:

@@ -244,7 +244,7 @@ def test_partial_results_fit_what_is_planned_for_them(shape, sequences, shared, 
         for queries, cached in sorted(sequences)
     ]
     groups = [SharedGroup(tuple(range(len(slices))), 64)] if shared else []
-    plan = plan_attention(slices, groups, kv_block_size=16, key_bytes=2 * kv_heads * head_dim)
+    plan = plan_attention(SweepTables.of(slices), groups, kv_block_size=16, key_bytes=2 * kv_heads * head_dim)
     cut_for = attention.geometry(heads, kv_heads, head_dim, 16, torch.bfloat16, KVFormat.of("bfloat16"), ops.CPU)
     rows = plans.cut(plan, replace(cut_for, num_sms=num_sms)).capacity.partial_rows
     planned = 0.75 * DEVICE_WORKSPACE_BYTES + (tokens * 2 * 4 * heads * (head_dim + 2) if shared else 0)
