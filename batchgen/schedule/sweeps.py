@@ -186,6 +186,7 @@ class Sweeps:
         return self._with_one_of_layers()
 
     def _with_one_of_layers(self) -> Iterator[Step]:
+        """The three Steps of the sweep that is being made: before all layers, all layers, after them."""
         after: tuple[int, ...] = ()
         embed, head = _ENDS
         for kind in (embed, "layers", head):
