@@ -125,7 +125,7 @@ def test_many_sequences_take_no_more_operations_than_few(queries):
 
 def test_what_lies_beyond_the_last_key_need_not_be_a_number():
     slices = [SequenceSlice(n, 20 - n, np.array([0, 1], np.int32) + 2 * n) for n in (1, 3, 17)]
-    plan = plan_attention(slices, [], kv_block_size=BLOCK, key_bytes=8 * 4)
+    plan = plan_attention(SweepTables.of(slices), [], kv_block_size=BLOCK, key_bytes=8 * 4)
     q, kv = torch.randn(21, 2, 8), torch.randn(36, 2, 1, BLOCK, 8)
     meant = torch_attention.paged_attention(q, kv, prepare(plan, 2, 1, 8))
     for s in slices:
