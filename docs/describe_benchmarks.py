@@ -233,11 +233,6 @@ def memory_flat(d: dict) -> str:
     return f"{many:.0f} MB against {few:.0f} MB"
 
 
-def host_time(d: dict) -> str:
-    this, other = (d["million_rows_cpu_s"][side] for side in ("this", "other"))
-    return f"{this:.0f} CPU seconds a million rows; before {other:.0f}"
-
-
 def kills(d: dict) -> str:
     assert d["mismatches"] == 0
     return f"{sum(d['hits'].values())} kills and interrupts: every output equal to an undisturbed one's"
@@ -491,12 +486,6 @@ TABLES: dict[str, list[Row]] = {
             "memory_flat",
             "memory_flat.py",
             memory_flat,
-        ),
-        Row(
-            "host time of a whole job, rows of 10 + 4 tokens, a model of two tiny layers; beside the version before",
-            "host_time",
-            "host_time.py --other DIR",
-            host_time,
         ),
         Row(
             "random configurations of every family, tiny models in fp32, against transformers",
