@@ -26,6 +26,7 @@ from batchgen.ops.attention_plan import (
     PrefillItem,
     SequenceSlice,
     SharedItem,
+    SweepTables,
     plan_attention,
 )
 
@@ -130,7 +131,9 @@ def attention_case(case, dtype, kv_format):
     """(queries, stored KV, plan, softcap, sinks, result in float64); KV that no query may see is NaN or odd codes."""
     prefix_blocks, sequences, window, (heads, kv_heads), head_dim, kv_block_size, seed = case
     slices, groups, num_blocks = laid_out(prefix_blocks, sequences, kv_block_size, seed)
-    plan = plan_attention(slices, groups, kv_block_size=kv_block_size, key_bytes=kv_heads * head_dim * 2, window=window)
+    plan = plan_attention(
+        SweepTables.of(slices), groups, kv_block_size=kv_block_size, key_bytes=kv_heads * head_dim * 2, window=window
+    )
     q = random(seed, sum(s.num_queries for s in slices), heads, head_dim, dtype=dtype, scale=1.5 * head_dim**-0.5)
     stored, meant = paged(random(seed + 1, num_blocks, 2, kv_heads, kv_block_size, head_dim), kv_format)
     spare = torch.ones(num_blocks, dtype=torch.bool)
@@ -158,7 +161,9 @@ def test_keys_of_blocks_that_only_seem_to_lie_together():
     table = np.array([4, 9, 1, 5, 8, 6], dtype=np.int32)
     for first in range(1, 7):  # where the window begins in a block
         slices = [SequenceSlice(1, kv_block_size * len(table) - 1 - first, table)]
-        plan = plan_attention(slices, [], kv_block_size=kv_block_size, key_bytes=head_dim * 2, window=window)
+        plan = plan_attention(
+            SweepTables.of(slices), [], kv_block_size=kv_block_size, key_bytes=head_dim * 2, window=window
+        )
         q = random(first, 1, heads, head_dim, dtype=torch.bfloat16, scale=1.5 * head_dim**-0.5)
         stored, meant = paged(random(9, 10, 2, 1, kv_block_size, head_dim), "bfloat16")
         got = kernels.attention(q, stored, kernels.attention_plan(plan, 1, heads, kv_block_size, head_dim * 2))
@@ -245,7 +250,7 @@ def test_what_is_no_number_stays_in_its_sequence(kv_format, head_dim, part, what
     slices, _, num_blocks = laid_out(0, [(1, 90, False), (1, 70, False), (1, 130, False)], 16, 5)
     kv, _ = paged(random(1, num_blocks, 2, 2, 16, head_dim), kv_format)
     q = random(2, 3, 8, head_dim, dtype=dtype, scale=head_dim**-0.5)
-    plan = plan_attention(slices, [], kv_block_size=16, key_bytes=256)
+    plan = plan_attention(SweepTables.of(slices), [], kv_block_size=16, key_bytes=256)
     made = kernels.attention_plan(plan, 2, 4, 16, kv.shape[-1] * kv.element_size())
     bits = KVFormat.of(kv_format).bits
     before = kernels.attention(q, kv, made, bits=bits)
@@ -276,7 +281,7 @@ def test_decode_over_packed_kv_with_numbers_of_any_size(packing):
     q[0] = 0
     q[1, :, 1:] *= 1e-30
     q[3] *= 100
-    plan = plan_attention(slices, [], kv_block_size=16, key_bytes=256)
+    plan = plan_attention(SweepTables.of(slices), [], kv_block_size=16, key_bytes=256)
     made = kernels.attention_plan(plan, 1, 4, 16, stored.shape[-1])
     got = kernels.attention(q, stored, made, bits=KV_CODE_BITS[packing])
     torch.testing.assert_close(got.double(), attended(q, meant, slices, None), atol=0.008, rtol=0.008)
@@ -291,7 +296,9 @@ def test_few_heads_of_a_group_have_the_bits_of_many(kv_format):
         kv = random(head_dim, 30, 2, 2, 16, head_dim, dtype=getattr(torch, kv_format))
         q = random(group, len(lengths), 2, 16, head_dim, scale=head_dim**-0.5)
         slices = [SequenceSlice(1, n - 1, np.arange(-(-n // 16), dtype=np.int32) + i) for i, n in enumerate(lengths)]
-        plan = plan_attention(slices, [], kv_block_size=16, key_bytes=2 * head_dim * kv.element_size(), window=None)
+        plan = plan_attention(
+            SweepTables.of(slices), [], kv_block_size=16, key_bytes=2 * head_dim * kv.element_size(), window=None
+        )
 
         def attention(heads, plan=plan, kv=kv, q=q, head_dim=head_dim):
             made = kernels.attention_plan(plan, 2, heads, 16, head_dim * kv.element_size())
@@ -308,7 +315,7 @@ def test_a_result_does_not_depend_on_the_batch_nor_on_threads():
     q = random(2, 92, 8, 64, dtype=torch.bfloat16)
 
     def attention(chosen, queries):
-        plan = plan_attention(chosen, [], kv_block_size=16, key_bytes=256)
+        plan = plan_attention(SweepTables.of(chosen), [], kv_block_size=16, key_bytes=256)
         return kernels.attention(queries, kv, kernels.attention_plan(plan, 2, 4, 16, 128))
 
     together = attention(slices, q)
@@ -338,7 +345,9 @@ def test_very_large_scores():
     """The softmax carries its maximum along: one key takes all."""
     kv = random(0, 8, 2, 1, 16, 64)
     q = kv[4, 0, 0, 7].reshape(1, 1, 64) * 1000
-    plan = plan_attention([SequenceSlice(1, 127, np.arange(8, dtype=np.int32))], [], kv_block_size=16, key_bytes=256)
+    plan = plan_attention(
+        SweepTables.of([SequenceSlice(1, 127, np.arange(8, dtype=np.int32))]), [], kv_block_size=16, key_bytes=256
+    )
     got = kernels.attention(q, kv, kernels.attention_plan(plan, 1, 1, 16, 128))
     torch.testing.assert_close(got[0, 0], kv[4, 1, 0, 7])
 
