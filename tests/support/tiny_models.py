@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
+import tempfile
 from collections.abc import Callable
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
@@ -285,6 +288,36 @@ def make_tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: s
     Every weight is random, biases and norms too. overrides: fields of the transformers config; a `dtype` only
     affects what is saved.
     """
+    files, model, generator = _made(family, seed, max_shard_size, _Fields(overrides))
+    path.mkdir(parents=True, exist_ok=True)
+    for stale in path.glob("model*.safetensors*"):
+        stale.unlink()
+    for name, content in files.items():
+        (path / name).write_bytes(content)
+    torch.set_rng_state(generator)
+    return copy.deepcopy(model)
+
+
+class _Fields(dict):
+    """Fields of a configuration, which are equal where they are written alike."""
+
+    def __hash__(self):
+        return hash(repr(sorted(self.items())))
+
+    def __eq__(self, other):
+        return repr(sorted(self.items())) == repr(sorted(other.items()))
+
+
+@lru_cache(maxsize=24)  # tests of the same model follow one another
+def _made(family: str, seed: int, max_shard_size: str, overrides: _Fields):
+    """The files of a tiny model by name, the transformers model, and the state of torch's generator after all draws."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = _make(family, Path(folder), seed, max_shard_size, copy.deepcopy(dict(overrides)))
+        files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    return files, model, torch.get_rng_state()
+
+
+def _make(family: str, path: Path, seed: int, max_shard_size: str, overrides: dict):
     stored_dtype = overrides.pop("dtype", torch.float32)
     common = {
         "vocab_size": VOCAB_SIZE,
@@ -355,8 +388,24 @@ def randomize(model, family: str, std: float = 0.2) -> None:
 
 def make_tiny_tokenizer(path: Path, *, chat_template: str | None = CHAT_TEMPLATE):
     """A byte-level BPE tokenizer of at most VOCAB_SIZE tokens, saved to `path`."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
+
+    hf = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_trained_tokenizer()),
+        bos_token=SPECIAL_TOKENS[0],
+        eos_token=SPECIAL_TOKENS[0],
+        pad_token=SPECIAL_TOKENS[3],
+    )
+    hf.chat_template = chat_template
+    hf.save_pretrained(path)
+    return hf
+
+
+@cache
+def _trained_tokenizer() -> str:
+    """The tokenizer.json of TEXT."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -368,15 +417,7 @@ def make_tiny_tokenizer(path: Path, *, chat_template: str | None = CHAT_TEMPLATE
         show_progress=False,
     )
     tokenizer.train_from_iterator([TEXT], trainer)
-    hf = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=SPECIAL_TOKENS[0],
-        eos_token=SPECIAL_TOKENS[0],
-        pad_token=SPECIAL_TOKENS[3],
-    )
-    hf.chat_template = chat_template
-    hf.save_pretrained(path)
-    return hf
+    return tokenizer.to_str()
 
 
 def make_tiny_sentencepiece_tokenizer(path: Path):
