@@ -442,9 +442,9 @@ def _add_on_demand(s: CostInputs, phase: Phase, at: Placement, lanes: dict[str, 
     """Change the lanes of a layer to those of one whose experts on disk are read on demand.
 
     The Steps are `read_dense`, `route` and `read_experts` of schedule/sweeps.py. What all tokens need, and experts
-    that nearly all sweeps need, are read ahead while the layer before routes, the others when the router has chosen, and what
-    comes after them waits. So neither matmuls nor the disk go on beside that: two chains. Of 4-bit weights only experts
-    that tokens go through are dequantized.
+    that nearly all sweeps need, are read ahead while the layer before routes, the others when the router has chosen,
+    and what comes after them waits. So neither matmuls nor the disk go on beside that: two chains. Of 4-bit weights
+    only experts that tokens go through are dequantized.
     """
     touched_frac = 1 - experts_skipped_frac(s, phase)
     ahead_frac, demanded_frac = _experts_read_fracs(s, phase)
