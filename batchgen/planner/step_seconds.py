@@ -179,7 +179,7 @@ def multiplies_packed(s: CostInputs, tokens: float) -> bool:
 
     `packed_products.packed_tokens` has chosen up to how many tokens that is faster.
     """
-    return s.weight_format == INT4 and tokens <= s.packed_tokens
+    return s.weight_format == INT4 and 0 < s.packed_tokens >= tokens
 
 
 def dequantize_s(s: CostInputs) -> float:

@@ -116,8 +116,12 @@ class Streams:
         return len(self.weights)
 
     def expands(self, num_tokens: int | None) -> bool:
-        """Tell whether 4-bit weights are dequantized layer by layer in a sweep of so many tokens; None: of many."""
-        return self.dequantized and (num_tokens is None or num_tokens > self.packed_tokens)
+        """Tell whether 4-bit weights are dequantized layer by layer in a sweep of so many tokens; None: of many.
+
+        A sweep of deferred batches alone has no tokens of its own.
+        """
+        is_packed = num_tokens is not None and 0 < self.packed_tokens >= num_tokens
+        return self.dequantized and not is_packed
 
     def stages_kv(self, layer: int) -> bool:
         """Tell whether streamed KV passes through a staging buffer in this layer."""
