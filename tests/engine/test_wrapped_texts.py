@@ -36,6 +36,17 @@ QWEN3_VISION = {
     "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64,
     "deepstack_visual_indexes": [0], "num_position_embeddings": 16,
 }  # fmt: skip
+LFM_VISION = {
+    "model_type": "siglip2_vision_model", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_patches": 16, "patch_size": 8,
+}  # fmt: skip
+LFM = {
+    **{key: TEXT[key] for key in TEXT if key != "intermediate_size"}, "model_type": "lfm2", "block_ff_dim": 96,
+    "block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention", "conv"],
+}  # fmt: skip
+EXPERTS = {
+    "head_dim": 16, "moe_intermediate_size": 40, "num_experts": 6, "num_experts_per_tok": 2, "mlp_only_layers": [1],
+}  # fmt: skip
 MROPE = {"rope_type": "default", "rope_theta": 1e5, "mrope_section": [2, 3, 3]}
 GROWING = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 8.0, "original_max_position_embeddings": 8, "mscale": 1.0,
@@ -54,6 +65,12 @@ WRAPPED = {
     "qwen2_vl": ("Qwen2VL", TEXT | {"rope_parameters": MROPE}, QWEN2_VISION, {}),
     "qwen2_5_vl": ("Qwen2_5_VL", TEXT | {"rope_parameters": MROPE}, QWEN2_5_VISION, {"tie_word_embeddings": True}),
     "qwen3_vl": ("Qwen3VL", TEXT | {"rope_parameters": MROPE, "head_dim": 16}, QWEN3_VISION, {}),
+    "qwen3_vl_moe": ("Qwen3VLMoe", TEXT | {"rope_parameters": MROPE} | EXPERTS, QWEN3_VISION, {}),
+    # Gate and up together have as many rows as columns, so that shapes do not tell which comes first.
+    "qwen3_vl_moe, square": (
+        "Qwen3VLMoe", TEXT | {"rope_parameters": MROPE} | EXPERTS | {"moe_intermediate_size": 32}, QWEN3_VISION, {},
+    ),
+    "lfm2_vl": ("Lfm2Vl", LFM, LFM_VISION, {}),
 }  # fmt: skip
 PROMPTS = [[5 + i * 7 % 400 for i in range(length)] for length in (3, 20, 33)]
 SAMPLING = SamplingParams(max_tokens=6, ignore_eos=True)

@@ -226,7 +226,9 @@ def without_ignored(stated: dict[str, Any]) -> dict[str, Any]:
 
 
 # Transformers cannot collect what routers say where some layers have none.
-_NO_MORE_OUTPUTS = {model: {"output_router_logits": False} for model in ("granitemoehybrid", "qwen2_moe", "qwen3_moe")}
+_NO_MORE_OUTPUTS = {
+    model: {"output_router_logits": False} for model in ("granitemoehybrid", "qwen2_moe", "qwen3_moe", "qwen3_next")
+}
 
 
 def _compare(given: Draw, folder: Path, model) -> Outcome:
