@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from tiny_models import FAMILIES
+from model_tables import FAMILIES
 
 import batchgen
 from batchgen.core.request import Request, Sample, SamplingParams

@@ -5,10 +5,10 @@ import random
 import pytest
 import torch
 from fake_device import ORDERS, FakeDevice, as_on_a_device, run_on
+from model_tables import FAMILIES
 from rank_threads import make_parts_on_ranks
 from test_pipeline import in_memory as pipeline_of
 from tiered import CPU, EMULATED, everything_moves, make_parts, make_policy
-from tiny_models import FAMILIES
 
 import batchgen
 from batchgen.core.errors import InputError

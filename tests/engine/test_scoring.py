@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import FAMILIES, TEXT, make_tiny_sentencepiece_tokenizer
+from model_tables import FAMILIES
+from tiny_tokenizers import TEXT, make_tiny_sentencepiece_tokenizer
 from transformers import AutoTokenizer
 
 import batchgen

@@ -6,7 +6,8 @@ import json
 
 import pytest
 import torch
-from tiny_models import make_tiny_tokenizer, randomize
+from tiny_models import randomize
+from tiny_tokenizers import make_tiny_tokenizer
 
 from batchgen.core.errors import InputError
 from batchgen.core.request import Request, SamplingParams

@@ -7,9 +7,10 @@ import json
 
 import pytest
 import torch
+from model_tables import FAMILIES
 from quantized_checkpoints import CODED_SUFFIXES
 from safetensors.torch import load_file, save_file
-from tiny_models import FAMILIES, make_tiny_model
+from tiny_models import make_tiny_model
 
 import batchgen
 from batchgen.core.errors import InputError

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 from command_line import invoke
+from model_tables import DELTA_NETS, FAMILIES, GRANITE_MIXTURES
 from quantized_checkpoints import awq, compressed, e4m3, fp8, gptq, pack_quantized, requantize, state
 from safetensors.torch import load_file, save_file
 from thorough import covering
-from tiny_models import DELTA_NETS, FAMILIES, GRANITE_MIXTURES, make_tiny_model
+from tiny_models import make_tiny_model
 
 from batchgen.core.device import parse_device
 from batchgen.core.dtypes import DEQUANTIZED, FORMAT_BYTES, FP8_FORMATS, GROUP_FORMATS

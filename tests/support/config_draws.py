@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_models import DELTA_NETS, FAMILIES, GEMMA4, SHORT_CONVS, classes_of, randomize
+from model_tables import DELTA_NETS, FAMILIES, GEMMA4, SHORT_CONVS
+from tiny_models import classes_of, randomize
 
 from batchgen.core.errors import InputError
 from batchgen.core.request import Request, SamplingParams
