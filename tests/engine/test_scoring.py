@@ -16,7 +16,7 @@ from batchgen.core.request import ScoreRequest
 CONTEXT = 512  # of the tiny models
 CLOSE = 1e-4
 # Of the most likely tokens of a model with states: one position magnifies rounding, where transformers' fp32 differs
-# from its own fp64 by 1.2e-4, and batchgen's from that by 1.3e-4. Of the rows' own tokens both differ by less than 4e-5.
+# from its own fp64 by 1.2e-4, and batchgen's from that by 1.3e-4. Of the rows' own tokens both are within 4e-5.
 CLOSE_OF_STATES = 2.5e-4
 
 
