@@ -16,6 +16,9 @@ from batchgen.core.request import ScoreRequest
 
 CONTEXT = 512  # of the tiny models
 CLOSE = 1e-4
+# Of the most likely tokens of a model with states: one position magnifies rounding, where transformers' fp32 differs
+# from its own fp64 by 1.2e-4, and batchgen's from that by 1.3e-4. Of the rows' own tokens both are within 4e-5.
+CLOSE_OF_STATES = 2.5e-4
 
 
 def tokens(rng, count):
@@ -53,6 +56,8 @@ def _scores(model, context, continuation):
 
 
 def check(model, rows, found):
+    has_states = "linear_attention" in (getattr(model.config, "layer_types", None) or ())
+    top_close = CLOSE_OF_STATES if has_states else CLOSE
     found = sorted(found, key=lambda scored: scored.index)
     assert [s.index for s in found] == list(range(len(rows)))
     for scored, request in zip(found, rows, strict=True):
@@ -69,9 +74,9 @@ def check(model, rows, found):
             for position, row in zip(score.tokens, logits.log_softmax(-1), strict=True):
                 values = row.topk(request.logprobs or 0).values
                 # Of two as likely as each other either may come first.
-                assert [row[t.token_id] for t in position.top] == pytest.approx(values.tolist(), abs=CLOSE)
+                assert [row[t.token_id] for t in position.top] == pytest.approx(values.tolist(), abs=top_close)
                 assert len({t.token_id for t in position.top}) == len(values)
-                assert [t.logprob for t in position.top] == pytest.approx(values.tolist(), abs=CLOSE)
+                assert [t.logprob for t in position.top] == pytest.approx(values.tolist(), abs=top_close)
 
 
 def engine_of(path, **options):

@@ -82,6 +82,8 @@ WRAPPERS = {
         "lfm2_vl", {"lfm2": "Lfm2ForCausalLM", "lfm2_moe": "Lfm2MoeForCausalLM"}, "lfm2", {}
     ),
 }
+# Key of the text model -> its other name, under which a file may state it.
+_OTHER_NAMES = {"num_experts": "num_local_experts"}
 # Keys that a file with a text_config states outside of it; they are what transformers takes.
 OUTER_KEYS = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
 # Keys of rotary positions for images: a text's positions are the same in all sections of a head.
