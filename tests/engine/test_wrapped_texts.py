@@ -119,6 +119,13 @@ def test_tokens_are_those_of_the_whole_model(name, tmp_path):
             {"text_config": TEXT | {"model_type": "cohere2"}},
             "LlavaForConditionalGeneration with a text model.*'cohere2'",
         ),
+        (
+            {
+                "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+                "text_config": {"model_type": "qwen3_vl_moe_text", "norm_topk_prob": False},
+            },
+            "norm_topk_prob false is not supported: within Qwen3VLMoe.* it is true",
+        ),
         ({"text_config": 3}, "text_config must be an object, not 3"),
         ({"model_type": "llama"}, "model_type 'llama' contradicts architecture LlavaForConditionalGeneration"),
         ({"architectures": ["MllamaForConditionalGeneration"]}, "MllamaForConditionalGeneration is not supported"),
