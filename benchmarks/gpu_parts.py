@@ -143,6 +143,7 @@ PARTS: dict[str, Part] = {
     "attention": _script("gpu_attention", 60, with_files={RATES: ("--rates", f"{{work}}/{RATES}")}),
     "host memory": _smoke("host-memory", 60, small=("--gib", "1")),
     "experts": _script("gpu_experts", 50),
+    "packed weights": _script("gpu_products", 80),
     "opt-30b, KV with CPU attention": _opt("opt-30b-cpu", "cpu"),
     "opt-30b, KV streamed": _opt("opt-30b-streamed", "streamed"),
     "profile": _script("gpu_profile", 80),
@@ -170,6 +171,7 @@ CALLS: tuple[tuple[tuple[str, ...], ...], ...] = (
         ("attention",),
         ("host memory",),
         ("experts",),
+        ("packed weights",),
     ),
     (
         ("device",),

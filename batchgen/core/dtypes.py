@@ -115,6 +115,15 @@ def matmul_key(weight_format: str, dtype: str, *, as_stored: bool = False) -> st
     return f"{name} in rows" if as_stored else name
 
 
+def packed_matmul_key(dtype: str) -> str:
+    """The key under which a hardware profile has the FLOP/s of matrix products with weights of "int4" as stored.
+
+    Args:
+        dtype: The dtype of the activations.
+    """
+    return f"{INT4} {dtype}"
+
+
 def changes_results(weights: str) -> bool:
     """True where a value of `--weights` changes the model's numbers, as "int4" and "int8" do."""
     return weights in (INT4, INT8)

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from batchgen.core.dtypes import packed_matmul_key
 from batchgen.core.errors import InputError, one_line
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.knowledge import Knowledge
@@ -175,7 +176,7 @@ class ComputeRates:
 
     Attributes:
         gemm_flops_per_s: FLOP/s of matrix products, by `width` (inner dimension of the weights) and `tokens`. Keys are
-            those of `dtypes.matmul_key`.
+            those of `dtypes.matmul_key` and `dtypes.packed_matmul_key`.
         prefill_attention_flops_per_s: FLOP/s of causal attention in prefill, by `context` (tokens). FLOPs of masked
             keys are not counted.
         shared_attention_flops_per_s: FLOP/s of attention of many sequences to one shared prefix, by `context` (tokens
@@ -232,8 +233,12 @@ class ComputeRates:
         return any(name in getattr(self, kind) for name in _stand_ins(dtype))
 
 
-def _stand_ins(dtype: str) -> tuple[str, ...]:
-    return (dtype, *(SIXTEEN_BIT if dtype in SIXTEEN_BIT else ()))
+def _stand_ins(name: str) -> tuple[str, ...]:
+    """Keys of a table that may stand for this one: the key itself, and the same with another dtype of 16 bits."""
+    for key in (str, packed_matmul_key):
+        if name in map(key, SIXTEEN_BIT):
+            return (name, *map(key, SIXTEEN_BIT))
+    return (name,)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from batchgen.core.workload import Workload
 VOCABULARY_CHUNKS = 8
 # Tokens of a KV block, unless somebody asks for others.
 DEFAULT_KV_BLOCK_SIZE = 16
+# `Policy.packed_tokens` where no rates say what is faster: rows that one tile has.
+UNPLANNED_PACKED_TOKENS = 64
 # Pinned memory of the host through which small arrays come to an accelerator and results come back, allocated with
 # the engine.
 PINNED_BYTES = 16 << 20
@@ -91,6 +93,8 @@ class Policy:
             all sequences have this placement.
         on_demand_tokens: The most tokens of a sweep that reads only the experts to which a token is routed, where
             experts are on disk and the host computes. Larger sweeps read all experts.
+        packed_tokens: The most tokens of a sweep in which a GPU multiplies weights of "int4" as they are stored. In
+            larger sweeps it dequantizes each layer first.
         balance_tokens: w of `first_batch_cpu_share`, the constant time of matrix products in tokens, where both
             micro-batches of order "neo" have sequences with CPU attention. None: the second micro-batch has all of
             these sequences, and neither has more than half of the block or of the tokens.
@@ -116,6 +120,7 @@ class Policy:
     deferred_rows: int | None = None
     kv_layers: int = 0
     on_demand_tokens: int = 0
+    packed_tokens: int = 0
     balance_tokens: int | None = None
     state_dtype: str = "float32"
 
@@ -469,8 +474,9 @@ def check_policy(policy: Policy, max_num_seqs: int) -> None:
         n for kv_placement, n in policy.kv_seqs.items() if kv_placement != KVPlacement.STREAMED
     ):
         raise ValueError("with kv_layers above 0 all of kv_seqs must be of placement 'streamed'")
-    if policy.on_demand_tokens < 0:
-        raise ValueError(f"on_demand_tokens must be 0 or more, not {policy.on_demand_tokens}")
+    for name in ("on_demand_tokens", "packed_tokens"):
+        if getattr(policy, name) < 0:
+            raise ValueError(f"{name} must be 0 or more, not {getattr(policy, name)}")
     counts = [*policy.weight_layers.values(), policy.activation_batches]
     if any(count < 0 for group in counts for count in group):
         raise ValueError("weight_layers and activation_batches must be numbers of 0 or more")

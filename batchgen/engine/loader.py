@@ -36,7 +36,7 @@ from batchgen.core.machine import (
     keep_freed_memory,
     resident_bytes,
 )
-from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, MemoryPlan, Policy, kv_on_device
+from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, UNPLANNED_PACKED_TOKENS, MemoryPlan, Policy, kv_on_device
 from batchgen.core.request import SamplingParams
 from batchgen.core.units import size_bytes
 from batchgen.engine.parts import EngineParts
@@ -276,6 +276,7 @@ def in_memory_policy(
         kv_format=dtype if kv_cache_dtype == "auto" else kv_cache_dtype,
         state_dtype=state_dtype,
         weight_layers=dict.fromkeys(config.layer_tensors, layers),
+        packed_tokens=UNPLANNED_PACKED_TOKENS if tier == "gpu" and weights == INT4 else 0,
         head_tier=tier,
         embedding_tier=tier,
         kv_seqs={tier: max_num_seqs},

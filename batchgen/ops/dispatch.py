@@ -109,7 +109,8 @@ def linear(
         x: Activations, [M, K].
         weight: Weight matrix [N, K]. It may be prepacked for an instruction set of the CPU (`pack_weight`), bound to
             one (`bind_weight`), or int8 rows [N, int8.row_bytes(K)], with which x is multiplied as integers (`int8`).
-            On the CPU it may be block-quantized. The parts of a `SplitWeight` are multiplied one by one.
+            On the CPU it may be block-quantized. On a GPU that `multiplies_int4` it may be int4 rows, uint8 [N,
+            quant.row_bytes(K)]. The parts of a `SplitWeight` are multiplied one by one.
         bias: Bias [N], or None.
         activation: None, "relu", "gelu" or "gelu_tanh"; or a gated activation, where rows [0, N / 2) of the weight are
             the gate and rows [N / 2, N) are the up projection. "silu_mul" is silu(gate) * up. "gelu_tanh_mul" is
@@ -128,12 +129,28 @@ def linear(
     if x.is_cpu:
         if isinstance(weight, BoundWeight) and weight.isa == TORCH:
             return _torch_linear(x, weight.data, bias, **options)
-        compute: ModuleType = kernels
-    elif weight.dtype == torch.int8:
-        compute = reference
+        compute: ModuleType | None = kernels
     else:
-        compute = device_kernels(x.device) or reference
-    return compute.linear(x, weight, bias, **options)
+        compute = _product_kernels(x.device) if _is_packed(weight) else device_kernels(x.device)
+        if compute is not None and _is_packed(weight):
+            return compute.packed_linear(x, weight, bias, **options)
+    return (compute or reference).linear(x, weight, bias, **options)
+
+
+def multiplies_int4(device: torch.device) -> bool:
+    """Tell whether `linear` and `grouped_experts` take int4 rows on a device, without dequantizing the whole matrix."""
+    return _product_kernels(device) is not None
+
+
+def _product_kernels(device: torch.device) -> ModuleType | None:
+    """The package of Triton kernels for a GPU on which those for matrix products are fast; None for other devices."""
+    triton_kernels = device_kernels(device)
+    return triton_kernels if triton_kernels and triton_kernels.card(device).has_products else None
+
+
+def _is_packed(weight: Weight) -> bool:
+    """Tell whether a weight on a GPU is int8 or int4 rows."""
+    return isinstance(weight, Tensor) and weight.dtype in (torch.int8, torch.uint8)
 
 
 def grouped_linear(
@@ -326,15 +343,14 @@ def weight_bytes(weight: Weight) -> int:
 def groups_experts(x: Tensor, *weights: Weight) -> bool:
     """Tell whether `grouped_experts` supports activations x and these weight matrices.
 
-    The matrices must be numbers of x's dtype, not quantized. The GPU must have units for matrix products.
+    The matrices must be numbers of x's dtype, or int8 or int4 rows. The GPU must have units for matrix products.
 
     Args:
         x: Activations of one layer, on the device that computes.
         weights: Matrices of a layer, each with the rows of all experts.
     """
-    triton_kernels = device_kernels(x.device)
-    known = all(isinstance(weight, Tensor) and weight.dtype == x.dtype for weight in weights)
-    return bool(triton_kernels and known and triton_kernels.supports_grouped(x.device))
+    known = all(_is_packed(w) or (isinstance(w, Tensor) and w.dtype == x.dtype) for w in weights)
+    return known and _product_kernels(x.device) is not None
 
 
 def grouped_experts(  # the operands of two products
@@ -358,16 +374,19 @@ def grouped_experts(  # the operands of two products
         shares: Weight of each expert's result, fp32 [tokens, experts of a token].
         chosen: Number of each expert in the layer, int64 [tokens, experts of a token].
         gate_up: Matrix [experts * 2 * intermediate, hidden], one expert after the other; an expert's gate is before its
-            up projection.
+            up projection. It may be int8 or int4 rows, of which only those of experts with tokens are read.
         gate_up_bias: Bias [experts * 2 * intermediate], or None.
-        down: Matrix [experts * hidden, intermediate], one expert after the other.
+        down: Matrix [experts * hidden, intermediate], one expert after the other, stored in any of these ways.
         down_bias: Bias [experts * hidden], or None.
         activation: Name of a gated activation, one that `linear` supports.
 
     Returns:
         Sums, fp32 [tokens, hidden].
     """
-    return _card_kernels().grouped_experts(x, shares, chosen, gate_up, gate_up_bias, down, down_bias, activation)
+    triton_kernels = _card_kernels()
+    if triton_kernels.takes_many(x, chosen, gate_up, gate_up_bias, down, down_bias):
+        return triton_kernels.many_through_experts(x, shares, chosen, gate_up, down, activation)
+    return triton_kernels.grouped_experts(x, shares, chosen, gate_up, gate_up_bias, down, down_bias, activation)
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor | None = None) -> Tensor:

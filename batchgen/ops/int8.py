@@ -24,9 +24,9 @@ from batchgen.core.dtypes import INT8, weight_row_bytes
 
 _LARGEST = 127.0
 _LEAST = 2.0**-100  # a row of smaller numbers counts as zeros
-# Values of an operand or a result that are worked on at a time, in fp64: for memory that the planner counts on
-# (planner/memory.py).
-_VALUES = 1 << 21
+# Values of an operand or a result that are worked on at a time, and on a GPU of a weight, so that there are fewer
+# launches: for memory that the planner counts on (planner/sizes.py).
+_VALUES, _GPU_WEIGHT_VALUES = 1 << 21, 1 << 23
 _FEWEST_ROWS = 16
 _BLOCK = 64  # values that are rotated together
 
@@ -147,13 +147,25 @@ def linear(
 
 
 def _scaled_sums(codes: Tensor, weight: Tensor) -> Tensor:
-    """Sums of products of codes, rounded to fp32 and multiplied by the scales of the weight's rows."""
-    wide = codes.double()
+    """Sums of products of codes, rounded to fp32 and multiplied by the scales of the weight's rows.
+
+    On the CPU sums are in fp64, so exact. On a GPU, where fp64 has a fraction of the rate, codes are exact in fp16 and
+    sums are in fp32, by tensor cores where torch gives such sums out.
+    """
+    depth, on_gpu = codes.shape[1], codes.is_cuda
+    dtype = (torch.float16 if gives_wide_sums() else torch.float32) if on_gpu else torch.float64
+    wide_sums = {"out_dtype": torch.float32} if dtype == torch.float16 else {}
+    wide = codes.to(dtype)
     scaled = torch.empty(len(codes), len(weight), device=codes.device)
-    for some in _parts(len(weight), codes.shape[1]):
-        w, scale = split(weight[some], codes.shape[1])
-        scaled[:, some] = (wide @ w.double().T).float() * scale.abs().view(-1)
+    for some in _parts(len(weight), depth, _GPU_WEIGHT_VALUES if on_gpu else _VALUES):
+        w, scale = split(weight[some], depth)
+        scaled[:, some] = torch.mm(wide, w.to(dtype).T, **wide_sums).float() * scale.abs().view(-1)
     return scaled
+
+
+def gives_wide_sums() -> bool:
+    """Tell whether torch gives products of 16-bit matrices on a GPU out in fp32."""
+    return tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 8)
 
 
 def _finished(y: Tensor, bias: Tensor | None, activation: str | None, residual: Tensor | None) -> Tensor:
@@ -166,8 +178,8 @@ def _finished(y: Tensor, bias: Tensor | None, activation: str | None, residual: 
     return y if residual is None else y + residual.float()
 
 
-def _parts(rows: int, width: int) -> Iterator[slice]:
-    step = max(_FEWEST_ROWS, _VALUES // max(1, width))
+def _parts(rows: int, width: int, values: int | None = None) -> Iterator[slice]:
+    step = max(_FEWEST_ROWS, (values or _VALUES) // max(1, width))
     return (slice(start, min(rows, start + step)) for start in range(0, rows, step))
 
 

@@ -11,6 +11,7 @@ from batchgen.planner.costs import (
     experts_skipped_frac,
     moved_bytes,
     phase_decode_attention_s,
+    phase_dequantize_s,
     prompt_compute_s,
     streamed_bytes,
     sweep_overhead_s,
@@ -20,7 +21,7 @@ from batchgen.planner.memory import peak_bytes
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Placement
 from batchgen.planner.problem import CostInputs
-from batchgen.planner.step_seconds import dequantize_s, experts_frac, transfer_s
+from batchgen.planner.step_seconds import experts_frac, transfer_s
 
 _NOTHING = Placement(
     w_gpu=0, w_cpu=0, w_disk=0, kv_gpu=0, kv_cpu=0, kv_streamed=0, kv_disk=0, act_gpu=0, act_cpu=0,
@@ -46,7 +47,7 @@ def lower_bound_s(s: CostInputs, phases: tuple[Phase, ...]) -> float:
     total = 0.0
     for phase in phases:
         skipped = 0.0 if s.on_gpu else experts_skipped_frac(s, phase)  # if experts are read on demand
-        compute_s = prompt_compute_s(s, phase) + dequantize_s(s) * (1 - experts_frac(s.model) * skipped)
+        compute_s = prompt_compute_s(s, phase) + phase_dequantize_s(s, phase) * (1 - experts_frac(s.model) * skipped)
         attention_s = phase_decode_attention_s(s, phase, s.rates)
         layer_s = compute_s + attention_s
         if s.on_gpu:

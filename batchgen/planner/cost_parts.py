@@ -21,6 +21,7 @@ from batchgen.core.knowledge import (
 )
 from batchgen.planner.costs import (
     phase_decode_attention_s,
+    phase_dequantize_s,
     phase_matmul_s,
     phase_prefill_attention_s,
     phase_prefix_attention_s,
@@ -28,7 +29,7 @@ from batchgen.planner.costs import (
 )
 from batchgen.planner.phases import Phase
 from batchgen.planner.problem import CostInputs
-from batchgen.planner.step_seconds import dequantize_s, elementwise_s, layer_overhead_s, logits_s, sampling_s
+from batchgen.planner.step_seconds import elementwise_s, layer_overhead_s, logits_s, sampling_s
 
 
 def cost_parts(s: CostInputs, phase: Phase, bottleneck: str) -> Parts:
@@ -46,12 +47,13 @@ def cost_parts(s: CostInputs, phase: Phase, bottleneck: str) -> Parts:
     head_s = logits_s(s, phase.logits_rows, batches)
     few_s = few_share(phase.tokens / batches) * matmul_s + few_share(phase.logits_rows / batches) * head_s
     attention_s = phase_prefill_attention_s(s, phase) + phase_prefix_attention_s(s, phase)
+    elementwise = elementwise_s(s, phase.tokens) + phase_dequantize_s(s, phase)
     seconds = {
         FEW: few_s,
         MANY: matmul_s + head_s - few_s,
         PREFILL: layers * attention_s,
         DECODE: layers * phase_decode_attention_s(s, phase, s.rates),
-        ELEMENTWISE: layers * (elementwise_s(s, phase.tokens) + dequantize_s(s)) + sampling_s(s, phase.logits_rows),
+        ELEMENTWISE: layers * elementwise + sampling_s(s, phase.logits_rows),
         OVERHEADS: layers * batches * layer_overhead_s(s.rates) + sweep_overhead_s(s, phase),
     }
     total_s = sum(seconds.values())

@@ -37,6 +37,7 @@ from batchgen.planner.step_seconds import (
     logits_s,
     matmul_as_stored_s,
     matmul_s,
+    multiplies_packed,
     prefill_attention_s,
     prefix_attention_s,
     query_bytes,
@@ -82,8 +83,21 @@ def _first_share(s: CostInputs, phase: Phase) -> float:
 def phase_matmul_s(s: CostInputs, phase: Phase) -> float:
     """Seconds of one layer's matmuls in one sweep, with prepacked weights."""
     if s.balance is not None:
-        return sum(phase_matmul_s(s.one_batch, part) for part in unequal_batches(s, phase))
-    return matmul_s(s, phase.tokens, s.num_gpu_batches).total
+        return sum(phase_matmul_s(_part_inputs(s, phase), part) for part in unequal_batches(s, phase))
+    packed = multiplies_packed(s, phase.tokens)
+    return matmul_s(s, phase.tokens, s.num_gpu_batches, packed=packed).total
+
+
+def phase_dequantize_s(s: CostInputs, phase: Phase) -> float:
+    """Seconds of dequantizing one layer's 4-bit weights in one sweep."""
+    return 0.0 if multiplies_packed(s, phase.tokens) else dequantize_s(s)
+
+
+def _part_inputs(s: CostInputs, phase: Phase) -> CostInputs:
+    """Inputs of one of two unequal micro-batches of a sweep; 4-bit weights are multiplied as in the whole sweep."""
+    if not s.packed_tokens or multiplies_packed(s, phase.tokens):
+        return s.one_batch
+    return replace(s.one_batch, packed_tokens=0)
 
 
 def phase_matmul_as_stored_s(s: CostInputs, phase: Phase) -> MatmulSeconds:
@@ -352,7 +366,7 @@ def layer_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
     lane `disk`. A GPU computes no faster than the host launches: the lane `launch`.
     """
     moved, requests = moved_bytes(s, phase, at), _requests(s, phase, at)
-    resident_s = prompt_compute_s(s, phase) + dequantize_s(s)
+    resident_s = prompt_compute_s(s, phase) + phase_dequantize_s(s, phase)
     compute = resident_s + _streamed_matmul_s(s, phase, at)
     transfers = _transfer_lanes(s, moved, requests)
     lanes: dict[str, Linear] = {name: transfers[name] for name in ("disk_read", "disk_write")}
@@ -494,10 +508,10 @@ def _chains(
         # KV that comes to the GPU is the first batch's; what it waits for is left to the simulator.
         share = _first_share(s, phase)
         first, second = (
-            batch_compute_s(s.one_batch, part) + _streamed_matmul_s(s.one_batch, part, at)
+            batch_compute_s(_part_inputs(s, phase), part) + _streamed_matmul_s(s.one_batch, part, at)
             for part in unequal_batches(s, phase)
         )
-        chains["chain_first"] = first + dequantize_s(s) + share * delegated + copied
+        chains["chain_first"] = first + phase_dequantize_s(s, phase) + share * delegated + copied
         chains["chain_second"] = second + (1 - share) * delegated + copied
     elif phase.decode_seqs:
         staged = at.kv_streamed * streamed_bytes(s, phase) + at.kv_disk * _disk_bytes(s, phase).copied[0]

@@ -30,7 +30,7 @@ def on_demand_tokens(s: CostInputs, at: Placement) -> int:
         some_s, all_s = (slowest_s(layer_lanes(inputs, phase, at)) for inputs in (on_demand, whole))
         return some_s < all_s
 
-    return _first(lambda tokens: not is_sooner(tokens)) - 1
+    return first_tokens(lambda tokens: not is_sooner(tokens)) - 1
 
 
 def break_even_tokens(s: CostInputs, moved_s: float, streamed_frac: float = 1.0) -> int:
@@ -46,11 +46,11 @@ def break_even_tokens(s: CostInputs, moved_s: float, streamed_frac: float = 1.0)
         matmul_s = phase_matmul_s(s, phase) + streamed_frac * phase_matmul_as_stored_s(s, phase).total
         return matmul_s + elementwise_s(s, tokens)
 
-    first = _first(lambda tokens: products_s(tokens) >= moved_s)
+    first = first_tokens(lambda tokens: products_s(tokens) >= moved_s)
     return first if 1 < first < _MOST_TOKENS else 0
 
 
-def _first(holds: Callable[[int], bool]) -> int:
+def first_tokens(holds: Callable[[int], bool]) -> int:
     """The smallest number of tokens for which the predicate holds, as for all larger ones; at most `_MOST_TOKENS`."""
     low, high = 1, _MOST_TOKENS
     while low < high:

@@ -211,6 +211,8 @@ def _weight_sentences(plan: Plan) -> list[str]:
         sentences.append(
             f"In sweeps of {tokens:,} tokens or fewer, only those experts are read that a token is routed to."
         )
+    if tokens := plan.policy.packed_tokens:
+        sentences.append(f"In sweeps of {tokens:,} tokens or fewer, weights are multiplied as they are stored.")
     return sentences
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+from batchgen.core.dtypes import INT4
+from batchgen.planner.packed_products import packed_tokens
 from batchgen.planner.phases import Phase, phases_of_each
 from batchgen.planner.problem import CostInputs, Problem
 
@@ -23,6 +26,7 @@ def search_space(problem: Problem) -> Iterator[tuple[CostInputs, tuple[Phase, ..
         for tokens in _token_budgets(problem, max_num_seqs)
     )
     flows = phases_of_each(problem.workload, settings)
+    packed: dict[int, int] = {}  # by number of micro-batches
     for weight_format in problem.weight_formats:
         for kv_format in problem.kv_formats:
             for (admission, max_num_seqs, tokens), phases in zip(settings, flows, strict=True):
@@ -45,13 +49,18 @@ def search_space(problem: Problem) -> Iterator[tuple[CostInputs, tuple[Phase, ..
                         state_dtype=problem.state_dtype,
                         share_prefixes=problem.share_prefixes,
                     )
-                    if _supported(inputs):
-                        yield inputs, phases
+                    if not _supported(inputs):
+                        continue
+                    if weight_format == INT4:
+                        if batches not in packed:
+                            packed[batches] = packed_tokens(inputs)
+                        inputs = replace(inputs, packed_tokens=packed[batches])
+                    yield inputs, phases
 
 
 def _supported(s: CostInputs) -> bool:
     """Return true if the machine has rates for the formats of the inputs."""
-    if s.weight_format == "int4" and not s.rates.expand_bytes_per_s:
+    if s.weight_format == INT4 and not s.rates.expand_bytes_per_s:
         return False
     return s.rates.has_rates("decode_attention_bytes_per_s", s.kv_format)
 

@@ -29,8 +29,8 @@ WORKSPACE_BYTES = 192 << 20
 # Partial results of attention to long contexts, which are cut for an accelerator's programs (ops/triton/plan.py), and
 # allocator slack.
 DEVICE_WORKSPACE_BYTES = 32 << 20
-# GEMMs with 8-bit weights need, beside results, quantized rows on the CPU (csrc/bindings.cpp, most_packed_bytes), and
-# torch's accumulators on an accelerator (ops/int8.py).
+# GEMMs with 8-bit weights need quantized rows beside results: on the CPU of a part (csrc/bindings.cpp,
+# most_packed_bytes), on an accelerator of all tokens of a chunk; where torch multiplies, its operands (ops/int8.py).
 _CODED_ROWS_BYTES, _DEVICE_CODED_BYTES = 16 << 20, 128 << 20
 _CHUNK_BYTES, _FEWEST_CHUNK_TOKENS = 16 << 20, 256
 _GPU_CHUNK_TOKENS = 4096

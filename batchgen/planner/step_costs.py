@@ -28,6 +28,7 @@ from batchgen.planner.step_seconds import (
     logits_s,
     matmul_as_stored_s,
     matmul_s,
+    multiplies_packed,
     pre_overhead_s,
     prefill_attention_s,
     prefix_attention_s,
@@ -166,6 +167,7 @@ class StepCosts:
             max_num_batched_tokens=policy.max_num_batched_tokens,
             kv_block_size=policy.kv_block_size,
             state_dtype=policy.state_dtype,
+            packed_tokens=policy.packed_tokens,
             budgets=plan.budgets,
             process_bytes=0,
         )
@@ -250,10 +252,15 @@ class StepCosts:
         prompts_s = sum(state_prefill_s(s, new, new) for new, _ in attended.chunks)
         return prompts_s + state_update_s(s, len(attended.contexts), device)
 
-    def layer_s(self, tokens: int) -> _LayerSeconds:
-        """Seconds of a layer's computation but for attention."""
+    def layer_s(self, tokens: int, *, packed: bool) -> _LayerSeconds:
+        """Seconds of a layer's computation but for attention.
+
+        Args:
+            tokens: Tokens that go through it.
+            packed: Whether the sweep multiplies 4-bit weights as they are.
+        """
         s = self.inputs
-        whole_s = matmul_s(s, tokens).total + elementwise_s(s, tokens) + all_reduce_s(s, tokens)
+        whole_s = matmul_s(s, tokens, packed=packed).total + elementwise_s(s, tokens) + all_reduce_s(s, tokens)
         return _LayerSeconds(
             whole_s * self._before_frac, whole_s * (1 - self._before_frac), matmul_as_stored_s(s, tokens)
         )
@@ -288,8 +295,14 @@ class _Computing:
     head_s: float
 
     @classmethod
-    def of(cls, costs: StepCosts, load: BatchLoad) -> _Computing:
-        """Work out a micro-batch's computations from its load."""
+    def of(cls, costs: StepCosts, load: BatchLoad, *, packed: bool) -> _Computing:
+        """Work out a micro-batch's computations from its load.
+
+        Args:
+            costs: The costs of the plan.
+            load: The micro-batch.
+            packed: Whether the sweep multiplies 4-bit weights as they are.
+        """
         s, hardware, config = costs.inputs, costs.hardware, costs.config
         requests_s = 0.0
         if s.shares_cores:
@@ -306,8 +319,9 @@ class _Computing:
             others = [a for placement, a in attended.items() if placement not in _ON_CPU]
             return requests_s + sum(costs.attention_s(a, kind, s.rates) for a in others) + waking_s
 
-        layer = costs.layer_s(load.tokens)
-        last = costs.layer_s(load.logits_rows) if config.has_head else layer  # with the tokens that go on from it
+        layer = costs.layer_s(load.tokens, packed=packed)
+        # The last one with the tokens that go on from it.
+        last = costs.layer_s(load.logits_rows, packed=packed) if config.has_head else layer
         return cls(
             pre_s=tuple(layer.before_attention(placed) + pre_overhead_s(s.rates) for placed in costs.layers),
             post_s=(
@@ -325,7 +339,8 @@ class _SweepCosts:
 
     def __init__(self, costs: StepCosts, loads: Sequence[BatchLoad]) -> None:
         self._costs, self._loads = costs, loads
-        self._computing = [_Computing.of(costs, load) for load in loads]
+        self._packed = multiplies_packed(costs.inputs, sum(load.tokens for load in loads))
+        self._computing = [_Computing.of(costs, load, packed=self._packed) for load in loads]
         self._joined = [0] * len(loads)  # rows of deferred batches that are with the micro-batch
         self._owed_s = 0.0  # that copies take of the cores of the next computation
 
@@ -373,7 +388,7 @@ class _SweepCosts:
             rows = load.logits_rows
         if not rows + joined:
             return 0.0
-        layer, placed = costs.layer_s(rows + joined), costs.layers[step.layer]
+        layer, placed = costs.layer_s(rows + joined, packed=self._packed), costs.layers[step.layer]
         if step.kind == "pre":
             return layer.before_attention(placed) + pre_overhead_s(rates)
         return layer.after_attention(placed) + rates.waking_overhead_s

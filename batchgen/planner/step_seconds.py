@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple, overload
 
-from batchgen.core.dtypes import INT4, KV_CODE_BITS, matmul_key
+from batchgen.core.dtypes import INT4, KV_CODE_BITS, matmul_key, packed_matmul_key
 from batchgen.core.hardware import ComputeRates, Rates, known
 from batchgen.core.routing import Routing
 from batchgen.models.config import ModelConfig
@@ -47,7 +47,9 @@ class MatmulSeconds(NamedTuple):
         return self.dense + self.experts
 
 
-def matmul_s(s: CostInputs, tokens: float, batches: int = 1, *, as_stored: bool = False) -> MatmulSeconds:
+def matmul_s(
+    s: CostInputs, tokens: float, batches: int = 1, *, as_stored: bool = False, packed: bool = False
+) -> MatmulSeconds:
     """Seconds of one layer's matmuls: FlexGen's linear_layer^p and linear_layer^g over mm_flops.
 
     Changed: the rate depends on the tokens of one micro-batch, and prefill and decode tokens ride together. Each expert
@@ -59,10 +61,14 @@ def matmul_s(s: CostInputs, tokens: float, batches: int = 1, *, as_stored: bool 
         tokens: Tokens of all micro-batches.
         batches: Number of micro-batches.
         as_stored: Whether the weights lie as they are stored, as streamed ones do; otherwise they are prepacked.
+        packed: Whether 4-bit weights are multiplied as they are (`multiplies_packed`); otherwise as dequantized ones.
     """
     if tokens == 0:
         return MatmulSeconds(0.0, 0.0)
-    rates = _matmul_rates(s, s.main_format, as_stored=as_stored)
+    if packed:
+        rates = s.rates.rates("gemm_flops_per_s", packed_matmul_key(s.compute_format))
+    else:
+        rates = _matmul_rates(s, s.main_format, as_stored=as_stored)
     model, batch_tokens = s.model, tokens / batches
 
     def seconds(params: int, expert_tokens: float) -> float:
@@ -160,8 +166,16 @@ def layer_overhead_s(rates: ComputeRates) -> float:
     return pre_overhead_s(rates) + rates.waking_overhead_s
 
 
+def multiplies_packed(s: CostInputs, tokens: float) -> bool:
+    """Tell whether a sweep of so many tokens multiplies 4-bit weights as they are, and dequantizes none.
+
+    `packed_products.packed_tokens` has chosen up to how many tokens that is faster.
+    """
+    return s.weight_format == INT4 and tokens <= s.packed_tokens
+
+
 def dequantize_s(s: CostInputs) -> float:
-    """Seconds of dequantizing one layer's 4-bit weights, once per sweep."""
+    """Seconds of dequantizing one layer's 4-bit weights, once in a sweep that does so (`multiplies_packed`)."""
     if s.weight_format != INT4:
         return 0.0
     return s.dequantized_layer_bytes / known(s.rates.expand_bytes_per_s)

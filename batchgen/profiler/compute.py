@@ -24,6 +24,7 @@ from batchgen.core.dtypes import (
     KVFormat,
     dtype_name,
     matmul_key,
+    packed_matmul_key,
     weight_row_bytes,
 )
 from batchgen.core.hardware import ComputeRates, Rates
@@ -204,7 +205,7 @@ def measure_packed_kv(  # what is measured, how, and for how long
 def measure_dequantizing(
     device: Device, dtype_name: str, subjects: Subjects, effort: Effort, timed: Timed
 ) -> ComputeRates:
-    """Measure the rate of dequantizing 4-bit weights to the compute dtype.
+    """Measure the rate of dequantizing 4-bit weights to the compute dtype, and of GEMMs with them where kernels can.
 
     Args:
         device: The compute device.
@@ -216,7 +217,12 @@ def measure_dequantizing(
     pool = device.pool(getattr(torch, dtype_name), effort)
     name = f"expanding weights with {INT4} and {dtype_name} on {device.kind}"
     rate = timed(name, lambda: dequantize_rate(device, pool, subjects.main, effort))
-    return ComputeRates(expand_bytes_per_s=rate)
+    gemm = {}
+    if ops.multiplies_int4(pool.device):
+        name = f"matrix products with {INT4} weights and {dtype_name} on {device.kind}"
+        rates = timed(name, lambda: gemm_rates(device, pool, subjects.products, effort, INT4))
+        gemm = {packed_matmul_key(dtype_name): rates}
+    return ComputeRates(expand_bytes_per_s=rate, gemm_flops_per_s=gemm)
 
 
 @torch.inference_mode()
@@ -290,7 +296,7 @@ def gemm_rates(
         pool: Numbers that weights are made of.
         models: Models whose GEMMs are measured, one for each hidden size.
         effort: Grid points and time limits.
-        weight_format: "int8", one of `BLOCK_FORMATS`, or the pool's dtype; None: the pool's dtype.
+        weight_format: "int8", "int4" (on a GPU), one of `BLOCK_FORMATS`, or the pool's dtype; None: the pool's dtype.
         as_stored: Whether weights are in the layout in which they stream from disk, not prepacked.
     """
     stored_in = weight_format or dtype_name(pool.dtype)
@@ -347,6 +353,8 @@ def _weight(numbers: Tensor, weight_format: str, *, gated: bool, as_stored: bool
         weight = BlockWeight(data, weight_format)
         return weight if as_stored else ops.pack_blocks(weight, numbers.dtype, gated=gated)
     stored = numbers
+    if weight_format == INT4:
+        return ops.quantize(numbers)
     if weight_format == INT8:
         some = int8.quantize(numbers[:_QUANTIZED_ROWS])
         stored = some.repeat(-(-len(numbers) // len(some)), 1)[: len(numbers)]

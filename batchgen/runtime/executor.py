@@ -26,7 +26,7 @@ from batchgen.runtime.memory.state_cache import StateCache
 from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.weights import Weights
 from batchgen.runtime.steps.captured import decode_graphs
-from batchgen.runtime.steps.context import StepContext
+from batchgen.runtime.steps.context import Handler, StepContext
 from batchgen.runtime.steps.handlers import HANDLERS
 from batchgen.runtime.streams import Driver, StreamLanes
 from batchgen.runtime.sweep_options import OnLogits, SweepOptions
@@ -100,7 +100,11 @@ class Executor:
 
     def capture_sweeps(self, driver: Driver, most_tokens: int) -> None:
         """Have decode sweeps of at most `most_tokens` tokens captured from now on, where kernels can be."""
-        steps = [(HANDLERS[step.kind], step) for step in self._sweeps.layers()]
+        sweeps = self._sweeps  # alone: the graphs keep no executor that nobody has any more
+
+        def steps(num_tokens: int) -> list[tuple[Handler, Step]]:
+            return [(HANDLERS[step.kind], step) for step in sweeps.layers(num_tokens)]
+
         self.context.graphs = decode_graphs(self.context, driver, steps, most_tokens)
 
     @property
@@ -200,8 +204,10 @@ class Executor:
                     prepared: list[BatchState] = []
                     self.lanes.prepare(lambda: prepared.extend(prepare_batches(context, to_run)))  # noqa: B023
                     flows = [batch.packed.flow(batch.on_host) for batch in prepared]
-                    steps = numbered_before(graph.steps(flows, deferred_batches, lambda step_id: True), layers)
-                    self.lanes.execute(self._bound(steps, prepared))
+                    num_tokens = sum(batch.packed.num_tokens for batch in prepared)
+                    context.expands = graph.streams.expands(num_tokens)
+                    steps = graph.steps(flows, deferred_batches, lambda step_id: True, num_tokens)
+                    self.lanes.execute(self._bound(numbered_before(steps, layers), prepared))
                     self.lanes.drain()
                     to_run = [empty_batch()] if deferred_batches.waiting else []  # until they are through all layers
                 self._deferred_batches.clear()
@@ -224,17 +230,21 @@ class Executor:
 
         self.lanes.prepare(prepare)
         context.on_logits, context.one_batch = on_logits, len(prepared) == 1
-        wait = self.lanes.execute(self._bound(self._steps(prepared, deferred_batches), prepared))
+        num_tokens = sum(batch.packed.num_tokens for batch in prepared)
+        context.expands = self._sweeps.streams.expands(num_tokens)
+        steps = self._steps(prepared, deferred_batches, num_tokens)
+        wait = self.lanes.execute(self._bound(steps, prepared))
         for deferred_batch in deferred_batches.ended:
             del self._deferred_batches[deferred_batch.number]
         return wait
 
-    def _steps(self, batches: Sequence[BatchState], deferred_batches: DeferredBatches) -> Iterator[Step]:
+    def _steps(
+        self, batches: Sequence[BatchState], deferred_batches: DeferredBatches, num_tokens: int
+    ) -> Iterator[Step]:
         """The Steps of the next sweep."""
         if batches[0].buffers is not None:
             return self._sweeps.captured()
         flows = [batch.packed.flow(batch.on_host) for batch in batches]
-        num_tokens = sum(batch.packed.num_tokens for batch in batches)
         return self._sweeps.steps(flows, deferred_batches, self.lanes.has_ended, num_tokens)
 
     def _bound(self, steps: Iterable[Step], batches: Sequence[BatchState]) -> Iterator[Step]:

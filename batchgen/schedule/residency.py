@@ -22,6 +22,7 @@ class WeightResidency:
         embeddings: tier of the input embeddings, where these are not the output matrix too.
         expert_layers: for each layer, whether it has a mixture of experts.
         on_demand_tokens: most tokens of a sweep in which experts on disk are read on demand, where the host computes.
+        packed_tokens: most tokens of a sweep in which an accelerator multiplies 4-bit weights as they are stored.
     """
 
     layers: tuple[Mapping[str, str], ...]
@@ -30,6 +31,7 @@ class WeightResidency:
     embeddings: str = "cpu"
     expert_layers: tuple[bool, ...] = ()
     on_demand_tokens: int = 0
+    packed_tokens: int = 0
 
     @classmethod
     def in_memory(cls, config: ModelConfig, dtype: str, tier: str = "cpu") -> WeightResidency:
@@ -44,7 +46,7 @@ class WeightResidency:
         layers = tuple(dict(zip(policy.weight_layers, tiers, strict=True)) for tiers in zip(*spread, strict=True))
         with_experts = tuple(map(config.has_experts, range(config.num_layers)))
         ends = policy.head_tier, policy.weight_format, policy.embedding_tier
-        return cls(layers, *ends, with_experts, policy.on_demand_tokens)
+        return cls(layers, *ends, with_experts, policy.on_demand_tokens, policy.packed_tokens)
 
     def tier_of_embeddings(self, config: ModelConfig) -> str:
         """The tier of the input embeddings."""
@@ -90,6 +92,7 @@ class WeightResidency:
             kv_sources=tuple(kv_sources),
             on_demand=tuple(map(self._has_experts_on_disk, range(len(self.layers)))) if on_demand_tokens else (),
             on_demand_tokens=on_demand_tokens,
+            packed_tokens=self.packed_tokens,
             receives=not embeds,
             sends=not has_head,
         )

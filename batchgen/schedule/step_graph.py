@@ -85,6 +85,7 @@ class Streams:
         disk_weights: for each layer, whether any of its weights are on disk.
         dequantized: Whether weights are stored in 4 bits, and dequantized into as many buffers as layers can be in use
             at once (two, with sequences that the CPU attends to).
+        packed_tokens: most tokens of a sweep in which such weights are multiplied as they are stored instead.
         vocabulary_chunks: chunks in which the output matrix comes over; 0: it stays on the device.
         kv_on_device: for each layer, whether KV that is streamed in others is on the device; empty: in none.
         kv_sources: for each layer, the layer whose KV it attends to; empty: each attends to its own.
@@ -106,12 +107,17 @@ class Streams:
     kv_sources: tuple[int, ...] = ()
     on_demand: tuple[bool, ...] = ()
     on_demand_tokens: int = 0
+    packed_tokens: int = 0
     receives: bool = False
     sends: bool = False
 
     @property
     def num_layers(self) -> int:
         return len(self.weights)
+
+    def expands(self, num_tokens: int | None) -> bool:
+        """Tell whether 4-bit weights are dequantized layer by layer in a sweep of so many tokens; None: of many."""
+        return self.dequantized and (num_tokens is None or num_tokens > self.packed_tokens)
 
     def stages_kv(self, layer: int) -> bool:
         """Tell whether streamed KV passes through a staging buffer in this layer."""

@@ -53,6 +53,7 @@ class Sweeps:
         self._loads: dict[int, int] = {}  # n -> the Step that brings it to the compute device
         self._reads: dict[int, int] = {}  # n -> the Step that brings it to host memory
         self._few_tokens = False  # in the sweep, so that experts are read on demand
+        self._expands = streams.expands(None)  # 4-bit weights in the sweep
         self._without_experts: set[int] = set()  # n of layers whose experts are read on demand
         self._head_users: dict[int, tuple[int, ...]] = {}  # slot of the output matrix -> the last Steps that use it
         # KV of staged sequences passes through KV_SLOTS buffers on the compute device, and with an accelerator as many
@@ -66,7 +67,8 @@ class Sweeps:
         self._stored: list[dict[Lane, int]] = [{} for _ in range(streams.num_layers)]
         self._posted: dict[int, tuple[int, ...]] = {}  # per batch, the last `post` of the sweep before
         self._num_deferred_batches = 0
-        self._alike: dict[BatchFlow, list[Step]] = {}  # of sweeps in which nothing moves, numbered from 0
+        # Of sweeps in which nothing moves, by whether weights are expanded; numbered from 0.
+        self._alike: dict[tuple[BatchFlow, bool], list[Step]] = {}
 
     def steps(
         self,
@@ -85,6 +87,7 @@ class Sweeps:
         """
         self._sweep += 1
         self._few_tokens = num_tokens is not None and num_tokens <= self.streams.on_demand_tokens
+        self._expands = self.streams.expands(num_tokens)
         deferred_batches = DeferredBatches() if deferred_batches is None else deferred_batches
         deferred_batches.ended = []
         moves = len(batches) > 1 or batches[0].moves or any(self.streams.weights) or self.streams.vocabulary_chunks
@@ -94,13 +97,25 @@ class Sweeps:
 
     def _repeat_steps(self, batch: BatchFlow) -> Iterator[Step]:
         """The Steps of a sweep over one batch in which nothing moves: only the numbers differ from sweep to sweep."""
-        if batch not in self._alike:
-            self._alike[batch] = list(Sweeps(self.streams)._make_steps([batch], _Deferral(DeferredBatches())))
+        key = batch, self._expands
+        if key not in self._alike:
+            self._alike[key] = list(self._unmoved(batch))
         first, sweep = self._next_id, self._sweep
-        for id, kind, lane, _, layer, k, weight_slot, kv_slot, after, _ in self._alike[batch]:
+        for id, kind, lane, _, layer, k, weight_slot, kv_slot, after, _ in self._alike[key]:
             self._next_id = first + id + 1
             waits_for = tuple([first + earlier for earlier in after])
             yield Step(first + id, kind, lane, sweep, layer, k, weight_slot, kv_slot, waits_for)
+
+    def _unmoved(self, batch: BatchFlow, expands: bool | None = None) -> Iterator[Step]:
+        """The Steps, numbered from 0, of a sweep over one micro-batch in which nothing moves.
+
+        Args:
+            batch: The data that the micro-batch moves.
+            expands: Whether 4-bit weights are expanded; None: as in the sweep that is being made.
+        """
+        alone = Sweeps(self.streams)
+        alone._expands = self._expands if expands is None else expands
+        return alone._make_steps([batch], _Deferral(DeferredBatches()))
 
     def _make_steps(self, batches: Sequence[BatchFlow], deferral: _Deferral) -> Iterator[Step]:
         layers, last_batch = self.streams.num_layers, len(batches) - 1
@@ -141,12 +156,15 @@ class Sweeps:
             self._stored[j] |= stored
         yield from self._head(batches, flow)
 
-    def layers(self) -> Iterator[Step]:
+    def layers(self, num_tokens: int) -> Iterator[Step]:
         """The Steps of all layers of a sweep over one micro-batch that moves nothing: all between `embed` and `head`.
 
         They are numbered from 0, and belong to no sweep.
+
+        Args:
+            num_tokens: Tokens of the micro-batch.
         """
-        for step in Sweeps(self.streams)._make_steps([BatchFlow()], _Deferral(DeferredBatches())):
+        for step in self._unmoved(BatchFlow(), self.streams.expands(num_tokens)):
             if step.kind not in _ENDS:
                 yield step
 
@@ -191,7 +209,7 @@ class Sweeps:
             made = step.id
         after = [made, *self._weights_ready(j)]
         weight_slot = self._weight_slot(j)
-        if self.streams.dequantized and k == 0:
+        if self._expands and k == 0:
             yield self._step("expand_weight", j, 0, weight_slot=weight_slot, after=after)
         pre = self._step("pre", j, k, weight_slot=weight_slot, after=after)
         yield pre

@@ -3,6 +3,8 @@
 `test_played_card.py` runs this file, in a process that finds a played card; it runs on a real one as well.
 """
 
+from dataclasses import replace
+
 import pytest
 import test_token_identity as identity
 import torch
@@ -26,6 +28,8 @@ expected, expected_of_codes, stores = identity.expected, identity.expected_of_co
 CARD = Device("cuda")
 ON_CARD = {tier: (CARD, fields) for tier, (device, fields) in TIERS.items() if device is EMULATED}
 NEVER = 10**9
+# Tokens of the sweeps that multiply int4 weights as they are stored: some sweeps, or all.
+PACKED_TOKENS = (6, NEVER)
 # Sweeps of one size before it is captured. All that is on the card alone is captured.
 UNCAPTURED = {"captured": 0, "launched": NEVER}
 _CELLS = [(model, tier, "launched") for model in MODELS for tier in ON_CARD] + [
@@ -33,8 +37,9 @@ _CELLS = [(model, tier, "launched") for model in MODELS for tier in ON_CARD] + [
 ]
 
 
-def parts_of(path, tier, stores, *schedule, kv_format=DTYPE, weight_format=DTYPE):
+def parts_of(path, tier, stores, *schedule, kv_format=DTYPE, weight_format=DTYPE, packed_tokens=0):
     policy = policy_of(path, tier, kv_format, *schedule, weight_format, ON_CARD)
+    policy = replace(policy, packed_tokens=packed_tokens)
     return make_parts(path, CARD, policy, stores, longest_tokens=80)
 
 
@@ -54,19 +59,23 @@ def test_tokens_equal_those_of_transformers(model, tier, launches, expected, sto
 
 
 _OF_CODES = [
-    (model, tier, launches, formats)
+    (model, tier, launches, formats, packed_tokens)
     for model, tier, launches in _CELLS
     if model in ("llama", "opt", "qwen3_moe", "gpt_oss", "gemma3")
     for formats in ((INT8, DTYPE), (INT4, DTYPE), (DTYPE, INT8), (DTYPE, INT5), (DTYPE, INT4), (INT4, INT4))
+    for packed_tokens in ((0, *PACKED_TOKENS) if INT4 in formats[:1] else (0,))
 ]
 
 
-@pytest.mark.parametrize(("model", "tier", "launches", "formats"), some_of(_OF_CODES, 2, "codes on a card"))
+@pytest.mark.parametrize(
+    ("model", "tier", "launches", "formats", "packed_tokens"), some_of(_OF_CODES, 3, "codes on a card")
+)
 def test_tokens_of_codes_equal_those_of_torch(
     model,
     tier,
     launches,
     formats,
+    packed_tokens,
     expected_of_codes,
     stores,
     monkeypatch,
@@ -74,5 +83,6 @@ def test_tokens_of_codes_equal_those_of_torch(
     monkeypatch.setattr(graphs, "_UNCAPTURED", UNCAPTURED[launches])
     path, prompts, wanted = expected_of_codes(model, formats)
     weight_format, kv_format = formats
-    parts = parts_of(path, tier, stores, *schedules(model, tier)[0], weight_format=weight_format, kv_format=kv_format)
+    given = {"weight_format": weight_format, "kv_format": kv_format, "packed_tokens": packed_tokens}
+    parts = parts_of(path, tier, stores, *schedules(model, tier)[0], **given)
     are_those(tokens_of(parts, prompts), wanted)

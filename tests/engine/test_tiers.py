@@ -166,6 +166,7 @@ def random_case(rng, variants):
         "activation_batches": (num_batches - on_host, on_host),
         "batch_order": "neo" if unequal else rng.choice(BATCH_ORDERS),
         "on_demand_tokens": rng.choice([0, 5, 300]),
+        "packed_tokens": 300,  # what only a card's kernels can multiply is dequantized
         "balance_tokens": rng.choice([0, 10, 1000]) if unequal else None,
     }
     rows = [(rng.randrange(NUM_PROMPTS), rng.randint(1, OUTPUT_LEN)) for _ in range(rng.randint(1, 14))]

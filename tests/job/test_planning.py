@@ -372,7 +372,7 @@ class TestPlanFiles:
             ("policy/weight_layers", 5), ("workload/prompt_len", 5), ("budget", {}),
             ("policy/embedding_tier", "disk"), ("policy/embedding_tier", 5), ("policy/embedding_tier", None),
             ("policy/head_tier", "attic"), ("policy/kv_layers", 1), ("policy/kv_layers", None),
-            ("policy/on_demand_tokens", -1),
+            ("policy/on_demand_tokens", -1), ("policy/packed_tokens", -1),
             ("policy/balance_tokens", 10),  # in batches of equal size
         ],
     )  # fmt: skip

@@ -2,6 +2,7 @@
 own: with Triton's interpreter, where a capture is the launches once more, and on a card where there is one."""
 
 import random
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -63,6 +64,7 @@ def weights_as_on_a_card(monkeypatch):
         monkeypatch.setattr(ops, "pack_weight", lambda weight, **_: weight)
         monkeypatch.setattr(ops, "bind_weight", lambda weight, isa: weight)
         monkeypatch.setattr(WeightPacker, "splits_experts", False)
+        monkeypatch.setattr(ops, "multiplies_int4", lambda device: True)
 
 
 def kernels_as_on_a_card(monkeypatch):
@@ -70,11 +72,21 @@ def kernels_as_on_a_card(monkeypatch):
         monkeypatch.setattr(ops, "_has_kernels", lambda *a: False)
         monkeypatch.setattr(ops, "device_kernels", lambda device: triton_kernels)
         monkeypatch.setattr(state_dispatch, "_kernels_of", lambda x: triton_kernels)
+        monkeypatch.setattr(ops, "linear", linear_as_on_a_card)
         monkeypatch.setattr(
             ops,
             "prepare_attention",
             lambda plan, *shape, device, **_: triton_kernels.prepare_attention(plan, *shape, device),
         )
+
+
+def linear_as_on_a_card(x, weight, bias=None, **options):
+    """Of numbers it is that of the CPU."""
+    packed = isinstance(weight, torch.Tensor) and weight.dtype == torch.uint8
+    return (triton_kernels.packed_linear if packed else _linear)(x, weight, bias, **options)
+
+
+_linear = ops.linear
 
 
 def capture_sweeps(executor):
@@ -150,20 +162,23 @@ def test_captured_sweeps_give_the_same_tokens(config, monkeypatch):
 
 
 @pytest.mark.skipif(find_spec("xxhash") is None, reason="4-bit weights come from a store, which needs xxhash")
-def test_captured_sweeps_expand_the_weights_of_each_layer(monkeypatch, tmp_path):
-    """All layers share the buffers that weights of 4 bits are expanded into."""
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_captured_sweeps_take_the_weights_of_each_layer_in_4_bits(family, monkeypatch, tmp_path):
+    """All layers share the buffers that they are expanded into. In small sweeps they are multiplied as they are."""
     monkeypatch.setattr(graphs, "_UNCAPTURED", 0)
     path = tmp_path / "model"
-    make_tiny_model("llama", path, num_hidden_layers=2)
+    make_tiny_model(family, path, num_hidden_layers=2)
     device, folder = Device(DEVICE.type), tmp_path / "offload"
     policy = make_policy(path, device, weight_format="int4", embedding_tier="cpu" if DEVICE.type == "cpu" else "gpu")
     given, replays = [], []
-    for captured in (False, True):
+    for captured, packed_tokens in ((False, 0), (True, 0), (False, 1 << 20), (True, 8)):
         weights_as_on_a_card(monkeypatch)
-        parts = make_parts(path, device, policy, folder)
+        parts = make_parts(path, device, replace(policy, packed_tokens=packed_tokens), folder)
         kernels_as_on_a_card(monkeypatch)
         executor = parts.executor
         executor.context.graphs = None
+        if packed_tokens > policy.max_num_batched_tokens:
+            monkeypatch.setattr(executor.weights, "dequantize", None)
         if captured:
             capture_sweeps(executor)
             run = executor.context.graphs.run
@@ -171,8 +186,8 @@ def test_captured_sweeps_expand_the_weights_of_each_layer(monkeypatch, tmp_path)
                 replays.append(buffers.replay is not None) or run(buffers, hidden)
             )
         given.append(tokens(Engine.from_parts(parts)))
-    assert given[0] == given[1]
-    assert sum(replays) >= 2
+    assert given == [given[0]] * 4
+    assert sum(replays) >= 4
 
 
 def test_sweeps_with_prompts_are_not_captured(monkeypatch):

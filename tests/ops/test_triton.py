@@ -40,7 +40,7 @@ def check(which, tmp_path, checks="triton_checks.py"):
 
 
 ATTENTION = "attention or context or prompts or sweep or items or plan or key or scores or queries or prefix or twice"
-EXPERTS = "expert or mixture"
+EXPERTS = "expert or mixture or packed_linear"
 STATE_CHECKS = {"the delta rule": "delta_rule", "the rest": "not delta_rule"}
 CHECKS = {"attention": ATTENTION, "experts": EXPERTS, "the rest": f"not ({ATTENTION} or {EXPERTS})"}
 

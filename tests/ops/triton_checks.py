@@ -20,7 +20,7 @@ from batchgen.core.dtypes import KV_CODE_BITS, KVFormat, code_bytes
 from batchgen.models.experts import experts, split_experts
 from batchgen.models.hf.config import config_of_hf
 from batchgen.ops import dispatch as ops
-from batchgen.ops import quant, reference
+from batchgen.ops import int8, quant, reference, torch_attention
 from batchgen.ops import triton as triton_kernels
 from batchgen.ops.attention_plan import (
     AttentionPlan,
@@ -31,7 +31,7 @@ from batchgen.ops.attention_plan import (
     SharedItem,
     plan_attention,
 )
-from batchgen.ops.triton import attention, grouped, rotary
+from batchgen.ops.triton import attention, grouped, grouped_many, int8_rows, packed, product, rotary
 from batchgen.ops.triton import launch as launching
 from batchgen.ops.triton import plan as plans
 from batchgen.ops.triton import rows as row_copies
@@ -541,6 +541,125 @@ def test_linear(rows, columns, dtype, activation, with_bias, with_residual, wher
     torch.testing.assert_close(got.cpu().double(), expected, **tolerance)
 
 
+# Packed weights.
+
+
+def int8_rows_of(w, *, rotates=True):
+    return int8.quantize(w) if rotates else int8.join(*int8.to_codes(w))
+
+
+@settings(max_examples=int(40 * MORE), deadline=None)
+@given(
+    st.integers(1, 9), st.sampled_from([1, 40, 64, 100, 200, 577]), st.sampled_from(DTYPES), st.booleans(),
+    st.integers(0, 2**20),
+)  # fmt: skip
+def test_activations_are_coded_as_by_the_reference(rows, n, dtype, rotates, seed):
+    x = (random(seed, rows, n + 3) * torch.logspace(-3, 3, rows)[:, None]).to(dtype)
+    x[0, 0], x[-1, : n // 2] = 0.0, 0.0
+    weight = int8_rows_of(random(seed, 2, n), rotates=rotates)
+    launch, codes, scales = int8_rows.coded_launch(x.to(DEVICE)[:, :n], weight.to(DEVICE))
+    launch()
+    expected = int8.to_codes(int8.rotate(x[:, :n]) if rotates else x[:, :n].float())
+    assert torch.equal(codes.cpu(), expected[0]) and torch.equal(scales.cpu(), expected[1][:, 0])
+
+
+def test_rows_that_are_not_numbers_are_coded_as_by_the_reference():
+    x = random(0, 5, 130)
+    x[0, 7], x[1, 64], x[2], x[3] = math.nan, math.inf, 0.0, 1e-33
+    for rotates in (False, True):
+        weight = int8_rows_of(random(1, 2, 130), rotates=rotates)
+        launch, codes, scales = int8_rows.coded_launch(x.to(DEVICE), weight.to(DEVICE))
+        launch()
+        expected = int8.to_codes(int8.rotate(x) if rotates else x)
+        assert torch.equal(codes.cpu(), expected[0])
+        torch.testing.assert_close(scales.cpu(), expected[1][:, 0], rtol=0, atol=0, equal_nan=True)
+
+
+ACTIVATIONS = [None, "relu", "gelu", "gelu_tanh", "silu_mul", "gelu_tanh_mul", "swiglu_oai_mul"]
+
+
+@settings(max_examples=int(50 * MORE), deadline=None)
+@given(
+    st.sampled_from(["int8", "int8, not rotated", "int4"]),
+    st.sampled_from([1, 3, 16, 17, 64, 70, 140]),
+    st.sampled_from([1, 31, 64, 150]),
+    st.sampled_from([40, 64, 100, 128, 300, 576]),
+    st.sampled_from(DTYPES),
+    st.sampled_from(ACTIVATIONS),
+    st.sampled_from(["plain", "bias", "residual", "bias and residual"]),
+    st.sampled_from(["new", "new, fp32", "columns of a matrix", "residual"]),
+    st.integers(0, 2**20),
+)  # fmt: skip
+@example("int4", 17, 150, 576, torch.bfloat16, "silu_mul", "bias and residual", "new", 0)
+@example("int8", 140, 150, 577, torch.bfloat16, "silu_mul", "bias", "columns of a matrix", 0)
+def test_packed_linear(kind, rows, columns, depth, dtype, activation, added, where, seed):  # all that it takes
+    """Int8 rows as the reference multiplies them; int4 rows as the numbers that they are dequantized to."""
+    of_weight = columns * (2 if activation in reference._GATES else 1)
+    x = random(seed, rows, depth + 5, dtype=dtype)[:, :depth]
+    w = random(seed + 1, of_weight, depth, scale=depth**-0.5)
+    bias = random(seed + 2, of_weight, dtype=dtype) if "bias" in added else None
+    residual = random(seed + 3, rows, columns, dtype=dtype) if "residual" in added or where == "residual" else None
+    if kind == "int4":
+        weight = quant.quantize(w)
+        numbers = quant.dequantize(weight, depth, dtype=dtype).double()
+        wide = (None if t is None else t.double() for t in (bias, residual))
+        expected = plain_linear(x.double(), numbers, *wide, activation)
+    else:
+        weight = int8_rows_of(w, rotates=kind == "int8")
+        options = {"activation": activation, "residual": residual, "out_dtype": torch.float32}
+        expected = int8.linear(x, weight, bias, **options).double()
+    x, weight, bias, residual = (None if t is None else t.to(DEVICE) for t in (x, weight, bias, residual))
+    out = residual if where == "residual" else None
+    around = torch.full((rows, columns + 8), 7.0, dtype=dtype, device=DEVICE)
+    if where == "columns of a matrix":
+        out = around[:, 4:-4]
+    out_dtype = torch.float32 if where == "new, fp32" else None
+    got = triton_kernels.packed_linear(
+        x, weight, bias, activation=activation, residual=residual, out=out, out_dtype=out_dtype
+    )
+    assert got.dtype == (out_dtype or dtype) and (out is None or got is out)
+    assert (around[:, :4] == 7).all() and (around[:, -4:] == 7).all()
+    rounding = ROUNDING[got.dtype]
+    torch.testing.assert_close(got.cpu().double(), expected, atol=max(1e-5, 2 * rounding), rtol=max(1e-5, rounding))
+
+
+def plain_linear(x, w, bias, residual, activation):
+    """In float64."""
+    y = x @ w.T + (0 if bias is None else bias)
+    if activation in reference._GATES:
+        y = reference._GATES[activation](*y.chunk(2, -1))
+    elif activation:
+        y = reference._ACTIVATIONS[activation](y)
+    return y if residual is None else y + residual
+
+
+def test_values_that_are_not_numbers_stay_in_their_rows():
+    x = random(0, 3, 128)
+    x[1, 5] = math.nan
+    for weight in (int8.quantize(random(1, 20, 128)), quant.quantize(random(1, 20, 128))):
+        for activation in (None, "relu", "silu_mul"):
+            got = triton_kernels.packed_linear(x.to(DEVICE), weight.to(DEVICE), activation=activation).cpu()
+            assert got[1].isnan().all() and got[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("shared_memory", [99, 163, 227])
+def test_tiles_of_products_fit_the_shared_memory(shared_memory):
+    card = launching.Card(90, 132, shared_memory << 10)
+    for kind, dtype, rows, columns, gated in (
+        (kind, dtype, rows, columns, gated)
+        for kind in ("numbers", "int8", "int4")
+        for dtype in DTYPES
+        for rows in (1, 16, 17, 64, 65, 5000)
+        for columns in (64, 4096, 28672)
+        for gated in (False, True)
+    ):
+        tile = product.product_tile(kind, dtype, rows, columns, card, gated=gated)
+        of_x = 1 if kind == "int8" else dtype.itemsize
+        stored = {"numbers": dtype.itemsize, "int8": 1, "int4": 0.5}[kind]
+        step = (tile.rows * of_x + tile.columns * (2 if gated else 1) * stored) * tile.depth
+        assert step * tile.stages <= shared_memory << 10 and tile.columns >= 16 and tile.rows >= 16
+
+
 # Mixtures of experts.
 
 
@@ -611,6 +730,82 @@ def test_tokens_go_through_their_experts(case):
     torch.testing.assert_close(got.double(), wide_experts(x, shares, chosen, weights, activation), **tolerance)
 
 
+@pytest.mark.parametrize("num_experts, k, tokens", [(4, 1, 1), (8, 2, 600), (6, 5, 90)])
+def test_many_rows_of_experts_are_multiplied_by_torch(num_experts, k, tokens):
+    hidden, inner, dtype = 72, 40, torch.bfloat16
+    x, (gate_up, _, down, _) = random(1, tokens, hidden, dtype=dtype), mixture(2, num_experts, hidden, inner, dtype)
+    shares, chosen = routed(3, tokens, num_experts, k)
+    operands = (t.to(DEVICE) for t in (x, shares, chosen, gate_up, down))
+    got = grouped_many.many_through_experts(*operands, "silu_mul").cpu()
+    tolerance = {"atol": 12 * ROUNDING[dtype], "rtol": 4 * ROUNDING[dtype]}
+    expected = wide_experts(x, shares, chosen, (gate_up, None, down, None), "silu_mul")
+    torch.testing.assert_close(got.double(), expected, **tolerance)
+
+
+def test_only_many_rows_in_bf16_are_multiplied_by_torch(monkeypatch):
+    def takes(dtype=torch.bfloat16, pairs=8 * 64 + 2, hidden=64, bias=None):
+        x = SimpleNamespace(dtype=dtype, shape=(pairs // 2, hidden), device=torch.device("cuda"))
+        gate_up, down = torch.empty(8 * 2 * 16, hidden, dtype=dtype), torch.empty(8 * hidden, 16, dtype=dtype)
+        return grouped_many.takes_many(x, torch.empty(pairs // 2, 2), gate_up, bias, down, None)
+
+    for capability, can in ((80, False), (89, False), (90, True), (100, True), (120, False)):
+        found = launching.Card(capability, 132, 227 << 10)
+        monkeypatch.setattr(grouped_many, "card", lambda device, found=found: found)
+        assert takes() == (can and hasattr(F, "grouped_mm"))
+        assert not takes(torch.float16) and not takes(pairs=8 * 64) and not takes(hidden=60)
+        assert not takes(bias=torch.zeros(1))
+
+
+PACKED_MIXTURES = [  # kind, experts, of a token, tokens, hidden, intermediate, activation, biases, dtype
+    ("int8", 8, 2, 33, 136, 70, "swiglu_oai_mul", True, torch.float32),
+    ("int8", 16, 4, 9, 64, 128, "silu_mul", False, torch.bfloat16),
+    ("int8", 4, 2, 300, 40, 72, "silu_mul", True, torch.float32),
+    ("int4", 8, 2, 33, 136, 70, "swiglu_oai_mul", True, torch.float32),
+    ("int4", 16, 4, 9, 320, 128, "silu_mul", False, torch.bfloat16),
+    ("int4", 4, 2, 70, 64, 192, "gelu_tanh_mul", False, torch.float16),
+]
+
+
+@pytest.mark.parametrize("case", PACKED_MIXTURES, ids=lambda case: "-".join(map(str, case)))
+def test_tokens_go_through_their_packed_experts(case):
+    """Experts without tokens are not read: their scales are no numbers."""
+    kind, num_experts, k, tokens, hidden, inner, activation, biased, dtype = case
+    x = random(7, tokens, hidden, dtype=dtype, scale=2)
+    gate_up, gate_up_bias, down, down_bias = mixture(8, num_experts, hidden, inner, torch.float32, biased)
+    shares, chosen = routed(9, tokens, num_experts, k)
+    chosen[chosen == 0] = 1
+    packed_as = int8.quantize if kind == "int8" else quant.quantize
+    stored = [packed_as(w) for w in (gate_up, down)]
+    expected = packed_experts(x, shares, chosen, stored, (gate_up_bias, down_bias), activation)
+    for rows in stored:
+        rows[1 if kind == "int8" else 0 : len(rows) // num_experts, -4:] = -1  # but for the sign of the first scale
+    got = multiplied(x, shares, chosen, (stored[0], gate_up_bias, stored[1], down_bias), activation)
+    rounding = max(1e-5, ROUNDING[dtype])
+    # In int8, a value between two codes may be rounded either way after the first product.
+    atol = 0.02 if kind == "int8" else 12 * rounding
+    torch.testing.assert_close(got.double(), expected, atol=atol, rtol=4 * rounding)
+
+
+def packed_experts(x, shares, chosen, stored, biases, activation):
+    """One expert after the other, by the reference."""
+    num_experts = len(stored[1]) // x.shape[1]
+    total = torch.zeros(x.shape, dtype=torch.float64)
+
+    def multiplied_by(inputs, which, e, activation):
+        rows, bias = stored[which].chunk(num_experts)[e], biases[which]
+        bias = None if bias is None else bias.chunk(num_experts)[e]
+        if rows.dtype == torch.int8:
+            return int8.linear(inputs, rows, bias, activation=activation)
+        numbers = quant.dequantize(rows, inputs.shape[1], dtype=x.dtype).double()
+        return plain_linear(inputs.double(), numbers, None if bias is None else bias.double(), None, activation)
+
+    for e in chosen.unique().tolist():
+        token, choice = (chosen == e).nonzero(as_tuple=True)
+        made = multiplied_by(multiplied_by(x[token], 0, e, activation).to(x.dtype), 1, e, None)
+        total.index_add_(0, token, made.double() * shares[token, choice].double()[:, None])
+    return total
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "counts", [(0, 0, 150, 0), (64, 0, 65, 63), (32, 31, 0, 33), (128, 64, 0, 1), (0, 0, 0, 1)], ids=str
@@ -679,11 +874,13 @@ def test_a_mixture_whose_experts_are_together_is_that_of_the_cpu(shared, monkeyp
     torch.testing.assert_close(got.cpu(), expected, atol=2e-5, rtol=2e-5)
 
 
-def test_experts_are_grouped_where_their_weights_are_numbers_of_the_inputs_kind(monkeypatch):
+def test_experts_are_grouped_where_their_weights_are_numbers_of_the_inputs_kind_or_packed(monkeypatch):
     monkeypatch.setattr(ops, "device_kernels", lambda device: triton_kernels)
     x, weight = torch.zeros(2, 64), torch.zeros(8, 64)
     assert ops.groups_experts(x, weight, weight)
-    for other in (weight.half(), torch.zeros(8, 72, dtype=torch.int8), ops.SplitWeight((weight,))):
+    for other in (torch.zeros(8, 72, dtype=torch.int8), torch.zeros(8, 36, dtype=torch.uint8)):
+        assert ops.groups_experts(x, weight, other)
+    for other in (weight.half(), ops.SplitWeight((weight,))):
         assert not ops.groups_experts(x, weight, other)
     monkeypatch.setattr(ops, "device_kernels", lambda device: None)
     assert not ops.groups_experts(x, weight, weight)
@@ -888,7 +1085,7 @@ def test_old_cards_leave_products_or_all_to_torch(monkeypatch):
 
     def on(capability):
         made = launching.Card(capability, 40, 64 << 10)
-        for module in (attention, grouped, rotary, triton_kernels):
+        for module in (attention, grouped, packed, rotary, triton_kernels):
             monkeypatch.setattr(module, "card", lambda device: made)
         kernels = ops.device_kernels(there)
         capture = ops.can_capture(there, 64, 1, 16)
@@ -900,7 +1097,7 @@ def test_old_cards_leave_products_or_all_to_torch(monkeypatch):
                 kernels.supports_attention(64, 1, 16, there),
                 kernels.supports_rotary(64, False, there),
                 kernels.supports_rotary(64, True, there),
-                kernels.supports_grouped(there),
+                ops.multiplies_int4(there),
             ),
         )
 
@@ -909,7 +1106,7 @@ def test_old_cards_leave_products_or_all_to_torch(monkeypatch):
     for capability in (80, 86, 90, 120):
         assert on(capability) == (triton_kernels, True, (True, True, True, True))
     on(75)
-    monkeypatch.setattr(reference, "prepare_attention", lambda *a: "torch's")
+    monkeypatch.setattr(torch_attention, "prepare_attention", lambda *a: "torch's")
     assert (
         ops.prepare_attention(AttentionPlan((), (), ()), 2, 2, 64, 16, torch.float16, KVFormat("float16"), there)
         == "torch's"

@@ -560,6 +560,23 @@ def test_a_stage_receives_and_sends():
 def test_layers_that_are_captured_have_all_steps_of_a_sweep_that_is_not(dequantized):
     streams = Streams(accelerated=True, weights=(False,) * 3, disk_weights=(False,) * 3, dequantized=dequantized)
     whole = [(step.kind, step.layer) for step in Sweeps(streams).steps([BatchFlow()])]
-    captured = [(step.kind, step.layer) for step in Sweeps(streams).layers()]
+    captured = [(step.kind, step.layer) for step in Sweeps(streams).layers(1)]
     assert [("embed", 0), *captured, ("head", 0)] == whole
     assert [layer for kind, layer in captured if kind == "expand_weight"] == ([0, 1, 2] if dequantized else [])
+
+
+@pytest.mark.parametrize("weights", [(False,) * 3, (True, False, True)], ids=["resident", "streamed"])
+def test_small_sweeps_multiply_weights_as_they_are_stored(weights):
+    """Whether captured or not, and whatever the sweeps before."""
+    fields = {"accelerated": True, "weights": weights, "disk_weights": (False,) * 3}
+    sweeps = Sweeps(Streams(**fields, dequantized=True, packed_tokens=FEW))
+    numbers = Sweeps(Streams(**fields))
+    for tokens in (FEW + 1, FEW, 1, FEW + 1, None, FEW):
+        made = [(s.kind, s.layer) for s in sweeps.steps([BatchFlow()], num_tokens=tokens)]
+        expanded = [layer for kind, layer in made if kind == "expand_weight"]
+        assert expanded == ([] if tokens is not None and tokens <= FEW else [0, 1, 2])
+        others = [(kind, layer) for kind, layer in made if kind != "expand_weight"]
+        assert others == [(s.kind, s.layer) for s in numbers.steps([BatchFlow()], num_tokens=tokens)]
+    for tokens in (FEW, FEW + 1) if not any(weights) else ():  # captured
+        kinds = [s.kind for s in sweeps.layers(tokens)]
+        assert ("expand_weight" in kinds) == (tokens > FEW)

@@ -50,6 +50,40 @@ def _gated_norm(x, z, weight, out, eps, HEADS, DIM, **_):
     out.copy_(value * F.silu(z.float().unflatten(1, (HEADS, DIM))))
 
 
+# Packed weights.
+
+
+def _code_rows(x, codes, scales, sign, **_):
+    from batchgen.ops import int8
+
+    values, scale = int8.to_codes(int8.rotate(x) if sign[0] < 0 else x)
+    codes.copy_(values)
+    scales.copy_(scale[:, 0])
+
+
+def _multiply_packed(x, x_scales, weight, bias, residual, out, KIND, ACTIVATION, IS_GATED, **_):
+    from batchgen.ops import reference
+
+    y = _products(x, x_scales, weight, KIND)
+    y = y if bias is None else y + bias.float()
+    if IS_GATED:
+        y = _activated(*y.chunk(2, 1), ACTIVATION)
+    elif ACTIVATION is not None:
+        y = reference._ACTIVATIONS[ACTIVATION](y)
+    out.copy_(y if residual is None else y + residual.float())
+
+
+def _products(x: Tensor, x_scales: Tensor | None, weight: Tensor, kind: str) -> Tensor:
+    """Products of rows of x, which are codes if the weight's rows are, with the rows of a weight: fp32."""
+    from batchgen.ops import int8, quant
+
+    if kind == "int8":
+        codes, scales = int8.split(weight, x.shape[1])
+        return (x.double() @ codes.double().T).float() * scales.abs().view(-1) * x_scales[:, None]
+    numbers = quant.dequantize(weight, x.shape[1], dtype=x.dtype) if kind == "int4" else weight
+    return F.linear(x.float(), numbers.float())
+
+
 # Rows of logits.
 
 
@@ -198,28 +232,31 @@ def _merge(out, partial, stats, tokens, starts, rows, sinks, **_):
 # Experts.
 
 
-def _sort(chosen, order, starts, **_):
+def _sort(chosen, order, starts, places, **_):
     experts = chosen.flatten()
     order.copy_(experts.argsort(stable=True))
+    if places is not None:
+        places[order.long()] = torch.arange(len(order), dtype=places.dtype)
     starts.copy_(torch.searchsorted(experts.sort().values, torch.arange(len(starts))))
 
 
-def _multiply(x, weight, bias, out, order, starts, CHOICES, COLUMNS, ACTIVATION, **_):
+def _multiply(x, x_scales, weight, bias, out, order, starts, CHOICES, COLUMNS, KIND, ACTIVATION, **_):
     matrices = 1 if ACTIVATION is None else 2
     for expert, (start, stop) in enumerate(itertools.pairwise(starts.tolist())):
         assigned = order[start:stop].long()
         columns = slice(expert * matrices * COLUMNS, (expert + 1) * matrices * COLUMNS)
-        some = x[start:stop] if ACTIVATION is None else x[assigned // CHOICES]
-        product = F.linear(
-            some.float(), weight[columns].float(), None if bias is None else bias.flatten()[columns].float()
-        )
+        rows = torch.arange(start, stop) if ACTIVATION is None else assigned // CHOICES
+        product = _products(x[rows], None if x_scales is None else x_scales[rows], weight[columns], KIND)
+        if bias is not None:
+            product += bias.flatten()[columns].float()
         if ACTIVATION is None:
             out[assigned] = product.to(out.dtype)
         else:
             out[start:stop] = _activated(*product.chunk(2, 1), ACTIVATION).to(out.dtype)
 
 
-def _add(made, shares, total, CHOICES, **_):
+def _add(made, shares, total, places, CHOICES, **_):
+    made = made if places is None else made[places.long()]
     total.copy_((made.float().unflatten(0, (-1, CHOICES)) * shares.view(-1, CHOICES, 1)).sum(1))
 
 
@@ -286,6 +323,6 @@ COUNTERPARTS: dict[str, Callable[..., None]] = {
     for function in (
         _norm, _gate, _sigmoid_gate, _gated_norm, _argmax, _forbid, _draw, _copy_rows, _dequantize, _quantize,
         _rotary_store, _attend, _merge, _sort, _multiply, _add, _convolve_tiles, _convolve_sequences, _update_tokens,
-        _compute_gates,
+        _compute_gates, _code_rows, _multiply_packed,
     )
 } | {"_quantize_heads": _quantize}  # fmt: skip

@@ -33,7 +33,7 @@ def teach_bf16():
         return converted
 
     def dot(self, a, b, total, *_):
-        made = np.matmul(wide(a), wide(b), dtype=np.float32)
+        made = np.matmul(wide(a), wide(b), dtype=total.data.dtype)
         return interpreter.TensorHandle(made + total.data, total.dtype.scalar)
 
     builder = interpreter.InterpreterBuilder

@@ -29,9 +29,10 @@ from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.ops import quant
 from batchgen.ops.attention_plan import AttentionPlan, DecodeGroup, PrefillItem, SharedItem
 from batchgen.ops.state_slots import StateSlots
-from batchgen.ops.triton import attention, conv, delta, grouped, plan, rotary, sampling, weights
+from batchgen.ops.triton import attention, conv, delta, grouped, packed, plan, rotary, sampling, weights
 from batchgen.ops.triton.launch import SHARED_MEMORY, Card, Launch, attention_tiles
 from batchgen.ops.triton.norm import gate_launch, gated_launch, gated_norm_launch, norm_launch
+from batchgen.ops.triton.product import WeightKind, row_width
 from batchgen.ops.triton.rows import gather_launch, scatter_launch
 
 _STATE_DTYPES = (torch.float32, torch.bfloat16)
@@ -40,6 +41,14 @@ _KV_HEADS = 2
 _MIXTURES = ((128, 8, 2048, 768, "silu_mul", False), (32, 4, 2880, 2880, "swiglu_oai_mul", True))
 # Key heads, value heads, key and value size: of Qwen3-Next-80B-A3B (and Qwen3.5), and those of a wide state.
 _DELTA_NETS = ((16, 32, 128, 128), (2, 6, 256, 256))
+_WEIGHT_KINDS: dict[WeightKind, torch.dtype | None] = {"numbers": None, "int8": torch.int8, "int4": torch.uint8}
+# Rows of x, N, K, activation, with a residual: products of Llama-3-8B with few, some and many rows.
+_PRODUCTS = (
+    *((16, n, 4096, activation, residual) for n, activation, residual in ((6144, None, False), (4096, None, True))),
+    *((rows, 28672, 4096, "silu_mul", False) for rows in (16, 64, 256)),
+    *((rows, 4096, 14336, None, True) for rows in (64, 256)),
+    (64, 4096, 4096, "gelu", False),
+)
 # (queries, KV)
 _FORMATS = (
     *((dtype, KVFormat(str(dtype).removeprefix("torch."))) for dtype in (torch.bfloat16, torch.float16, torch.float32)),
@@ -157,7 +166,9 @@ def all_launches(card: Card, head_dims: tuple[int, ...], groups: tuple[int, ...]
         yield from _row_launches(dtype)
         yield from _state_launches(dtype, card)
         if card.has_products:
-            yield from _expert_launches(dtype, card)
+            yield from _packed_launches(dtype, card)
+            for kind in _WEIGHT_KINDS:
+                yield from _expert_launches(kind, dtype, card)
     for columns in (68, 65536):
         pool, rows = torch.empty(64, columns, dtype=torch.uint8), torch.empty(2, columns, dtype=torch.uint8)
         index = torch.zeros(2, dtype=torch.int64)
@@ -211,19 +222,45 @@ def _state_launches(dtype: torch.dtype, card: Card) -> Iterator[tuple[str, Launc
     yield f"_gated_norm, {_short(dtype)}", gated_norm_launch(heads, z, heads[0, 0], 1e-6, heads)
 
 
-def _expert_launches(dtype: torch.dtype, card: Card) -> Iterator[tuple[str, Launch]]:
+def _packed_launches(dtype: torch.dtype, card: Card) -> Iterator[tuple[str, Launch]]:
+    kinds = [kind for kind in _WEIGHT_KINDS if kind != "numbers"]
+    for kind, (rows, columns, depth, activation, adds) in itertools.product(kinds, _PRODUCTS):
+        where = {"dtype": dtype, "device": "meta"}
+        x, bias = torch.empty(rows, depth, **where), torch.empty(columns, **where)
+        out = torch.empty(rows, columns // 2 if activation == "silu_mul" else columns, **where)
+        weight = _rows(kind, columns, depth, dtype)
+        residual = out if adds else None
+        for launch in packed.packed_launches(x, weight, None if adds else bias, activation, residual, out, card):
+            shape = f"{rows} by {columns} by {depth}, {_short(dtype)}" + (f", {activation}" if activation else "")
+            yield f"{launch.kernel.__name__}, {kind}, {shape}", launch
+
+
+def _rows(kind: WeightKind, rows: int, depth: int, dtype: torch.dtype) -> Tensor:
+    """A matrix without memory, stored in one of the ways that products know."""
+    return torch.empty(rows, row_width(kind, depth), dtype=_WEIGHT_KINDS[kind] or dtype, device="meta")
+
+
+def _expert_launches(kind: WeightKind, dtype: torch.dtype, card: Card) -> Iterator[tuple[str, Launch]]:
     for num_experts, k, hidden, inner, activation, biased in _MIXTURES:
         where = {"dtype": dtype, "device": "meta"}
         x = torch.empty(2, hidden, **where)
         shares, chosen = torch.empty(2, k, device="meta"), torch.empty(2, k, dtype=torch.int64, device="meta")
-        gate_up = torch.empty(num_experts * 2 * inner, hidden, **where)
-        down = torch.empty(num_experts * hidden, inner, **where)
-        biases = (gate_up[:, 0].contiguous(), down[:, 0].contiguous()) if biased else (None, None)
+        gate_up = _rows(kind, num_experts * 2 * inner, hidden, dtype)
+        down = _rows(kind, num_experts * hidden, inner, dtype)
+        biases = [torch.empty(len(w), **where) if biased else None for w in (gate_up, down)]
         operands = x, shares, chosen, gate_up, biases[0], down, biases[1], activation, torch.empty_like(x)
         for launch in grouped.launches(*operands, card):
+            if kind != "numbers" and launch.kernel in (grouped._sort, grouped._add):  # which do not know the weights
+                continue
             product = launch.kernel is grouped._multiply
             which = f", {launch.constants['ACTIVATION'] or 'down'}" if product else ""
-            yield f"{launch.kernel.__name__}, {num_experts} experts, {_short(dtype)}{which}", launch
+            yield f"{launch.kernel.__name__}, {num_experts} experts, {kind}, {_short(dtype)}{which}", launch
+        if kind == "numbers":
+            order, starts = (torch.empty(n, dtype=torch.int32, device="meta") for n in (2 * k, num_experts + 1))
+            yield f"_sort, {num_experts} experts, places", grouped.sort_launch(chosen, order, starts, order)
+            made = torch.empty(2 * k, hidden, **where)
+            name = f"_add, {num_experts} experts, {_short(dtype)}, places"
+            yield name, grouped.add_launch(made, shares, torch.empty(2, hidden, device="meta"), order)
 
 
 def _logits_launches() -> Iterator[tuple[str, Launch]]:

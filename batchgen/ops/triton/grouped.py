@@ -9,37 +9,19 @@ So the result of a row does not depend on other rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchgen.ops.triton.groups import aligned
+from batchgen.ops.triton.int8_rows import coded_launch
 from batchgen.ops.triton.launch import Card, Launch, card, power_of_two
 from batchgen.ops.triton.norm import activated
+from batchgen.ops.triton.product import product_tile, row_width, scaled, sums_of_products, weight_kind
 
 _SORTED_AT_ONCE = 2048
 _ADDED_COLUMNS = 1024
-
-
-@dataclass(frozen=True)
-class ProductTile:
-    """The tile that one program computes.
-
-    Attributes:
-        rows: Number of rows, all of one expert.
-        columns: Number of columns of the result.
-        depth: Number of columns of the operands that are multiplied in one step.
-        warps: Number of warps of a program.
-        stages: Number of stages of Triton's pipeline.
-    """
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
 
 
 def grouped_experts(  # the operands of two products
@@ -62,30 +44,6 @@ def grouped_experts(  # the operands of two products
     return total
 
 
-def supports_grouped(device: torch.device) -> bool:
-    """Tell whether a GPU multiplies tiles fast enough for these kernels. On other GPUs torch multiplies."""
-    return card(device).has_products
-
-
-def product_tile(dtype: torch.dtype, shared_memory: int, *, gated: bool) -> ProductTile:
-    """Choose the tile that one program computes in a product of tokens and experts, for any number of rows.
-
-    With few rows, the time is that of reading the experts' weights once, so padded rows cost nothing. With many rows,
-    every weight that is read from the cache is multiplied with all rows of the tile.
-
-    Args:
-        dtype: Dtype of both operands.
-        shared_memory: Shared memory that one block may use, in bytes.
-        gated: Whether two matrices, gate and up, are multiplied at once; then each has half of the columns.
-    """
-    matrices = 2 if gated else 1
-    if dtype == torch.float32:  # products without tensor cores, whose operands take many registers
-        return ProductTile(32, 64 // matrices, 32, 4, 2)
-    rows, columns, depth = 64, 128 // matrices, 64
-    step_bytes = (rows + matrices * columns) * depth * dtype.itemsize
-    return ProductTile(rows, columns, depth, 4, max(2, min(4, shared_memory // step_bytes - 1)))
-
-
 def launches(  # the operands of two products
     x: Tensor,
     shares: Tensor,
@@ -102,45 +60,80 @@ def launches(  # the operands of two products
 
     `on` is the GPU whose properties determine the tiles; None: the GPU of x.
     """
-    (tokens, hidden), k, depth = x.shape, chosen.shape[1], down.shape[1]
+    (tokens, hidden), k = x.shape, chosen.shape[1]
     num_experts = down.shape[0] // hidden
+    inner_size = gate_up.shape[0] // (2 * num_experts)
     assert x.stride(1) == 1 and all(t.is_contiguous() for t in (shares, chosen, gate_up, down, total))
-    assert gate_up.shape == (num_experts * 2 * depth, hidden) and shares.dtype == torch.float32
+    assert shares.dtype == torch.float32
     where = {"device": x.device}
     order = torch.empty(tokens * k, dtype=torch.int32, **where)
     starts = torch.empty(num_experts + 1, dtype=torch.int32, **where)
-    inner = torch.empty(tokens * k, depth, dtype=x.dtype, **where)
+    inner = torch.empty(tokens * k, inner_size, dtype=x.dtype, **where)
     made = torch.empty(tokens * k, hidden, dtype=x.dtype, **where)
-    shared_memory = (on or card(x.device)).shared_memory
-    first, second = (product_tile(x.dtype, shared_memory, gated=gated) for gated in (True, False))
-    sort_args = {"chosen": chosen, "order": order, "starts": starts, "count": tokens * k}
-    add_args = {"made": made, "shares": shares, "total": total}
-    columns = min(_ADDED_COLUMNS, power_of_two(hidden, 32))
+    routes, on = (order, starts, k), on or card(x.device)
     return [
-        # One program more than experts: its start is where the last expert ends.
-        Launch(
-            _sort, (num_experts + 1 if tokens else 0,), sort_args, {"EXPERTS": num_experts, "BLOCK": _SORTED_AT_ONCE}
-        ),
-        _product_launch(x, gate_up, gate_up_bias, inner, order, starts, first, k, activation),
-        _product_launch(inner, down, down_bias, made, order, starts, second, k, None),
-        Launch(_add, (tokens, triton.cdiv(hidden, columns)), add_args, {"CHOICES": k, "N": hidden, "BLOCK": columns}),
-    ]  # fmt: skip
+        sort_launch(chosen, order, starts),
+        *_product_launches(x, gate_up, gate_up_bias, inner, routes, activation, on),
+        *_product_launches(inner, down, down_bias, made, routes, None, on),
+        add_launch(made, shares, total),
+    ]
 
 
-def _product_launch(
+def sort_launch(chosen: Tensor, order: Tensor, starts: Tensor, places: Tensor | None = None) -> Launch:
+    """The launch that sorts the pairs of a token and a choice by expert.
+
+    Args:
+        chosen: Number of each expert, int64 [tokens, experts of a token].
+        order: Is filled with the number of each sorted pair, int32 [pairs].
+        starts: Is filled with the first sorted pair of each expert, and the number of all, int32 [experts + 1].
+        places: Is filled with the place of each pair among the sorted ones, int32 [pairs]; or None.
+    """
+    num_experts, count = len(starts) - 1, chosen.numel()
+    args = {"chosen": chosen, "order": order, "starts": starts, "places": places, "count": count}
+    # One program more than experts: its start is where the last expert ends.
+    grid = (num_experts + 1 if count else 0,)
+    return Launch(_sort, grid, args, {"EXPERTS": num_experts, "BLOCK": _SORTED_AT_ONCE})
+
+
+def add_launch(made: Tensor, shares: Tensor, total: Tensor, places: Tensor | None = None) -> Launch:
+    """The launch that adds each token's results.
+
+    Args:
+        made: Results, [pairs, hidden].
+        shares: Weight of each result, fp32 [tokens, experts of a token].
+        total: Is filled with the sums, fp32 [tokens, hidden].
+        places: Row of each pair's result, int32 [pairs]; None: results are in the order of pairs.
+    """
+    (tokens, k), hidden = shares.shape, made.shape[1]
+    columns = min(_ADDED_COLUMNS, power_of_two(hidden, 32))
+    args = {"made": made, "shares": shares, "total": total, "places": places}
+    constants = {"CHOICES": k, "N": hidden, "BLOCK": columns}
+    return Launch(_add, (tokens, triton.cdiv(hidden, columns)), args, constants)
+
+
+def _product_launches(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     out: Tensor,
-    order: Tensor,
-    starts: Tensor,
-    tile: ProductTile,
-    k: int,
+    routes: tuple[Tensor, Tensor, int],
     activation: str | None,
-) -> Launch:
-    num_experts, (count, columns) = len(starts) - 1, out.shape
+    on: Card,
+) -> list[Launch]:
+    """The launches of one product with the experts' matrices: of int8 rows, x is quantized first."""
+    (order, starts, k), kind = routes, weight_kind(weight)
+    num_experts, (count, columns), depth = len(starts) - 1, out.shape, x.shape[1]
+    matrices = 1 if activation is None else 2
+    assert weight.shape == (num_experts * matrices * columns, row_width(kind, depth))
+    of_experts = columns * min(num_experts, count)
+    tile = product_tile(kind, x.dtype, count / num_experts, of_experts, on, gated=matrices == 2)
+    quantizing, scales = [], None
+    if kind == "int8":
+        launch, x, scales = coded_launch(x, weight)
+        quantizing = [launch]
     args = {
         "x": x,
+        "x_scales": scales,
         "weight": weight,
         "bias": bias,
         "out": out,
@@ -153,7 +146,10 @@ def _product_launch(
         "EXPERTS_BLOCK": power_of_two(num_experts),
         "CHOICES": k,
         "COLUMNS": columns,
-        "DEPTH": x.shape[1],
+        "DEPTH": depth,
+        "WIDTH": weight.shape[1],
+        "KIND": kind,
+        "ALIGNED": kind == "int4" and aligned(depth, 4, weight.data_ptr()),
         "ACTIVATION": activation,
         "ROWS": tile.rows,
         "BLOCK": tile.columns,
@@ -161,11 +157,12 @@ def _product_launch(
     }
     # Of each expert the last tile may have few rows.
     tiles = count // tile.rows + num_experts if count else 0
-    return Launch(_multiply, (tiles, triton.cdiv(columns, tile.columns)), args, constants, tile.warps, tile.stages)
+    grid = tiles, triton.cdiv(columns, tile.columns)
+    return [*quantizing, Launch(_multiply, grid, args, constants, tile.warps, tile.stages)]
 
 
 @triton.jit(do_not_specialize=["count"])
-def _sort(chosen, order, starts, count, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+def _sort(chosen, order, starts, places, count, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
     """Kernel: the pairs (token, choice) of one expert, in order, and the place of the first one in the sorted list."""
     expert = tl.program_id(0)
     lower = tl.zeros((BLOCK,), tl.int32)
@@ -179,13 +176,17 @@ def _sort(chosen, order, starts, count, EXPERTS: tl.constexpr, BLOCK: tl.constex
         at = first + tl.arange(0, BLOCK)
         found = tl.load(chosen + at, mask=at < count, other=EXPERTS + 1)
         own = (found == expert).to(tl.int32)
-        tl.store(order + start + tl.cumsum(own, 0) - 1, at, mask=own > 0)
+        place = start + tl.cumsum(own, 0) - 1
+        tl.store(order + place, at, mask=own > 0)
+        if places is not None:
+            tl.store(places + at, place, mask=own > 0)
         start += tl.sum(own, 0)
 
 
 @triton.jit
 def _multiply(  # a kernel takes pointers and scalars only
     x,
+    x_scales,
     weight,
     bias,
     out,
@@ -197,6 +198,9 @@ def _multiply(  # a kernel takes pointers and scalars only
     CHOICES: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KIND: tl.constexpr,
+    ALIGNED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -226,21 +230,17 @@ def _multiply(  # a kernel takes pointers and scalars only
         x_row, out_row = assigned // CHOICES, row
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < COLUMNS
-    x_rows = x + x_row.to(tl.int64)[:, None] * x_stride
     first_weight = expert.to(tl.int64) * (matrices * COLUMNS)
-    w_rows = weight + (first_weight + column)[:, None] * DEPTH
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    up = tl.zeros((ROWS, BLOCK), tl.float32)
-    for step in range(0, DEPTH, STEP):
-        depth = step + tl.arange(0, STEP)[None, :]
-        x_mask, w_mask = there[:, None], inside[:, None]
-        if DEPTH % STEP:
-            x_mask, w_mask = x_mask & (depth < DEPTH), w_mask & (depth < DEPTH)
-        some = tl.load(x_rows + depth, mask=x_mask, other=0.0)
-        total = tl.dot(some, tl.trans(tl.load(w_rows + depth, mask=w_mask, other=0.0)), total, input_precision="ieee")
+    w_rows = weight + (first_weight + column) * WIDTH
+    up_offset: tl.constexpr = COLUMNS * WIDTH
+    total, up = sums_of_products(
+        x + x_row.to(tl.int64) * x_stride, there, w_rows, inside, up_offset,
+        DEPTH, KIND, ALIGNED, matrices == 2, ROWS, BLOCK, STEP,
+    )  # fmt: skip
+    if KIND == "int8":
+        total = scaled(total, x_scales + x_row, there, w_rows, inside, WIDTH)
         if ACTIVATION is not None:
-            more = tl.load(w_rows + COLUMNS * DEPTH + depth, mask=w_mask, other=0.0)
-            up = tl.dot(some, tl.trans(more), up, input_precision="ieee")
+            up = scaled(up, x_scales + x_row, there, w_rows + up_offset, inside, WIDTH)
     if bias is not None:
         bias += first_weight
         total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -253,13 +253,14 @@ def _multiply(  # a kernel takes pointers and scalars only
 
 
 @triton.jit
-def _add(made, shares, total, CHOICES: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
+def _add(made, shares, total, places, CHOICES: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
     """Kernel: the weighted sum of one token's results, in the order in which its experts were chosen."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < N
     sums = tl.zeros((BLOCK,), tl.float32)
     for choice in range(CHOICES):
-        row = token * CHOICES + choice
-        sums += tl.load(made + row * N + column, mask=inside, other=0.0).to(tl.float32) * tl.load(shares + row)
+        pair = token * CHOICES + choice
+        row = pair if places is None else tl.load(places + pair).to(tl.int64)
+        sums += tl.load(made + row * N + column, mask=inside, other=0.0).to(tl.float32) * tl.load(shares + pair)
     tl.store(total + token * N + column, sums, mask=inside)

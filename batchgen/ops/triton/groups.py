@@ -17,6 +17,9 @@ HALF = tl.constexpr(32)
 MAX_FP16 = tl.constexpr(65504.0)
 # Added and taken away again, it rounds numbers below 2**22 to the nearest integer, ties to even.
 ROUNDING = tl.constexpr(12582912.0)
+# A float whose last bits count in ones, and its bits.
+INTEGER = tl.constexpr(8388608.0)
+INTEGER_BITS = tl.constexpr(0x4B000000)
 
 
 @triton.jit
@@ -139,6 +142,41 @@ def unpack(
     low = low_code.to(tl.float32) * scale[:, :, None] + minimum[:, :, None]
     high = high_code.to(tl.float32) * scale[:, :, None] + minimum[:, :, None]
     return low, high
+
+
+@triton.jit
+def unpack_flat(rows, row_mask, first_group, N: tl.constexpr, GROUPS: tl.constexpr, ALIGNED: tl.constexpr):
+    """Dequantize packed rows of 4 bits, with the bytes of all groups side by side, for matrix products.
+
+    A code becomes the last bits of a float, since converting integers to floats has a fraction of the rate of sums.
+
+    Args:
+        rows: Pointers to the rows, [R].
+        row_mask: Mask of the rows to load, [R].
+        first_group: Number of the first group to load.
+        N: Number of values in a row.
+        GROUPS: Number of groups to load.
+        ALIGNED: Whether tables of scales are at multiples of 4 bytes.
+
+    Returns:
+        Values of the low and of the high nibbles, fp32 [R, GROUPS * 32] each, in the columns of `flat_columns`; 0 in
+            rows that are masked and after the last group.
+    """
+    group = first_group + tl.arange(0, GROUPS)
+    byte = first_group * HALF + tl.arange(0, GROUPS * HALF)
+    mask, table_mask = row_mask[:, None], row_mask[:, None]
+    if N % (GROUPS * 64):
+        _, _, byte_there, _ = flat_columns(first_group, N, GROUPS)
+        mask = mask & byte_there[None, :]
+        table_mask = table_mask & (group * GROUP < N)[None, :]
+    code = tl.load(rows[:, None] + byte[None, :], mask=mask, other=0).to(tl.int32)
+    scale, minimum = load_table(rows[:, None] + (table_start(N, 4) + 4 * group)[None, :], table_mask, ALIGNED)
+    shape: tl.constexpr = (rows.shape[0], GROUPS, HALF)
+    scale = tl.reshape(tl.broadcast_to(scale[:, :, None], shape), code.shape)
+    minimum = tl.reshape(tl.broadcast_to(minimum[:, :, None], shape), code.shape)
+    low = ((code & 15) | INTEGER_BITS).to(tl.float32, bitcast=True) - INTEGER
+    high = ((code >> 4) | INTEGER_BITS).to(tl.float32, bitcast=True) - INTEGER
+    return low * scale + minimum, high * scale + minimum
 
 
 @triton.jit

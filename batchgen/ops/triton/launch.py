@@ -108,6 +108,11 @@ def power_of_two(n: int, least: int = 1) -> int:
     return max(least, 1 << max(0, n - 1).bit_length())
 
 
+def warps_of(values: int) -> int:
+    """Warps of a program that keeps so many values in registers: about 16 values a thread."""
+    return min(16, max(4, values // 512))
+
+
 def fits_attention(group: int, head_dim: int, shared_memory: int) -> bool:
     """Tell whether the smallest tile of attention fits the shared memory of a GPU, in any dtype of queries and KV."""
     dim, keys = power_of_two(head_dim, 16), _LEAST_KEYS

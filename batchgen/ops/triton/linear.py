@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchgen.ops.int8 import gives_wide_sums
 from batchgen.ops.triton.norm import gate
 
 
@@ -52,7 +53,7 @@ def _into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 def _wide_products(x: Tensor) -> bool:
     """Tell whether torch supports products of 16-bit matrices with an fp32 result on x's device."""
-    return x.device.type == "cuda" and tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 8)
+    return x.device.type == "cuda" and gives_wide_sums()
 
 
 _ACTIVATIONS = {

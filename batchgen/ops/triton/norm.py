@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen.ops.triton.launch import Launch, power_of_two
+from batchgen.ops.triton.launch import Launch, power_of_two, warps_of
 
 MAX_COLUMNS = 1 << 15  # of a row that is kept in a program's registers
 _PROGRAM_VALUES = 1024  # short rows are taken together until there are so many
@@ -40,9 +40,7 @@ def norm_launch(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out:
         "eps": eps,
     }
     constants = {"N": columns, "ROWS": together, "BLOCK": block}
-    # About 16 values a thread.
-    warps = min(16, max(4, block * together // 512))
-    return Launch(_norm, (triton.cdiv(len(rows), together),), args, constants, warps)
+    return Launch(_norm, (triton.cdiv(len(rows), together),), args, constants, warps_of(block * together))
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -102,6 +100,19 @@ def activated(gate, up, ACTIVATION: tl.constexpr):
         sharp = 1.702 * gate
         up = tl.maximum(tl.minimum(up, 7.0), -7.0) + 1.0
     return gate / (1.0 + tl.exp(-sharp)) * up
+
+
+@triton.jit
+def pointwise(x, ACTIVATION: tl.constexpr):
+    """An activation of a tensor, in fp32. ACTIVATION is its name in `dispatch.linear`."""
+    if ACTIVATION == "relu":
+        y = tl.where(x < 0, 0.0, x)  # a NaN stays
+    elif ACTIVATION == "gelu":
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067812))
+    else:
+        tl.static_assert(ACTIVATION == "gelu_tanh")
+        y = x / (1.0 + tl.exp(-1.5957691216 * (x + 0.044715 * x * x * x)))
+    return y
 
 
 def gated(x: Tensor, gates: Tensor, out: Tensor | None = None) -> Tensor:

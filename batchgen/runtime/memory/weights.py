@@ -3,13 +3,14 @@
 A layer's tensors come in groups ("qkv", "out", "up", "down"), each in one of the tiers. What is in host memory is
 copied to an accelerator; what is on disk is read from a weight store, straight into the buffers in use where the host
 computes. 4-bit matrices are dequantized once per layer and sweep, of experts on the host only those that tokens are
-routed to; matrices of 8 bits, and block-quantized ones, are multiplied as they are, each in the format that it was
-found in.
+routed to; in small sweeps a GPU multiplies them as they are. Matrices of 8 bits, and block-quantized ones, are always
+multiplied as they are, each in the format that it was found in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -85,8 +86,10 @@ class Weights:
         Raises:
             BatchgenError: Memory does not suffice, or a file is not what it was.
         """
-        self.config, self.residency, self.dtype = config, residency, dtype
         tiers = tiers or Tiers()
+        if not ops.multiplies_int4(tiers.device):
+            residency = replace(residency, packed_tokens=0)
+        self.config, self.residency, self.dtype = config, residency, dtype
         self._compute_tier, self.arenas = tiers.compute_tier, tiers.arenas
         self._tiers = tiers
         self.source = WeightSource(config, residency, dtype, tiers.compute_tier, checkpoint, store)
@@ -114,7 +117,7 @@ class Weights:
         self.disk = DiskWeights(config, residency, store, self.arenas["cpu"])
         num_dequantized = dequantized_slots if residency.weight_format == INT4 else 0
         self.dequantized = DequantizedWeights(config, dtype, num_dequantized, self.arenas[self._compute_tier])
-        self._layers: dict[tuple[int, int | None], Tensors] = {}  # once they have been asked for
+        self._layers: dict[tuple[int, int | None, bool], Tensors] = {}  # once they have been asked for
 
     @property
     def embeds_on_device(self) -> bool:
@@ -132,22 +135,26 @@ class Weights:
         """Bytes read from disk since counts were reset."""
         return self.disk.num_read_bytes
 
-    def layer(self, layer: int, slot: int | None = None) -> Tensors:
+    def layer(self, layer: int, slot: int | None = None, *, expanded: bool = True) -> Tensors:
         """A layer's tensors on the compute device, once its Steps have brought them there.
 
         Args:
             layer: Number of the layer.
             slot: Buffer that its Steps have filled; None: all of its tensors are resident.
+            expanded: Whether 4-bit matrices are those that have been dequantized, or as they are stored.
         """
-        if (layer, slot) not in self._layers:  # buffers stay where they are
+        key = layer, slot, expanded
+        if key not in self._layers:  # buffers stay where they are
             brought = as_weights(self.source.layers[layer], self._brought(layer, slot))
-            tensors = {**self._resident[layer], **brought, **self.dequantized.views(layer)}
+            tensors = {**self._resident[layer], **brought}
+            if expanded:
+                tensors |= self.dequantized.views(layer)
             if self._packer.splits_experts:
                 tensors = split_experts(self.config, tensors, layer)
-            self._layers[layer, slot] = {
+            self._layers[key] = {
                 name: tensor if name == CONVOLUTION else self._packer.bind(tensor) for name, tensor in tensors.items()
             }
-        return self._layers[layer, slot]
+        return self._layers[key]
 
     def read(self, layer: int, slot: int) -> None:
         """Read what a layer has on disk into host memory. Raises BatchgenError, also where its checksums do not fit."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from batchgen.core.kv_placement import KVPlacement
@@ -15,8 +15,9 @@ from batchgen.runtime.streams import Driver
 from batchgen.schedule.packed_batch import empty_batch
 from batchgen.schedule.step_graph import Step
 
-# The Steps of all layers of a sweep that moves nothing, each with the function that does its work.
-LayerSteps = Sequence[tuple[Handler, Step]]
+# Gives the Steps of all layers of a sweep of so many tokens that moves nothing, each with the function that does its
+# work.
+LayerSteps = Callable[[int], Sequence[tuple[Handler, Step]]]
 
 
 def all_layers(context: StepContext, step: Step, batch: BatchState) -> None:
@@ -48,10 +49,12 @@ def decode_graphs(context: StepContext, driver: Driver, steps: LayerSteps, most_
 
 def _launch_layers(context: StepContext, steps: LayerSteps, buffers: StaticBuffers) -> None:
     """Launch all layers over static buffers."""
+    launched = steps(len(buffers.hidden))
+    context.expands = any(step.kind == "expand_weight" for _, step in launched)
     states = None if buffers.states is None else StateSlots(*buffers.states)
     part = BatchPart(slice(0, len(buffers.hidden)), buffers.slots, {}, buffers.plans, states)
     parts = {KVPlacement.DEVICE: part}
     positions = buffers.positions
     batch = BatchState(empty_batch(), positions, positions, None, parts, {}, False, hidden=buffers.hidden)
-    for handler, step in steps:
+    for handler, step in launched:
         handler(context, step, batch)

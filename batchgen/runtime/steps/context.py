@@ -22,6 +22,7 @@ from batchgen.runtime.memory.activations import Activations
 from batchgen.runtime.memory.kv_cache import KVCache
 from batchgen.runtime.memory.state_cache import StateCache
 from batchgen.runtime.memory.tiers import Tiers
+from batchgen.runtime.memory.weight_packing import Tensors
 from batchgen.runtime.memory.weights import Weights
 from batchgen.runtime.sweep_options import OnLogits, SweepOptions
 from batchgen.runtime.token_table import TokenTable
@@ -44,6 +45,7 @@ class StepContext:
         on_logits: function that takes the sweep's logits.
         vocabulary_chunks: Whether it takes chunks of the vocabulary.
         one_batch: Whether the sweep has one micro-batch.
+        expands: Whether the sweep dequantizes 4-bit weights layer by layer; otherwise they are multiplied as stored.
     """
 
     def __init__(
@@ -77,8 +79,12 @@ class StepContext:
         self.tokens: TokenTable | None = None
         self.deferred_of: dict[int, DeferredBatchState] = {}
         self.on_logits: OnLogits = nobody_takes_logits
-        self.vocabulary_chunks = self.one_batch = False
+        self.vocabulary_chunks = self.one_batch = self.expands = False
         self._logits: Tensor | None = None
+
+    def layer(self, step: Step) -> Tensors:
+        """The tensors of a Step's layer, as the sweep multiplies them."""
+        return self.weights.layer(step.layer, step.weight_slot, expanded=self.expands)
 
     def attention_shape(self, window: int | None) -> tuple[int, int, int, int, torch.dtype, KVFormat]:
         """The shape that attention plans are prepared for: heads, KV heads, head size, KV block, dtype, KV format.
@@ -99,7 +105,7 @@ class StepContext:
     def rotary(self, step: Step, positions: Tensor) -> dict[str, Any]:
         """Options of the rotary embedding in a Step's layer."""
         config, layer = self.config, step.layer
-        tensors = self.weights.layer(layer, step.weight_slot) if config.qk_norm else {}
+        tensors = self.layer(step) if config.qk_norm else {}
         rope = self.ropes[config.rope_of(layer), config.attention_of(layer).head_dim]
         return layers.rotary_options(config, layer, tensors, rope, positions, self.query_growth)
 

@@ -18,7 +18,7 @@ from batchgen.schedule.step_graph import Step
 
 def pre(context: StepContext, step: Step, batch: BatchState) -> None:
     """Compute norm and QKV; deferred batches leave for their next attention."""
-    tensors = context.weights.layer(step.layer, step.weight_slot)
+    tensors = context.layer(step)
     hidden = with_deferred(batch.hidden, [d.hidden for d in batch.joined])
     batch.qkv = hidden.new_empty(hidden.shape[0], context.config.projected_width(step.layer))
     if len(hidden):
@@ -66,7 +66,7 @@ def route(context: StepContext, step: Step, batch: BatchState) -> None:
     if rows is None:
         return
     batch.hidden, attention = rows
-    tensors = context.weights.layer(step.layer, step.weight_slot)
+    tensors = context.layer(step)
     for part, attended in context.chunks(batch.hidden, attention):
         routes = layers.route_tokens(context.config, tensors, part, attended, context.options.reduce)
         batch.routes.append(routes)
@@ -85,7 +85,7 @@ def post(context: StepContext, step: Step, batch: BatchState) -> None:
     hidden, attention = rows
     is_last = step.layer == context.config.num_layers - 1
     num_of_batch = len(hidden) - sum(len(d.rows) for d in batch.joined)
-    tensors = context.weights.layer(step.layer, step.weight_slot)
+    tensors = context.layer(step)
     reduce, on_counts = context.options.reduce, context.routing.add
     for part, attended, *rest in context.chunks(hidden, attention, *_per_layer(context, step, batch)):
         per_layer = rest[0] if rest else None
@@ -102,7 +102,7 @@ def post(context: StepContext, step: Step, batch: BatchState) -> None:
 def _through_experts(context: StepContext, step: Step, batch: BatchState) -> None:
     """Compute the rest of a layer, once the experts are read."""
     context.weights.dequantize_experts(step.layer, step.weight_slot, batch.experts)
-    tensors = context.weights.layer(step.layer, step.weight_slot)
+    tensors = context.layer(step)
     parts = context.chunks(batch.hidden, *_per_layer(context, step, batch)) if batch.routes else ()
     reduce, on_counts = context.options.reduce, context.routing.add
     for (part, *rest), routes in zip(parts, batch.routes or (), strict=True):

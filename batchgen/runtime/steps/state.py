@@ -13,7 +13,7 @@ from batchgen.schedule.step_graph import Step
 
 def update_states(context: StepContext, step: Step, batch: BatchState) -> None:
     """Update states on the compute device."""
-    tensors = context.weights.layer(step.layer, step.weight_slot)
+    tensors = context.layer(step)
     for placement, part in batch.parts.items():
         if placement is KVPlacement.CPU:
             continue

@@ -1,0 +1,184 @@
+"""A tile of a matrix product, for weights that are numbers, int8 rows or int4 rows, and the rules for its size.
+
+`packed.py` has the kernel for one matrix, `grouped.py` that for the matrices of experts. Both compute their tiles here.
+
+- *Numbers* are multiplied as they are.
+- *Int8 rows* (`ops/int8.py`) are multiplied as integers with int8 rows of x, and sums are exact. Then each sum is
+  multiplied by both rows' scales, in the order of the reference.
+- *Int4 rows* (`ops/quant.py`) are read once and unpacked in registers. Each weight is rounded to x's dtype, so the
+  product has the numbers of a weight that was dequantized before. Low and high nibbles are two products: a byte has
+  values of two columns that lie half a group apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from batchgen.core.dtypes import CODE_GROUP
+from batchgen.ops import int8, quant
+from batchgen.ops.triton.groups import flat_columns, unpack_flat
+from batchgen.ops.triton.launch import Card
+
+WeightKind = Literal["numbers", "int8", "int4"]
+# Rows of a tile: of a product with few rows, with some, and of one whose time is that of multiplying.
+_FEW, _SOME, _MANY = 16, 64, 128
+
+
+@dataclass(frozen=True)
+class ProductTile:
+    """The tile that one program computes.
+
+    Attributes:
+        rows: Number of rows of x, in a mixture of experts all of one expert.
+        columns: Number of columns of the result.
+        depth: Number of columns of the operands that are multiplied in one step.
+        warps: Number of warps of a program.
+        stages: Number of stages of Triton's pipeline.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+def weight_kind(weight: Tensor) -> WeightKind:
+    """The way in which a weight matrix is stored, by its dtype."""
+    return "int8" if weight.dtype == torch.int8 else "int4" if weight.dtype == torch.uint8 else "numbers"
+
+
+def row_width(kind: WeightKind, depth: int) -> int:
+    """Elements of the tensor that has a row of `depth` weights."""
+    return {"numbers": depth, "int8": int8.row_bytes(depth), "int4": quant.row_bytes(depth)}[kind]
+
+
+def product_tile(
+    kind: WeightKind, dtype: torch.dtype, rows: float, columns: int, on: Card, *, gated: bool
+) -> ProductTile:
+    """Choose the tile that one program computes.
+
+    With few rows, the time is that of reading the weights once, so padded rows cost nothing, and columns are cut so
+    that as many multiprocessors as possible have a tile. With many rows, every weight that is read from the cache is
+    multiplied with all rows of the tile. Row tiles are 4 times apart, as sweeps of warm-up are, so that each is
+    compiled there.
+
+    Args:
+        kind: The way in which weights are stored.
+        dtype: Dtype of x before it is quantized, if it is.
+        rows: Number of rows; of a mixture of experts, the mean over experts.
+        columns: Number of columns of the result; of a mixture of experts, those of all experts that may have rows.
+        on: The GPU.
+        gated: Whether two matrices, gate and up, are multiplied at once; then each has half of the columns.
+    """
+    matrices = 2 if gated else 1
+    if dtype == torch.float32 and kind != "int8":  # products without tensor cores, whose operands take many registers
+        depth = 32 if kind == "numbers" else CODE_GROUP
+        return ProductTile(32, 64 // matrices, depth, 4, 2)
+    if kind == "numbers":
+        tile_rows, across, depth = _SOME, 128, 64
+    else:
+        tile_rows = _FEW if rows <= _FEW else _SOME if rows <= _SOME or kind == "int4" else _MANY
+        widest = next((n for n in (128, 64) if columns * matrices // n >= on.num_sms), 32)
+        across = 128 if tile_rows == _MANY else widest
+        depth = (4 if tile_rows == _FEW else 2) * CODE_GROUP
+    stored, of_x = {"numbers": (dtype.itemsize,) * 2, "int8": (1, 1), "int4": (0.5, dtype.itemsize)}[kind]
+    step_bytes = int((tile_rows * of_x + across * stored) * depth)
+    warps = 8 if tile_rows == _MANY else 4
+    stages = max(2, min(4, on.shared_memory // step_bytes - 1))
+    return ProductTile(tile_rows, across // matrices, depth, warps, stages)
+
+
+@triton.jit
+def sums_of_products(
+    x_rows,
+    there,
+    w_rows,
+    inside,
+    up_offset,
+    DEPTH: tl.constexpr,
+    KIND: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Sums over DEPTH columns of the products of rows of x and rows of a weight.
+
+    Args:
+        x_rows: Pointers to the rows of x, [ROWS].
+        there: Mask of the rows of x to load, [ROWS].
+        w_rows: Pointers to the rows of the weight, [BLOCK].
+        inside: Mask of the rows of the weight to load, [BLOCK].
+        up_offset: Distance from a row of the gate to that of the up projection, in elements.
+        DEPTH: Number of columns.
+        KIND: The way in which the weight is stored (`WeightKind`).
+        ALIGNED: Whether tables of scales of int4 rows are at multiples of 4 bytes.
+        IS_GATED: Whether rows at `up_offset` are multiplied, too.
+        ROWS, BLOCK: Sizes of the tile.
+        STEP: Number of columns of one step; with int4 whole groups.
+
+    Returns:
+        Sums [ROWS, BLOCK] of the weight's rows, and of the rows at `up_offset`: int32 for int8 rows, else fp32.
+    """
+    total = tl.zeros((ROWS, BLOCK), tl.int32 if KIND == "int8" else tl.float32)
+    up = total
+    GROUPS: tl.constexpr = STEP // 64
+    for step in range(0, DEPTH, STEP):
+        if KIND == "int4":
+            first_group = step // 64
+            low, high, low_there, high_there = flat_columns(first_group, DEPTH, GROUPS)
+            low_mask, high_mask = there[:, None], there[:, None]
+            if DEPTH % STEP:
+                low_mask, high_mask = low_mask & low_there[None, :], high_mask & high_there[None, :]
+            x_low = tl.load(x_rows[:, None] + low[None, :], mask=low_mask, other=0.0)
+            x_high = tl.load(x_rows[:, None] + high[None, :], mask=high_mask, other=0.0)
+            w_low, w_high = unpack_flat(w_rows, inside, first_group, DEPTH, GROUPS, ALIGNED)
+            total = tl.dot(x_low, tl.trans(w_low.to(x_low.dtype)), total, input_precision="ieee")
+            total = tl.dot(x_high, tl.trans(w_high.to(x_low.dtype)), total, input_precision="ieee")
+            if IS_GATED:
+                w_low, w_high = unpack_flat(w_rows + up_offset, inside, first_group, DEPTH, GROUPS, ALIGNED)
+                up = tl.dot(x_low, tl.trans(w_low.to(x_low.dtype)), up, input_precision="ieee")
+                up = tl.dot(x_high, tl.trans(w_high.to(x_low.dtype)), up, input_precision="ieee")
+        else:
+            depth = step + tl.arange(0, STEP)[None, :]
+            x_mask, w_mask = there[:, None], inside[:, None]
+            if DEPTH % STEP:
+                x_mask, w_mask = x_mask & (depth < DEPTH), w_mask & (depth < DEPTH)
+            some = tl.load(x_rows[:, None] + depth, mask=x_mask, other=0)
+            part = tl.load(w_rows[:, None] + depth, mask=w_mask, other=0)
+            if KIND == "int8":
+                total = tl.dot(some, tl.trans(part), total, out_dtype=tl.int32)
+            else:
+                total = tl.dot(some, tl.trans(part), total, input_precision="ieee")
+            if IS_GATED:
+                part = tl.load(w_rows[:, None] + up_offset + depth, mask=w_mask, other=0)
+                if KIND == "int8":
+                    up = tl.dot(some, tl.trans(part), up, out_dtype=tl.int32)
+                else:
+                    up = tl.dot(some, tl.trans(part), up, input_precision="ieee")
+    return total, up
+
+
+@triton.jit
+def scaled(total, x_scales, there, w_rows, inside, WIDTH: tl.constexpr):
+    """Sums of products of int8 codes, multiplied by the scales of the weight's rows and then of x's rows, fp32.
+
+    Args:
+        total: Sums, int32 [ROWS, BLOCK].
+        x_scales: Pointers to the scales of the rows of x, [ROWS].
+        there: Mask of the rows of x, [ROWS].
+        w_rows: Pointers to the rows of the weight, [BLOCK].
+        inside: Mask of the rows of the weight, [BLOCK].
+        WIDTH: Bytes of a row of the weight, of which the last four are the scale.
+    """
+    scale = tl.load((w_rows + WIDTH - 4).to(tl.pointer_type(tl.float32)), mask=inside, other=0.0)
+    x_scale = tl.load(x_scales, mask=there, other=0.0)
+    return total.to(tl.float32) * tl.abs(scale)[None, :] * x_scale[:, None]
