@@ -136,8 +136,9 @@ def unwrapped(config: Mapping[str, Any]) -> Mapping[str, Any]:
         if text.get(key, value) != value:
             raise InputError(f"{key} {shown(text[key])} is not supported: within {name} it is {shown(value)}")
     outer = {key: config[key] for key in OUTER_KEYS if key in config}
+    defaults = {key: value for key, value in wrapper.defaults.items() if _OTHER_NAMES.get(key) not in text}
     plain = {
-        **wrapper.defaults,
+        **defaults,
         **wrapper.fixed,
         **text,
         **outer,
