@@ -2,8 +2,8 @@
 
 Checkpoints of Qwen3.5 and Gemma 4 have "experts.gate_up_proj" [experts, gate and up rows, columns] and
 "experts.down_proj" in place of a gate, an up and a down projection for each expert. Scales of FP8 are stacked in the
-same way. Those of Granite have "input_linear.weight" and "output_linear.weight". Those of Qwen3-VL's mixtures have
-"experts.gate_up_proj" [experts, columns, gate and up rows], and "experts.down_proj" likewise.
+same way. Those of Granite have "input_linear.weight" and "output_linear.weight". Published ones of Qwen3-VL's
+mixtures have "experts.gate_up_proj" [experts, columns, gate and up rows], and "experts.down_proj" likewise.
 """
 
 from __future__ import annotations
@@ -67,8 +67,10 @@ def _cut(
 
 
 @dataclass(frozen=True)
-class TransposedExpert(StoredPart):
-    """A matrix of one expert in a tensor [experts, columns, rows of all parts].
+class StackedExpert(StoredPart):
+    """A matrix of one expert in a tensor [experts, rows of all parts, columns], or with columns before rows.
+
+    Where both have the same shape it is the first one, as transformers takes it.
 
     Attributes:
         name: Name of the tensor.
@@ -87,23 +89,26 @@ class TransposedExpert(StoredPart):
     def check(self, experts: int, shape: tuple[int, ...]) -> None:
         """Raise InputError unless the tensor has so many experts' matrices of a shape (rows, columns) as numbers."""
         rows, columns = shape
-        check_stored(self.name, self.info, (experts, columns, self.parts * rows))
+        sizes = (self.parts * rows, columns)
+        check_stored(self.name, self.info, (experts, *(sizes if self.info.shape[1:] == sizes else sizes[::-1])))
 
     def fill(self, out: Tensor) -> None:
         rows, columns = out.shape
-        width, first = self.parts * rows, self.expert * columns
+        width = self.parts * rows
+        if self.info.shape[1:] == (width, columns):
+            return read_numbers(self.name, self.info, out, (self.expert * width + self.part * rows) * columns)
         step = max(1, reading.CHUNK_VALUES // width)
         for start in range(0, columns, step):
             count = min(step, columns - start)
             values = torch.empty(count, width, dtype=NUMBERS[self.info.dtype])
-            read_numbers(self.name, self.info, values, (first + start) * width)
+            read_numbers(self.name, self.info, values, (self.expert * columns + start) * width)
             out[:, start : start + count] = values[:, self.part * rows : (self.part + 1) * rows].t()
 
 
-def transposed_experts(
+def either_way_stacked(
     config: ModelConfig, tensors: Mapping[str, TensorInfo], stem: str, stacked: Mapping[str, tuple[str, ...]]
-) -> dict[str, TransposedExpert]:
-    """The matrices of experts that are stacked with their columns first, by the names that single matrices have.
+) -> dict[str, StackedExpert]:
+    """The matrices of experts that are stacked with rows or columns first, by the names that single matrices have.
 
     Args:
         config: Configuration of the model.
@@ -113,7 +118,7 @@ def transposed_experts(
     """
     of_layers = stem[: stem.index("{}") + 2]
     return {
-        f"{stem.format(layer)}.{expert}.{part}.weight": TransposedExpert(name, info, expert, number, len(parts))
+        f"{stem.format(layer)}.{expert}.{part}.weight": StackedExpert(name, info, expert, number, len(parts))
         for layer in range(config.num_layers)
         for stack, parts in stacked.items()
         if (info := tensors.get(name := f"{of_layers.format(layer)}.{stack}")) is not None

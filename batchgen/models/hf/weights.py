@@ -19,7 +19,7 @@ from batchgen.models.formats import fused_experts
 from batchgen.models.formats.base import Scheme, StoredPart, Tensors
 from batchgen.models.formats.head_order import in_head_order, in_sections
 from batchgen.models.formats.numbers import Numbers
-from batchgen.models.hf.stacked_experts import TransposedExpert, single_experts, transposed_experts
+from batchgen.models.hf.stacked_experts import StackedExpert, either_way_stacked, single_experts
 from batchgen.models.hf.tensor_names import EXPERTS_OF_QWEN3_VL, stacked_experts, tensor_names
 from batchgen.models.hf.weight_files import ModelTensors, missing_tensor
 from batchgen.models.layouts import Part, all_parts
@@ -57,10 +57,10 @@ def hf_parts(
     if stacked := stacked_experts(config):
         tensors = ModelTensors(model, {**tensors, **single_experts(config, tensors, stem, stacked)})
     of_qwen3_vl = EXPERTS_OF_QWEN3_VL if config.family == "qwen3_moe" else {}
-    transposed = transposed_experts(config, tensors, stem, of_qwen3_vl) if of_qwen3_vl else {}
+    stacked_either_way = either_way_stacked(config, tensors, stem, of_qwen3_vl) if of_qwen3_vl else {}
     parts: dict[tuple[str, int], StoredPart] = {}
     for part in all_parts(config):
-        stored = _find(config, model, names, tensors, transposed, scheme, part)
+        stored = _find(config, model, names, tensors, stacked_either_way, scheme, part)
         parts[part.name, part.layer] = in_head_order(config, part.name, in_sections(config, part.name, stored))
     _refuse_unread(config, names, tensors)
     if config.tied_embeddings and f"{names['lm_head']}.weight" in tensors:
@@ -83,14 +83,14 @@ def _find(
     model: Path,
     names: dict[str, str],
     tensors: Tensors,
-    transposed: Mapping[str, TransposedExpert],
+    stacked_either_way: Mapping[str, StackedExpert],
     scheme: Scheme | None,
     part: Part,
 ) -> StoredPart:
     stem, suffix = part.name.rsplit(".", 1)
     stem = names[stem].format(part.layer)
     name = f"{stem}.{suffix}"
-    if (expert := transposed.get(name)) is not None:
+    if (expert := stacked_either_way.get(name)) is not None:
         expert.check(config.num_experts, part.shape)
         return expert
     if fused_experts.is_fused(part.name):
