@@ -26,7 +26,7 @@ from torch import Tensor
 
 from batchgen.core.dtypes import KVFormat
 from batchgen.ops import dispatch as ops
-from batchgen.ops.attention_plan import SequenceSlice, plan_attention
+from batchgen.ops.attention_plan import SequenceSlice, SweepTables, plan_attention
 from batchgen.profiler.timing import FULL, Device, Trial
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 16
@@ -96,7 +96,7 @@ def batchgen_attention(case: Case, given: Operands, kv_format: str) -> Callable[
     stored, bits = KVFormat.of(kv_format), KVFormat.of(kv_format).bits
     slices = [SequenceSlice(case.queries, case.keys - case.queries, blocks) for blocks in given.table]
     plan = ops.prepare_attention(
-        plan_attention(slices, [], kv_block_size=BLOCK, key_bytes=KV_HEADS * HEAD_DIM * DTYPE.itemsize),
+        plan_attention(SweepTables.of(slices), [], kv_block_size=BLOCK, key_bytes=KV_HEADS * HEAD_DIM * DTYPE.itemsize),
         HEADS, KV_HEADS, HEAD_DIM, BLOCK, DTYPE, stored, given.q.device,
     )  # fmt: skip
     kv = ops.quantize(given.kv.flatten(0, 3), bits).view(*given.kv.shape[:4], -1) if bits else given.kv

@@ -43,6 +43,7 @@ from batchgen.engine.loader import (
     resolve_budgets,
     resolve_dtype,
 )
+from batchgen.engine.parts import EngineParts
 from batchgen.job.report import engine_report
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles, read_config, without_weights
@@ -165,7 +166,7 @@ def run(args: argparse.Namespace) -> dict:
     device = parse_device(args.device)
     if not device.accelerated:
         raise InputError("--device must have a memory of its own: cuda, or emulated:gpu-memory=...")
-    files = without_weights(str(args.shape))
+    files = shape_of(args)
     config = read_config(files)
     dtype = resolve_dtype(config, args.dtype, device)
     budgets = resolve_budgets(device, gpu_memory=args.gpu_memory, cpu_memory=args.host_memory)
@@ -185,7 +186,7 @@ def run(args: argparse.Namespace) -> dict:
     )  # fmt: skip
     parts = load_parts(request, NoText)
     if args.no_graphs:
-        parts.executor.context.graphs = None
+        capture_nothing(parts)
     with Engine.from_parts(
         parts, planned_output_len=plan and args.output_len, expected_output_len=args.output_len
     ) as engine:
@@ -209,6 +210,25 @@ def run(args: argparse.Namespace) -> dict:
         "policy": policy.to_json(),
         "prediction": plan and asdict(plan.prediction),
     }
+
+
+def capture_nothing(parts: EngineParts) -> None:
+    """Have all sweeps launched kernel by kernel. Raises InputError where they are anyway."""
+    if parts.executor.context.graphs is None:
+        parts.executor.close()
+        raise InputError("--no-graphs: no sweep of this job would be captured, leave it out")
+    parts.executor.context.graphs = None
+
+
+def shape_of(args: argparse.Namespace) -> ModelFiles:
+    """The shape, or one of fewer layers in a folder of its own."""
+    if args.layers is None:
+        return without_weights(str(args.shape))
+    config = json.loads((args.shape / "config.json").read_text()) | {"num_hidden_layers": args.layers}
+    path = args.output.with_suffix(".shape")
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    return without_weights(str(path))
 
 
 def dummy_rows(args: argparse.Namespace, config: ModelConfig) -> list[Request]:
@@ -329,6 +349,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num-prompts", type=int, default=64)
     parser.add_argument("--input-len", type=int, default=512)
     parser.add_argument("--output-len", type=int, default=32)
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--num-gpu-batches", type=int, default=1, help="with a plain policy")
     parser.add_argument("--batched-tokens", type=int, default=8192, help="most in a sweep, with a plain policy")
     parser.add_argument("--dtype", default="auto")

@@ -54,9 +54,9 @@ class Check:
     Invariant: the result files hold every part that has ended.
     """
 
-    def __init__(self, results: Path, work: Path, seconds: float | None = None) -> None:
+    def __init__(self, results: Path, work: Path, seconds: float | None = None, small: bool = False) -> None:
         self._ends = None if seconds is None else time.monotonic() + seconds
-        self._results, self._work = results, work
+        self._results, self._work, self._small = results, work, small
         self._packed: dict[str, list] = {}
         for folder in (results, work):
             folder.mkdir(parents=True, exist_ok=True)
@@ -102,6 +102,7 @@ class Check:
     def _task(self, name: str, part: Part) -> Task:
         added = [words for package, words in part.with_packages.items() if self._has(package)]
         added += [words for file, words in part.with_files.items() if (self._work / file).exists()]
+        added += [part.small] if self._small else []
         words = [*part.command, *(word for words in added for word in words)]
         words = [sys.executable if word == "python" else self._placed(word, name) for word in words]
         words[0] = _program(words[0]) or words[0]
@@ -188,18 +189,9 @@ class Check:
         if not files:
             sys.exit(f"gpu-check: --wheels {wheels}: no wheels there; make gpu-wheels gets them")
         site = self._work / "site"
-        pip = (
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--no-index",
-            "--no-deps",
-            "--no-compile",
-            "--upgrade",
-        )
-        done = subprocess.run([*pip, "--target", str(site), *files], capture_output=True, text=True)
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
+        pip += ["--upgrade", "--target", str(site)]
+        done = subprocess.run([*pip, *files], capture_output=True, text=True)
         if done.returncode:
             sys.exit(f"gpu-check: the wheels cannot be installed: {done.stderr.strip()[-600:]}")
         self.site = site
@@ -244,6 +236,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--carried", type=Path, default=BUILD / "gpu-carried", help="folder of archives to carry on")
     parser.add_argument("--work", type=Path, default=BUILD / "gpu-check", help="folder of intermediate files")
+    parser.add_argument("--small", action="store_true", help="small parts, to rehearse without a card")
     return parser.parse_args(argv)
 
 
@@ -279,7 +272,7 @@ def main() -> None:
     if args.merge:
         write(gpu_report.merged([json.loads(path.read_text()) for path in args.merge]), args.results)
         return
-    check = Check(args.results, args.work, args.seconds or (CALL_SECONDS if args.call else None))
+    check = Check(args.results, args.work, args.seconds or (CALL_SECONDS if args.call else None), args.small)
     check.result["parts"].pop(DEVICE, None)  # of this machine
     check.carry_on_from(args.carried)
     if args.wheels:

@@ -75,7 +75,7 @@ def _case(shape: str, policy: str, limit_s: float, *arguments: str, **options) -
     """A job of dummy weights by gpu_case.py."""
     files = {RATES: ("--rates", f"{{work}}/{RATES}"), PROFILE: ("--hardware", f"{{work}}/{PROFILE}")}
     needs = PLANNER if policy == "planned" else ()
-    small = ("--num-prompts", "2", "--input-len", "16", "--output-len", "2")
+    small = ("--num-prompts", "2", "--input-len", "16", "--output-len", "6", "--layers", "2")
     script = (f"{SHAPES}/{shape}", "--policy", policy, *arguments)
     return _script("gpu_case", limit_s, *script, with_files=files, needs=needs, small=small, **options)
 
@@ -119,7 +119,7 @@ _OFFLOAD = (
         "--num-prompts",
         "48",
     ),
-    *("--host-memory", _HOST_MEMORY, "--limit-s", "100"),
+    *("--host-memory", _HOST_MEMORY, "--limit-s", "95"),
 )
 
 PARTS: dict[str, Part] = {
@@ -139,7 +139,7 @@ PARTS: dict[str, Part] = {
     ),
     "FlashInfer compiled": _script("gpu_attention", 100, "--compile", needs=("flashinfer",)),
     "llama-8b, all on the GPU": _resident("llama-8b", 100),
-    "llama-8b, without graphs": _resident("llama-8b-no-graphs", 60, "--no-graphs"),
+    "llama-8b, without graphs": _resident("llama-8b-no-graphs", 80, "--no-graphs"),
     "attention": _script("gpu_attention", 60, with_files={RATES: ("--rates", f"{{work}}/{RATES}")}),
     "host memory": _smoke("host-memory", 60, small=("--gib", "1")),
     "experts": _script("gpu_experts", 50),
@@ -148,7 +148,7 @@ PARTS: dict[str, Part] = {
     "opt-30b, KV streamed": _opt("opt-30b-streamed", "streamed"),
     "profile": _script("gpu_profile", 80),
     "llama-8b, planned": _llama("planned", 80, "--gpu-memory", "24GiB"),
-    "offload": _script("gpu_offload", 220, *_OFFLOAD),
+    "offload": _script("gpu_offload", 240, *_OFFLOAD),
     "tests-kernels": _tests(300, 12, *_KERNELS, marked=False, environment={"BATCHGEN_CHECK_DEVICE": "cuda"}),
     "tests-engine": _tests(120, 4, _ENGINE),
     "tests-policies": _tests(160, 6, "tests/engine/test_tiers.py"),

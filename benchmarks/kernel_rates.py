@@ -31,7 +31,7 @@ from batchgen.core import dtypes as formats
 from batchgen.core.machine import keep_freed_memory
 from batchgen.ops import cpp as kernels
 from batchgen.ops import dispatch, quant
-from batchgen.ops.attention_plan import SequenceSlice, plan_attention
+from batchgen.ops.attention_plan import SequenceSlice, SweepTables, plan_attention
 from batchgen.runtime.memory.transfers import untouched
 
 BLOCK = 16
@@ -99,7 +99,7 @@ class Decode:
         self.bytes = self.kv.nbytes
         order = np.random.default_rng(0).permutation(used).astype(np.int32)
         slices = [SequenceSlice(1, context - 1, b) for b in order.reshape(self.sequences, -1)]
-        plan = plan_attention(slices, [], kv_block_size=BLOCK, key_bytes=kv_heads * head_dim * 2)
+        plan = plan_attention(SweepTables.of(slices), [], kv_block_size=BLOCK, key_bytes=kv_heads * head_dim * 2)
         row_bytes = self.kv.shape[-1] * self.kv.element_size()
         self.plan = kernels.attention_plan(plan, kv_heads, group, BLOCK, row_bytes)
         self.q = (torch.randn(self.sequences, kv_heads * group, head_dim) * head_dim**-0.5).bfloat16()
@@ -151,7 +151,9 @@ def prefill(measured: Measured, name: str, at_least_s: float) -> None:
                 q = torch.randn(n, heads, head_dim).to(dtype) * head_dim**-0.5
                 kv = torch.randn(n // BLOCK, 2, kv_heads, BLOCK, head_dim).to(dtype)
                 slices = [SequenceSlice(n, 0, np.arange(n // BLOCK, dtype=np.int32))]
-                plan = plan_attention(slices, [], kv_block_size=BLOCK, key_bytes=kv_heads * head_dim * 2)
+                plan = plan_attention(
+                    SweepTables.of(slices), [], kv_block_size=BLOCK, key_bytes=kv_heads * head_dim * 2
+                )
                 row_bytes = head_dim * dtype.itemsize
                 made = kernels.attention_plan(plan, kv_heads, heads // kv_heads, BLOCK, row_bytes)
                 k, v = (kv[:, i].transpose(0, 1).reshape(1, kv_heads, n, head_dim) for i in range(2))

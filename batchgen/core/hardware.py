@@ -267,7 +267,7 @@ class HardwareProfile:
         link_overhead_s: Constant seconds of one copy to or from the GPU, besides those of its bytes.
         sweep_overhead_s: Constant seconds of one sweep (scheduling and packing).
         sequence_overhead_s: Seconds per sequence and sweep.
-        row_overhead_s: Seconds per row (reading the prompt, writing the text).
+        row_overhead_s: Seconds per row, from reading its text to the part file with its result.
         disk_read_overhead_s: Constant seconds of one read, besides those of its bytes, with several reads in flight.
         disk_write_overhead_s: Constant seconds of one write, besides those of its bytes, with several writes in flight.
         disk_cpu_overhead_s: Seconds of a CPU core that one read or write takes.

@@ -6,7 +6,7 @@ import json
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import lru_cache
+from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -206,6 +206,11 @@ class SamplingParams:
         drawn = ("temperature", "top_p", "top_k", "min_p", "seed") if self.is_greedy else ()
         return {name: value for name, value in self.to_json().items() if name not in drawn}
 
+    @cached_property
+    def identity_bytes(self) -> bytes:
+        """`identity` as JSON text. Many rows have the same parameters, so it is made once."""
+        return json.dumps(self.identity(), sort_keys=True).encode()
+
     @classmethod
     def names(cls) -> tuple[str, ...]:
         return tuple(f.name for f in fields(cls))
@@ -339,14 +344,9 @@ def request_digest(
     for token_ids, sampling in prompts:
         drawn = "" if sampling.is_greedy else f"{type(row_id).__name__} {row_id}"
         digest.update(f"{len(token_ids)} {drawn}\0".encode(errors="surrogatepass"))
-        digest.update(_sampling_text(sampling))
+        digest.update(sampling.identity_bytes)
         digest.update(token_ids)
     return digest.digest()
-
-
-@lru_cache(256)
-def _sampling_text(sampling: SamplingParams) -> bytes:
-    return json.dumps(sampling.identity(), sort_keys=True).encode()
 
 
 def cut_overlong(token_ids: list[int], max_tokens: int, context: int, on_overlong: str) -> list[int]:

@@ -11,6 +11,7 @@ import shlex
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import pyarrow as pa
@@ -242,7 +243,7 @@ def compile_prompts(
 
         columns, render = compile_template(spec.template, schema)
         notices = (_ROW_IS_WHOLE,) if "row" in columns else () if columns else (_NO_COLUMN,)
-        as_prompt = _each(lambda text: _text_prompt(text, spec, may_be_empty))
+        as_prompt = _each(partial(_text_prompt, spec=spec, makes_chat=spec.makes_chat, may_be_empty=may_be_empty))
         return CompiledPrompts(
             columns,
             lambda rows: as_prompt(render(rows)),
@@ -266,7 +267,8 @@ def compile_prompts(
             spec.chat_options,
             origin=origin,
         )
-    texts = _each(lambda row: _text_prompt(_text_of(row[column], column), spec, may_be_empty))
+    makes_chat = spec.makes_chat
+    texts = _each(lambda row: _text_prompt(_text_of(row[column], column), spec, makes_chat, may_be_empty))
     return CompiledPrompts((column,), texts, spec.makes_chat, spec.chat_options, origin=origin)
 
 
@@ -360,7 +362,8 @@ def _rows(
         more: Columns to read besides those of the prompt.
         id_column: Column of the rows' ids.
     """
-    bad = bad_lines(batch)
+    bad, names = bad_lines(batch), tuple(dict.fromkeys((*compiled.columns, *more)))
+    values = {name: _values(batch, name) for name in names}
     ids: deque[str | int] = deque()  # of rows that were read, and whose prompts have not come
     read: deque[dict[str, Any]] = deque()
 
@@ -374,7 +377,7 @@ def _rows(
                 if id_column is not None:
                     own = _value(batch, id_column, index)
                     row_id = row_id if own is None else checked_text(own, id_column)
-                row = {name: _value(batch, name, index) for name in dict.fromkeys((*compiled.columns, *more))}
+                row = {name: of_rows(index) for name, of_rows in values.items()}
             except RowError as error:
                 row = error
             ids.append(row_id)
@@ -463,10 +466,10 @@ def _user_message(prompt: Prompt) -> Prompt:
     return [{"role": "user", "content": prompt}]
 
 
-def _text_prompt(text: str, spec: PromptSpec, may_be_empty: bool) -> Prompt:
-    if not text and (spec.makes_chat or not may_be_empty):
+def _text_prompt(text: str, spec: PromptSpec, makes_chat: bool | None, may_be_empty: bool) -> Prompt:
+    if not text and (makes_chat or not may_be_empty):
         raise RowError("the prompt is empty")
-    if not spec.makes_chat:
+    if not makes_chat:
         return text
     return _with_system([{"role": "user", "content": text}], spec)
 
@@ -505,6 +508,18 @@ def _ids_of(value: list[Any] | None, column: str, may_be_empty: bool) -> list[in
     if not value and not may_be_empty:
         raise RowError("the prompt is empty")
     return value
+
+
+def _values(batch: pa.RecordBatch, column: str) -> Callable[[int], Any]:
+    """A function from the index of a row to its value in a column, as `_value` has it."""
+    array = batch.column(column)
+    if has_binary(array.type):
+        return partial(_value, batch, column)
+    try:
+        values: list[Any] = array.to_pylist()
+        return values.__getitem__
+    except (ValueError, OverflowError, pa.ArrowException):  # of some row, which alone fails
+        return partial(_value, batch, column)
 
 
 def _value(batch: pa.RecordBatch, column: str, index: int) -> Any:

@@ -543,12 +543,7 @@ class Engine:
         wait = parts.executor.run(
             batches, on_logits, vocabulary_chunks=handler.vocabulary_chunks, deferred_batches=call.deferred_batches
         )
-        for one in scheduled:
-            if one.decodes:
-                stats.decode_keys += one.num_keys
-            else:
-                stats.prefilled_tokens += one.num_tokens
-                stats.prefill_keys += one.prefill_keys
+        self._count(scheduled)
         call.scheduler.commit(scheduled)
         stats.peak_kv_blocks = max(stats.peak_kv_blocks, self.used_kv_blocks)
         stats.sweeps += 1
@@ -557,10 +552,21 @@ class Engine:
         stats.busy_s["compute"] += time.perf_counter() - started_s - sampling_s
         stats.busy_s["sampling"] += sampling_s
         result = handler.end_sweep() if call.sweeps_in_flight == 1 else None
-        for one in scheduled:
-            if one.sequence.is_complete:
-                call.scheduler.finish(one.sequence)
+        for sequence in [one.sequence for one in scheduled if one.sequence.is_complete]:
+            call.scheduler.finish(sequence)
         return _Sweep(result, wait, started_s)
+
+    def _count(self, scheduled: list[ScheduledSequence]) -> None:
+        """Count the tokens of a sweep that has been launched and not been committed."""
+        prompts, decode_keys = [], 0
+        for one in scheduled:
+            if one.decodes:
+                decode_keys += one.sequence.num_computed + 1
+            else:
+                prompts.append(one)
+        self.stats.decode_keys += decode_keys
+        self.stats.prefilled_tokens += sum(one.num_tokens for one in prompts)
+        self.stats.prefill_keys += sum(one.prefill_keys for one in prompts)
 
     def _take(self, call: _Call, sweep: _Sweep) -> list[Sequence]:
         """Take the results of a sweep once it has run; returns the sequences that have ended with it."""

@@ -62,11 +62,11 @@ class Prepared:
     def completion(self) -> Completion | None:
         """The result of a request that fails, or whose answer is known; None: it has to be computed."""
         index, row_id, row, answer = self.index, self.row_id, self.request.row, self.answer
-        prompt_tokens = sum(len(token_ids) for token_ids, _ in self.prompts)
-        if self.error is not None:
-            return Completion(index, row_id, prompt_tokens, error=self.error, row=row)
-        if answer is None:
+        if self.error is None and answer is None:
             return None
+        prompt_tokens = sum(len(token_ids) for token_ids, _ in self.prompts)
+        if answer is None:
+            return Completion(index, row_id, prompt_tokens, error=self.error, row=row)
         prompts = tuple(
             Prompt(tuple(token_ids), logprobs)
             for (token_ids, _), logprobs in zip(self.prompts, answer.prompt_logprobs, strict=True)
@@ -173,7 +173,8 @@ class Preparation:
         count = len(token_ids)
         if count >= context:
             raise RowError(f"the prompt has {count} tokens, the context holds {context}")
-        sampling = replace(sampling, max_tokens=min(sampling.max_tokens, context - count))
+        if sampling.max_tokens > context - count:
+            sampling = replace(sampling, max_tokens=context - count)
         sampling.check_result_size(prompts, count)
         if self._most_tokens is not None and count + sampling.max_tokens - 1 > self._most_tokens:
             raise RowError(

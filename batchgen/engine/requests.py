@@ -86,6 +86,8 @@ def _checked(request: Request, given: Any) -> Request:
     if not isinstance(request.more_prompts, list | tuple):
         raise RowError(f"more_prompts must be a tuple of prompts, not {_kind(request.more_prompts)}")
     prompt = _prompt(request.prompt if given is request else given, "a prompt")
+    if prompt is request.prompt and request.more_prompts == ():
+        return request
     return replace(request, prompt=prompt, more_prompts=tuple(_prompt(p, "a prompt") for p in request.more_prompts))
 
 

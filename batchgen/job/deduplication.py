@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
-from batchgen.core.request import Completion, PositionLogprobs, Request, SamplingParams
+from batchgen.core.request import PLAIN_CHAT, Completion, PositionLogprobs, Request, SamplingParams
 
 # Bytes of results that are kept for later rows; the least recently used ones are evicted.
 _MOST_RESULT_BYTES = 64 << 20
 # Duplicates that wait for a result at once; further ones are computed, so that memory stays bounded.
 _MOST_WAITING = 1 << 16
+_encode = json.JSONEncoder(default=int).encode  # token ids may be numpy's
 # A request of no row, which fails at once: its result lets the thread that reads results hand on others that are ready.
 WAKING = Request("", error="no row")
 
@@ -50,6 +51,7 @@ class Deduplication:
         """`sampling`: parameters of requests that bring none."""
         self.count = 0
         self._sampling = sampling
+        self._chat, self._chat_identity = PLAIN_CHAT, PLAIN_CHAT.identity()
         self._firsts: OrderedDict[bytes, _First] = OrderedDict()
         self._key_of_row: dict[int, bytes] = {}  # of rows in flight
         self._ready: deque[Completion] = deque()
@@ -91,10 +93,10 @@ class Deduplication:
             return None
         given = (request.prompt, *request.more_prompts)
         prompts = [prompt if isinstance(prompt, str) else list(prompt) for prompt in given]
-        text = json.dumps(
-            [prompts, sampling.identity(), request.chat.identity(), request.reasoning_apart], default=int
-        )  # token ids may be numpy's
-        return blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
+        if request.chat is not self._chat:  # most rows have the same one
+            self._chat, self._chat_identity = request.chat, request.chat.identity()
+        text = _encode([prompts, self._chat_identity, request.reasoning_apart]).encode(errors="surrogatepass")
+        return blake2b(sampling.identity_bytes + text, digest_size=16).digest()
 
     def _is_duplicate(self, key: bytes, request: Request) -> bool:
         assert request.row is not None

@@ -97,10 +97,10 @@ def going_on(requests: Iterable[Any], state: Run | SharedRun) -> Iterator[Any]:
         state: The job's run directory.
     """
     for request in requests:
+        partial = None
         if isinstance(request, Request) and request.row is not None and request.error is None:
-            yield replace(request, partial=state.partial(request.row))
-        else:
-            yield request
+            partial = state.partial(request.row)
+        yield request if partial is None else replace(request, partial=partial)
 
 
 class _Reader:

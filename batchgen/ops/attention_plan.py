@@ -8,8 +8,9 @@ them, and each token's own item has the remaining keys. The results of both item
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -37,6 +38,77 @@ class SequenceSlice:
     @property
     def num_keys(self) -> int:
         return self.num_cached + self.num_queries
+
+
+@dataclass(frozen=True)
+class SweepTables:
+    """The parts of all sequences in a sweep, as arrays: one `SequenceSlice` after the other.
+
+    Attributes:
+        num_queries: Number of each sequence's tokens in the sweep, int64 [n].
+        num_cached: Number of earlier tokens of each sequence, int64 [n].
+        num_blocks: Length of each sequence's block table, int64 [n].
+        blocks: Block tables, one after the other, int32.
+    """
+
+    num_queries: np.ndarray
+    num_cached: np.ndarray
+    num_blocks: np.ndarray
+    blocks: np.ndarray
+
+    @classmethod
+    def of(cls, slices: Sequence[SequenceSlice]) -> SweepTables:
+        """The tables of sequences in their order."""
+        return cls(
+            np.array([s.num_queries for s in slices], np.int64),
+            np.array([s.num_cached for s in slices], np.int64),
+            np.array([len(s.blocks) for s in slices], np.int64),
+            np.concatenate([np.zeros(0, np.int32), *(s.blocks.astype(np.int32, copy=False) for s in slices)]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.num_queries)
+
+    @cached_property
+    def num_keys(self) -> np.ndarray:
+        """Number of tokens of each sequence after the sweep, int64 [n]."""
+        return self.num_cached + self.num_queries
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """First packed token of each sequence, and then the number of all tokens, int64 [n + 1]."""
+        return _starts(self.num_queries)
+
+    @cached_property
+    def tables(self) -> np.ndarray:
+        """Place in `blocks` at which each sequence's block table begins, and then their length, int64 [n + 1]."""
+        return _starts(self.num_blocks)
+
+    @cached_property
+    def positions(self) -> np.ndarray:
+        """Position of each packed token in its sequence, int64 [tokens]."""
+        first = self.num_cached - self.starts[:-1]
+        return np.arange(self.starts[-1]) + np.repeat(first, self.num_queries)
+
+    def slots(self, kv_block_size: int) -> np.ndarray:
+        """Slot of each packed token's KV: block * kv_block_size + offset, int64 [tokens]."""
+        block, offset = np.divmod(self.positions, kv_block_size)
+        place = np.repeat(self.tables[:-1], self.num_queries) + block
+        return self.blocks[place].astype(np.int64) * kv_block_size + offset
+
+    def in_order(self, order: np.ndarray) -> SweepTables:
+        """The tables of the same sequences in another order, given as indices."""
+        num_blocks = self.num_blocks[order]
+        starts = _starts(num_blocks)
+        places = np.arange(starts[-1]) + np.repeat(self.tables[order] - starts[:-1], num_blocks)
+        return SweepTables(self.num_queries[order], self.num_cached[order], num_blocks, self.blocks[places])
+
+
+def _starts(counts: np.ndarray) -> np.ndarray:
+    """The sums of the counts before each one, and then of all, int64 [n + 1]."""
+    starts = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=starts[1:])
+    return starts
 
 
 @dataclass(frozen=True)
@@ -111,71 +183,72 @@ class SharedGroup:
     num_blocks: int
 
 
-def find_shared_groups(
-    slices: Sequence[SequenceSlice], matched_blocks: Sequence[int], kv_block_size: int
-) -> list[SharedGroup]:
+def find_shared_groups(tables: SweepTables, matched_blocks: np.ndarray, kv_block_size: int) -> list[SharedGroup]:
     """Find groups of sequences with a shared prefix that is long enough to be attended to once for all of them.
 
     A block belongs to one prefix. So sequences with the same block in the same place have the same prefix up to there.
     Prefixes are only compared at the ends of prefix cache matches.
 
     Args:
-        slices: Sequences of the sweep.
-        matched_blocks: For each sequence, the number of leading blocks that it took from the prefix cache.
+        tables: Sequences of the sweep.
+        matched_blocks: For each sequence, the number of leading blocks that it took from the prefix cache, int64.
         kv_block_size: Number of tokens in a KV block.
 
     Returns:
         Groups without common members. The group that saves the most reads of blocks is first.
     """
-    ends = {
-        (n, int(s.blocks[n - 1]))
-        for s, n in zip(slices, matched_blocks, strict=True)
-        if n * kv_block_size >= MIN_SHARED_TOKENS
-    }
-    if not ends:
+    sharing = np.flatnonzero(matched_blocks * kv_block_size >= MIN_SHARED_TOKENS)
+    if not len(sharing):
         return []
+    last = tables.blocks[tables.tables[sharing] + matched_blocks[sharing] - 1]
+    ends = set(zip(matched_blocks[sharing].tolist(), last.tolist(), strict=True))
     # Every query of a member must come after the shared keys.
-    reach = np.array([min(len(s.blocks), s.num_cached // kv_block_size) for s in slices])
+    reach = np.minimum(tables.num_blocks, tables.num_cached // kv_block_size)
     members: dict[tuple[int, int], list[int]] = {}
     for depth in {n for n, _ in ends}:
-        for i in np.flatnonzero(reach >= depth).tolist():
-            end = depth, int(slices[i].blocks[depth - 1])
-            if end in ends:
-                members.setdefault(end, []).append(i)
+        candidates = np.flatnonzero(reach >= depth)
+        blocks = tables.blocks[tables.tables[candidates] + depth - 1]
+        for i, block in zip(candidates.tolist(), blocks.tolist(), strict=True):
+            if (depth, block) in ends:
+                members.setdefault((depth, block), []).append(i)
     # The most saving one first; what others save only gets less as their members are taken.
     queue = [(-(len(m) - 1) * depth, depth, block) for (depth, block), m in members.items()]
     heapq.heapify(queue)
-    left = set(range(len(slices)))
+    free = set(range(len(tables)))
     groups = []
     while queue:
         promised, depth, block = heapq.heappop(queue)
-        found = members[depth, block] = [i for i in members[depth, block] if i in left]
-        if len(found) < MIN_SHARED_SEQUENCES:
+        sharers = members[depth, block] = [i for i in members[depth, block] if i in free]
+        if len(sharers) < MIN_SHARED_SEQUENCES:
             continue
-        saved = -(len(found) - 1) * depth
+        saved = -(len(sharers) - 1) * depth
         if saved > promised:
             heapq.heappush(queue, (saved, depth, block))
             continue
-        groups.append(SharedGroup(tuple(found), depth))
-        left -= set(found)
+        groups.append(SharedGroup(tuple(sharers), depth))
+        free -= set(sharers)
     return groups
 
 
-def order_sequences(slices: Sequence[SequenceSlice], groups: Sequence[SharedGroup]) -> list[int]:
-    """The order in which the sequences of a sweep are packed, as indices.
+def order_sequences(num_queries: np.ndarray, num_keys: np.ndarray, groups: Sequence[SharedGroup]) -> np.ndarray:
+    """The order in which the sequences of a sweep are packed, as indices, int64 [n].
 
     Members of a shared group are neighbours. Within a group, decode precedes prefill, and short contexts precede long
     ones.
+
+    Args:
+        num_queries: Number of each sequence's tokens in the sweep, int64 [n].
+        num_keys: Number of tokens of each sequence after the sweep, int64 [n].
+        groups: Sequences with a shared prefix.
     """
-    group_of = {i: g for g, group in enumerate(groups) for i in group.members}
-    return sorted(
-        range(len(slices)),
-        key=lambda i: (group_of.get(i, len(groups)), slices[i].num_queries > 1, slices[i].num_keys),
-    )
+    group_of = np.full(len(num_keys), len(groups))
+    for g, group in enumerate(groups):
+        group_of[list(group.members)] = g
+    return np.lexsort((num_keys, num_queries > 1, group_of))
 
 
 def plan_attention(
-    slices: Sequence[SequenceSlice],
+    tables: SweepTables,
     groups: Sequence[SharedGroup],
     *,
     kv_block_size: int,
@@ -185,80 +258,112 @@ def plan_attention(
     """The attention plan of sequences that are in packing order (`order_sequences`).
 
     Args:
-        slices: Sequences of the sweep, in packing order.
+        tables: Sequences of the sweep, in packing order.
         groups: Shared groups, with indices in packing order. They are ignored if there is a sliding window.
         kv_block_size: Number of tokens in a KV block.
         key_bytes: Bytes of one token's keys in one layer.
         window: Sliding window, in tokens; None: all keys.
     """
-    starts = np.concatenate([[0], np.cumsum([s.num_queries for s in slices])]).tolist()
-    skip = [0] * len(slices)  # leading blocks covered by a shared item
+    starts, num_keys, decodes = tables.starts, tables.num_keys, tables.num_queries == 1
+    skipped = np.zeros(len(tables), np.int64)  # leading blocks that a shared item has, or no token sees
     shared = []
     for group in groups if window is None else ():
         first, last = group.members[0], group.members[-1]
         assert group.members == tuple(range(first, last + 1)), "members must be contiguous in packing order"
-        for i in group.members:
-            skip[i] = group.num_blocks
-        shared.append(SharedItem(starts[first], starts[last + 1], slices[first].blocks[: group.num_blocks]))
-
-    prefill, decode = [], []
-    pending = _Pending()
-    for i, s in enumerate(slices):
-        used = -(-s.num_keys // kv_block_size)
-        if s.num_queries > 1:
-            low = skip[i] if window is None else max(0, s.num_cached - window + 1) // kv_block_size
-            prefill.append(
-                PrefillItem(starts[i], starts[i + 1], s.blocks[low:used], s.num_cached - low * kv_block_size, window)
-            )
-            continue
-        low = skip[i] if window is None else max(0, s.num_keys - window) // kv_block_size
-        if pending.members and not pending.takes(starts[i], used - low, kv_block_size * key_bytes):
-            decode.append(_decode_group(pending, slices, kv_block_size, window))
-            pending = _Pending()
-        pending.add(starts[i], i, low, used)
-    if pending.members:
-        decode.append(_decode_group(pending, slices, kv_block_size, window))
+        skipped[first : last + 1] = group.num_blocks
+        begin = tables.tables[first]
+        prefix = tables.blocks[begin : begin + group.num_blocks]
+        shared.append(SharedItem(int(starts[first]), int(starts[last + 1]), prefix))
+    first_seen = np.zeros(len(tables), np.int64)
+    if window is not None:
+        first_seen = np.maximum(0, tables.num_cached - window + 1)
+        skipped = first_seen // kv_block_size
+    cut = _Cut(tables, skipped, -(-num_keys // kv_block_size), first_seen - skipped * kv_block_size, kv_block_size)
+    decode = [
+        cut.decode_group(members, window is not None)
+        for members in _decode_ranges(starts[:-1], cut.num_used, decodes, kv_block_size * key_bytes)
+    ]
+    prefill = cut.prefill_items(np.flatnonzero(~decodes), window)
     return AttentionPlan(tuple(shared), tuple(decode), tuple(prefill))
 
 
-@dataclass
-class _Pending:
-    """A decode group to which sequences are being added.
+def _decode_ranges(
+    starts: np.ndarray, num_used: np.ndarray, decodes: np.ndarray, block_bytes: int
+) -> Iterator[np.ndarray]:
+    """Cut the sequences with one token into groups of neighbours, whose padded block tables are not much too long.
+
+    Args:
+        starts: First packed token of each sequence.
+        num_used: Number of blocks that each sequence reads.
+        decodes: Whether each sequence has one token.
+        block_bytes: Bytes of the keys of a block.
+
+    Yields:
+        The sequences of each group, as indices.
+    """
+    indices = np.flatnonzero(decodes)
+    if not len(indices):
+        return
+    counts, tokens = num_used[indices].tolist(), starts[indices].tolist()
+    begin, most, total = 0, counts[0], 0
+    for place, (count, token) in enumerate(zip(counts, tokens, strict=True)):
+        size = place - begin
+        widest = count if count > most else most
+        padded = widest * (size + 1)
+        full = padded * block_bytes > _GROUP_BYTES or padded > 1.25 * (total + count) + 4
+        if size and (full or token != tokens[begin] + size):
+            yield indices[begin:place]
+            begin, most, total = place, count, count
+        else:
+            most, total = widest, total + count
+    yield indices[begin:]
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The blocks that each sequence's own item reads.
 
     Attributes:
-        start: First packed token of the group.
-        most: Largest number of blocks of a member.
-        total: Number of blocks of all members.
-        members: Members: index of the sequence, first block to read, and the block after the last one to read.
+        tables: Sequences of the sweep.
+        skipped: Leading blocks that it does not read.
+        used: Block after the last one that it reads.
+        first_key: First key that its first token sees, counted from the first block that it reads.
+        kv_block_size: Number of tokens in a KV block.
     """
 
-    start: int = 0
-    most: int = 0  # blocks of a member
-    total: int = 0
-    members: list[tuple[int, int, int]] = field(default_factory=list)
+    tables: SweepTables
+    skipped: np.ndarray
+    used: np.ndarray
+    first_key: np.ndarray
+    kv_block_size: int
 
-    def takes(self, start: int, blocks: int, block_bytes: int) -> bool:
-        padded = max(self.most, blocks) * (len(self.members) + 1)
-        full = padded * block_bytes > _GROUP_BYTES or padded > 1.25 * (self.total + blocks) + 4
-        return start == self.start + len(self.members) and not full
+    @cached_property
+    def num_used(self) -> np.ndarray:
+        return self.used - self.skipped
 
-    def add(self, start: int, index: int, low: int, used: int) -> None:
-        if not self.members:
-            self.start = start
-        self.members.append((index, low, used))
-        self.most, self.total = max(self.most, used - low), self.total + used - low
+    def decode_group(self, members: np.ndarray, windowed: bool) -> DecodeGroup:
+        """The group of some sequences, given as indices of neighbours."""
+        tables, counts, skipped = self.tables, self.num_used[members], self.skipped[members]
+        first = tables.tables[members] + skipped
+        columns = np.arange(counts.max(initial=0))
+        exists = columns < counts[:, None]
+        blocks = np.where(exists, tables.blocks[np.where(exists, first[:, None] + columns, 0)], np.int32(0))
+        first_key = self.first_key[members] if windowed else np.zeros(len(members), np.int64)
+        start = int(tables.starts[members[0]])
+        num_keys = tables.num_keys[members] - skipped * self.kv_block_size
+        return DecodeGroup(start, start + len(members), blocks, num_keys, first_key)
 
-
-def _decode_group(
-    pending: _Pending, slices: Sequence[SequenceSlice], kv_block_size: int, window: int | None
-) -> DecodeGroup:
-    count = len(pending.members)
-    blocks = np.zeros((count, pending.most), dtype=np.int32)
-    num_keys = np.empty(count, dtype=np.int64)
-    first_key = np.zeros(count, dtype=np.int64)
-    for row, (i, low, used) in enumerate(pending.members):
-        blocks[row, : used - low] = slices[i].blocks[low:used]
-        num_keys[row] = slices[i].num_keys - low * kv_block_size
-        if window is not None:
-            first_key[row] = max(0, slices[i].num_keys - window - low * kv_block_size)
-    return DecodeGroup(pending.start, pending.start + count, blocks, num_keys, first_key)
+    def prefill_items(self, members: np.ndarray, window: int | None) -> Iterator[PrefillItem]:
+        """Yield the item of each sequence with several tokens, given as indices."""
+        tables, skipped = self.tables, self.skipped[members]
+        first = tables.tables[members]
+        offsets = tables.num_cached[members] - skipped * self.kv_block_size
+        columns = (
+            tables.starts[members],
+            tables.starts[members + 1],
+            first + skipped,
+            first + self.used[members],
+            offsets,
+        )
+        for start, stop, begin, end, offset in zip(*(column.tolist() for column in columns), strict=True):
+            yield PrefillItem(start, stop, tables.blocks[begin:end], offset, window)

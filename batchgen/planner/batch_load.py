@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from batchgen.core.kv_placement import KVPlacement
-from batchgen.ops.attention_plan import SequenceSlice, find_shared_groups
+from batchgen.ops.attention_plan import SequenceSlice, SweepTables, find_shared_groups
 from batchgen.planner.layer_sizes import AttentionKind
 from batchgen.schedule.extents import runs_of
-from batchgen.schedule.micro_batches import placement_in_sweep
+from batchgen.schedule.micro_batches import by_placement
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
 from batchgen.schedule.step_graph import BatchFlow
 from batchgen.schedule.window_pool import NULL_BLOCK
@@ -140,14 +140,12 @@ def load_of(
         reuses_kv: Whether any layer attends to the KV of another.
         hidden_on_host: Whether activations wait in host memory between layers.
     """
-    by_placement: dict[KVPlacement, list[ScheduledSequence]] = {}
-    for scheduled in batch:
-        by_placement.setdefault(placement_in_sweep(scheduled, compute_tier), []).append(scheduled)
-    attended = {name: _attended(members, kv_block_size, sharing=True) for name, members in by_placement.items()}
+    of_placement = by_placement(batch, compute_tier)
+    attended = {name: _attended(members, kv_block_size, sharing=True) for name, members in of_placement.items()}
     windowed = attended
     if windows:
-        windowed = {name: _attended(members, kv_block_size, sharing=False) for name, members in by_placement.items()}
-    staged = by_placement.get(KVPlacement.STREAMED, ())
+        windowed = {name: _attended(members, kv_block_size, sharing=False) for name, members in of_placement.items()}
+    staged = of_placement.get(KVPlacement.STREAMED, ())
     on_disk = [s for s in staged if _on_disk(s)]
     on_host = [s for s in staged if not _on_disk(s)]
     host_blocks = _history_blocks(on_host, kv_block_size, windowed=False)
@@ -219,7 +217,8 @@ def _attended(members: Sequence[ScheduledSequence], kv_block_size: int, *, shari
             )
             for s in members
         ]
-        for group in find_shared_groups(slices, [s.sequence.num_matched_blocks for s in members], kv_block_size):
+        matched = np.array([s.sequence.num_matched_blocks for s in members])
+        for group in find_shared_groups(SweepTables.of(slices), matched, kv_block_size):
             shared.append((sum(members[i].num_tokens for i in group.members), group.num_blocks * kv_block_size))
             for i in group.members:
                 shared_tokens[i] = group.num_blocks * kv_block_size

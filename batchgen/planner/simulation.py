@@ -11,6 +11,7 @@ import random
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 from batchgen.core.hardware import HardwareProfile
@@ -321,9 +322,15 @@ class SimulatedJob:
                 continue
             shared = min(prompt - 1, round(workload.shared_prefix_len))
             tokens = [*range(1, shared + 1), *[-row - 1] * (prompt - shared)]
-            sequence = Sequence(row, row, 0, tokens, SamplingParams(max_tokens=most), targets=((0,),) * scored)
+            sequence = Sequence(row, row, 0, tokens, _sampling(most), targets=((0,),) * scored)
             self._output_len[sequence] = min(output, most)
             self._scheduler.add(sequence)
+
+
+@lru_cache(256)
+def _sampling(max_tokens: int) -> SamplingParams:
+    """Sampling parameters of rows that generate so many tokens at most: checking them takes time."""
+    return SamplingParams(max_tokens=max_tokens)
 
 
 def _phase_of(sweep: list[ScheduledSequence], workload: Workload) -> Phase:

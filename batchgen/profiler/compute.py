@@ -34,7 +34,7 @@ from batchgen.models.rope import RopeConfig
 from batchgen.models.state_layers import DeltaNet
 from batchgen.ops import dispatch as ops
 from batchgen.ops import int8
-from batchgen.ops.attention_plan import SequenceSlice, plan_attention
+from batchgen.ops.attention_plan import SequenceSlice, SweepTables, plan_attention
 from batchgen.ops.cpp import BlockWeight
 from batchgen.profiler import state_rates
 from batchgen.profiler.timing import Device, Effort, Trial, pieces
@@ -450,7 +450,9 @@ def paged_attention(
         SequenceSlice(new, cached, np.arange(end - n, end, dtype=np.int32) % window)
         for (new, cached), n, end in zip(sequences, used, ends, strict=True)
     ]
-    plan = plan_attention(slices, [], kv_block_size=size, key_bytes=heads * model.head_dim * dtype.itemsize)
+    plan = plan_attention(
+        SweepTables.of(slices), [], kv_block_size=size, key_bytes=heads * model.head_dim * dtype.itemsize
+    )
     shapes = model.num_heads, heads, model.head_dim, size, dtype, kv_format
     prepared = ops.prepare_attention(plan, *shapes, device=kv.device)
     windows = kv[: len(kv) // window * window].split(window)

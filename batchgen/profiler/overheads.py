@@ -6,22 +6,32 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from batchgen.core.machine import available_memory_bytes
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, MemoryPlan, Policy
 from batchgen.core.request import Request, SamplingParams
+from batchgen.dataset import open_dataset
+from batchgen.dataset.prompts import PromptSpec, compile_prompts, rows_to_requests
+from batchgen.dataset.sampling_column import RowSampling
 from batchgen.engine.engine import Engine
 from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.models.hf.config import config_of_hf
-from batchgen.models.tokenizers.tokenizer import NoText
+from batchgen.models.tokenizers.parts import TokenizerParts
+from batchgen.models.tokenizers.tokenizer import NoText, Tokenizer
+from batchgen.output.part_writer import PartWriter
+from batchgen.output.row_map import DoneRows
+from batchgen.output.row_result import RowResult
 from batchgen.profiler.measure import Overheads
 
 _MANY = 128  # sequences
 _LAYERS = 9
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 8, 24
 _ROWS_OF_ONE_TOKEN = 2048
+_WORDS = 64  # of the model's vocabulary
 _VOCAB = 49_152  # for the sampler
 _PASSING_BYTES = 64 << 20  # more than cores have caches for, and read as fast as memory is
 
@@ -55,7 +65,8 @@ def _llama(layers: int, width: int, vocab_size: int) -> dict:
     }
 
 
-def _engine(device: str, layers: int) -> Engine:
+def _engine(device: str, layers: int, tokenizer: Tokenizer | None = None) -> Engine:
+    """An engine of a tiny model. tokenizer: its tokenizer; None: prompts are token ids, and nothing is decoded."""
     import torch
 
     from batchgen.models.checkpoint import dummy_checkpoint
@@ -63,7 +74,7 @@ def _engine(device: str, layers: int) -> Engine:
     from batchgen.runtime.sampler import sample
     from batchgen.schedule.packed_batch import pack
 
-    config = config_of_hf(_llama(layers, 32, 64))
+    config = config_of_hf(_llama(layers, 32, _WORDS))
     blocks, tier = 4 * _MANY, "gpu" if device == "cuda" else "cpu"
     policy = Policy(
         admission="continuous",
@@ -80,7 +91,7 @@ def _engine(device: str, layers: int) -> Engine:
     )
     parts = EngineParts(
         config=config,
-        tokenizer=NoText(),  # type: ignore[arg-type]  # prompts are token ids, and nothing is decoded
+        tokenizer=tokenizer or NoText(),  # type: ignore[arg-type]  # it decodes nothing
         executor=in_memory(
             config, dummy_checkpoint(config), torch.float32, blocks, DEFAULT_KV_BLOCK_SIZE, torch.device(device)
         ),
@@ -105,7 +116,11 @@ def _engine(device: str, layers: int) -> Engine:
 
 def _requests(count: int, output_tokens: int) -> list[Request]:
     sampling = SamplingParams(max_tokens=output_tokens, ignore_eos=True)
-    return [Request([(i + j) % 64 for j in range(_PROMPT_TOKENS)], sampling) for i in range(count)]
+    return [Request(_prompt(i), sampling) for i in range(count)]
+
+
+def _prompt(i: int) -> list[int]:
+    return [(i + j) % _WORDS for j in range(_PROMPT_TOKENS)]
 
 
 def _sweep_s(device: str, layers: int, sequences: int) -> float:
@@ -130,12 +145,41 @@ def _sweep_s(device: str, layers: int, sequences: int) -> float:
 
 
 def _row_s(device: str) -> float:
-    """Seconds per row of a job whose rows generate a single token each."""
-    with _engine(device, 1) as engine:
+    """Seconds per row of a job whose rows generate a single token each, from a file of texts to parts on disk."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    texts = [" ".join(f"w{token_id}" for token_id in _prompt(i)) for i in range(_ROWS_OF_ONE_TOKEN)]
+    with tempfile.TemporaryDirectory(prefix="batchgen-") as folder, _engine(device, 1, _tokenizer()) as engine:
+        source = Path(folder, "rows.parquet")
+        pq.write_table(pa.table({"prompt": texts}), source)
         started = time.perf_counter()
-        for _ in engine.generate(_requests(_ROWS_OF_ONE_TOKEN, 1)):
-            pass
+        with PartWriter(Path(folder), DoneRows()) as writer:
+            for completion in engine.generate(_rows_of(source)):
+                assert completion.row is not None and completion.error is None, completion
+                writer.add(completion.row, RowResult.from_completion(completion))
         return (time.perf_counter() - started) / _ROWS_OF_ONE_TOKEN
+
+
+def _rows_of(source: Path) -> Iterator[Request]:
+    """Yield the requests of a file of texts, each for a single token."""
+    dataset = open_dataset(source)
+    compiled = compile_prompts(PromptSpec(column="prompt", chat=False), dataset.schema)
+    sampling = RowSampling(SamplingParams(max_tokens=1, ignore_eos=True))
+    for first, batch in dataset.batches():
+        for row, request in enumerate(rows_to_requests(batch, first, compiled, sampling), first):
+            yield replace(request, row=row)
+
+
+def _tokenizer() -> Tokenizer:
+    """A tokenizer of words, with the text "wI" for token I."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+
+    backend = Backend(WordLevel({f"w{i}": i for i in range(_WORDS)}, unk_token="w0"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    return Tokenizer(TokenizerParts(backend))
 
 
 def _sampling_logits_per_s(device: str) -> float:

@@ -84,9 +84,11 @@ class Executor:
             embeds=config.embeds,
             has_head=config.has_head,
         )
-        self._sweeps = Sweeps(streams)
+        # On a device with streams a Step costs time to launch; a trace shows each.
+        self._sweeps = Sweeps(streams, whole=tiers.driver is not None and not options.serial and not options.on_step)
         with kernels_alone():
             self.context = StepContext(config, weights, kv_cache, tiers, options, states)
+        self.context.layer_steps = _layer_steps(self._sweeps)
         self.routing = self.context.routing
         if options.captured_tokens and tiers.driver:
             self.capture_sweeps(tiers.driver, options.captured_tokens)
@@ -100,12 +102,7 @@ class Executor:
 
     def capture_sweeps(self, driver: Driver, most_tokens: int) -> None:
         """Have decode sweeps of at most `most_tokens` tokens captured from now on, where kernels can be."""
-        sweeps = self._sweeps  # alone: the graphs keep no executor that nobody has any more
-
-        def steps(num_tokens: int) -> list[tuple[Handler, Step]]:
-            return [(HANDLERS[step.kind], step) for step in sweeps.layers(num_tokens)]
-
-        self.context.graphs = decode_graphs(self.context, driver, steps, most_tokens)
+        self.context.graphs = decode_graphs(self.context, driver, most_tokens)
 
     @property
     def compute_tier(self) -> str:
@@ -243,7 +240,7 @@ class Executor:
     ) -> Iterator[Step]:
         """The Steps of the next sweep."""
         if batches[0].buffers is not None:
-            return self._sweeps.captured()
+            return self._sweeps.whole()
         flows = [batch.packed.flow(batch.on_host) for batch in batches]
         return self._sweeps.steps(flows, deferred_batches, self.lanes.has_ended, num_tokens)
 
@@ -316,3 +313,16 @@ class Executor:
         self.context.close()
         for held in (self._batch_of, self._deferred_batches):
             held.clear()
+
+
+def _layer_steps(sweeps: Sweeps) -> Callable[[int], Sequence[tuple[Handler, Step]]]:
+    """`StepContext.layer_steps` of these sweeps; they are made once for sweeps with the same ones."""
+    made: dict[bool, list[tuple[Handler, Step]]] = {}
+
+    def layer_steps(num_tokens: int) -> list[tuple[Handler, Step]]:
+        expands = sweeps.streams.expands(num_tokens)
+        if expands not in made:
+            made[expands] = [(HANDLERS[step.kind], step) for step in sweeps.layers(num_tokens)]
+        return made[expands]
+
+    return layer_steps

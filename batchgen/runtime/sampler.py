@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Sized
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from batchgen.core.request import SamplingParams
 from batchgen.ops import dispatch as ops
 from batchgen.ops.host_copy import download, upload
 from batchgen.ops.sampling import Draws
 from batchgen.schedule.sequence import NOT_FINITE, Sequence
 
 
-@dataclass(frozen=True)
-class SampledToken:
+class SampledToken(NamedTuple):  # one for each sequence of every sweep
     """A chosen token.
 
     Attributes:
@@ -109,7 +111,7 @@ def sample(logits: Tensor, sequences: Sized[Sequence]) -> Sampled:
         masks = np.stack([constraint.mask() for constraint in constraints.values()])
         ops.forbid(logits, np.array(list(constraints)), masks)
     chosen = ops.argmax(logits)
-    drawn = [i for i, s in enumerate(sequences) if not s.sampling.is_greedy]
+    drawn = _where(sequences, lambda sampling: not sampling.is_greedy)
     if drawn:
         ops.draw(logits, np.array(drawn), _draws([sequences[i] for i in drawn]), chosen)
     on_host = download(chosen.where(finite, NOT_FINITE))
@@ -117,6 +119,13 @@ def sample(logits: Tensor, sequences: Sized[Sequence]) -> Sampled:
         return Sampled(chosen, on_host)
     penalties.take_back(logits)
     return Sampled(chosen, on_host, logprobs.wanted, logprobs.counts, download(logprobs.of(logits, chosen)))
+
+
+def _where(sequences: Sized[Sequence], holds: Callable[[SamplingParams], bool]) -> list[int]:
+    """Indices of the sequences whose sampling parameters something holds for; many have the same ones."""
+    kinds = {id(s.sampling): s.sampling for s in sequences}
+    holding = {key for key, sampling in kinds.items() if holds(sampling)}
+    return [i for i, s in enumerate(sequences) if id(s.sampling) in holding] if holding else []
 
 
 class _Logprobs:
@@ -128,7 +137,7 @@ class _Logprobs:
     """
 
     def __init__(self, logits: Tensor, sequences: Sized[Sequence]) -> None:
-        self.wanted = [i for i, s in enumerate(sequences) if s.sampling.logprobs is not None]
+        self.wanted = _where(sequences, lambda sampling: sampling.logprobs is not None)
         if not self.wanted:
             return
         self.counts = [min(sequences[i].sampling.logprobs, logits.shape[1]) for i in self.wanted]
@@ -160,7 +169,7 @@ class _Penalties:
 
     def __init__(self, logits: Tensor, sequences: Sized[Sequence]) -> None:
         self._positions: Tensor | None = None
-        changed = [i for i, s in enumerate(sequences) if s.sampling.changes_logits]
+        changed = _where(sequences, lambda sampling: sampling.changes_logits)
         if not changed:
             return
         changes = [_changes(sequences[i]) for i in changed]

@@ -9,15 +9,14 @@ first.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from batchgen.schedule.block_pool import ROOT, BlockPool
 from batchgen.schedule.state_slots import StateSlot, StateSlots
 from batchgen.schedule.window_pool import NULL_BLOCK, WindowPool
 
 
-@dataclass(frozen=True)
-class Allocation:
+class Allocation(NamedTuple):  # one for each sequence that is admitted
     """The blocks that a sequence starts with in a pool.
 
     Attributes:
@@ -134,7 +133,7 @@ class BlockManager(BlockPool):
 
     def num_sole(self, blocks: Sequence[int]) -> int:
         """The number of a sequence's blocks without another user: the end of its table, as only prefixes are shared."""
-        if not self.share_prefixes:
+        if not self.share_prefixes or not blocks or self._users[blocks[0]] == 1:
             return len(blocks)
         low, high = 0, len(blocks)
         while low < high:
@@ -168,7 +167,10 @@ class BlockManager(BlockPool):
 
     def _longest_prefix(self, known: Sequence[int]) -> int:
         """The number of known blocks that can be taken over: all is there in layers with a window or a state too."""
-        count, kinds = len(known), [of_kind for of_kind in (self.windowed, self.states) if of_kind is not None]
+        count = len(known)
+        if not count:
+            return 0
+        kinds = [of_kind for of_kind in (self.windowed, self.states) if of_kind is not None]
         nodes = [self._node_of[block] for block in known] if kinds else []
         while True:
             longest = count

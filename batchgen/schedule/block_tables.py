@@ -6,6 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.schedule.block_manager import Allocation, BlockManager
 from batchgen.schedule.extents import ExtentManager
 from batchgen.schedule.sequence import Sequence
@@ -24,6 +25,7 @@ class BlockTables:
 
     Attributes:
         num_reserved: blocks promised to sequences in flight and not yet allocated, by tier.
+        num_held: entries of the block tables of sequences in flight, by tier.
         share_prefixes: Whether sequences take over KV of others in any tier.
         have_windows: Whether layers with a sliding window have pools of their own in any tier.
         have_states: Whether sequences have state slots.
@@ -33,6 +35,8 @@ class BlockTables:
         """Keep the tables of sequences whose blocks are in these pools, by tier."""
         self._pools = pools
         self.num_reserved = dict.fromkeys(pools, 0)
+        self.num_held = dict.fromkeys(pools, 0)
+        self._block_sizes = {p: pools[p.tier].kv_block_size for p in KVPlacement if p.tier in pools}
         self.share_prefixes = any(pool.share_prefixes for pool in pools.values())
         self.have_windows = any(pool.windowed is not None for pool in pools.values())
         self.have_states = any(pool.states is not None for pool in pools.values())
@@ -54,6 +58,7 @@ class BlockTables:
         if allocation.state is not None:
             self._add_fork(sequence, allocation.num_known * pool.kv_block_size, len(matched) * pool.kv_block_size)
         sequence.block_table.extend(allocation.blocks)
+        self.num_held[sequence.kv_placement.tier] += len(allocation.blocks)
         if allocation.window_table is not None:
             sequence.window_table = array("i", allocation.window_table)
             sequence.num_freed = allocation.window_table.count(NULL_BLOCK)
@@ -63,6 +68,18 @@ class BlockTables:
         sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
         sequence.num_matched_blocks = sequence.num_inserted_blocks = len(matched)
         sequence.node = pool.node(matched[-1]) if matched and isinstance(pool, BlockManager) else 0
+
+    def has_block(self, sequence: Sequence) -> bool:
+        """Tell whether nothing changes when a sequence grows by one token: there is a block, and its prompt is behind.
+
+        False where that would have to be looked up.
+        """
+        num_computed = sequence.num_computed
+        return (
+            num_computed >= sequence.num_prompt
+            and num_computed < len(sequence.block_table) * self._block_sizes[sequence.kv_placement]
+            and sequence.window_table is None
+        )
 
     def grow(self, sequence: Sequence, count: int) -> bool:
         """Allocate blocks for `count` more tokens; False if the pool has not enough, after all it has."""
@@ -76,6 +93,7 @@ class BlockTables:
             elif pool.num_available <= self.num_reserved[tier]:
                 return False
             table.append(pool.allocate(table[-1] if table else None))
+            self.num_held[tier] += 1
         while sequence.window_table is not None and len(sequence.window_table) < needed:
             windows = self._windows(tier)
             if not windows.num_available:
@@ -224,6 +242,7 @@ class BlockTables:
             # After a sweep that failed: what it was to write is not there to be found.
             pool.invalidate(sequence.block_table[written : sequence.num_inserted_blocks])
         pool.release(sequence.block_table)
+        self.num_held[tier] -= len(sequence.block_table)
         sequence.block_table = array("i")
         if sequence.window_table is not None:
             windows, held = self._windows(tier), sequence.num_freed

@@ -12,7 +12,7 @@ from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import MemoryPlan, Policy, window_blocks
 from batchgen.schedule.block_manager import BlockManager
 from batchgen.schedule.extents import ExtentManager
-from batchgen.schedule.micro_batches import placement_in_sweep, split_batches
+from batchgen.schedule.micro_batches import split_batches
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
 from batchgen.schedule.scheduler_limits import SchedulerLimits
 from batchgen.schedule.state_slots import StateSlots
@@ -95,7 +95,7 @@ def splitter(
         max_seqs=policy.batch_seqs,
         max_staged_blocks=max(1, memory.staging_blocks),
         kv_block_size=policy.kv_block_size,
-        placement_of=partial(placement_in_sweep, compute_tier=compute_tier),
+        compute_tier=compute_tier,
         max_staged_seqs=max(1, memory.staging_states) if memory.state_slots else None,
         balance_tokens=policy.balance_tokens,
     )

@@ -7,7 +7,7 @@ work (NEO's asymmetric pipelining).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -25,6 +25,17 @@ def placement_in_sweep(scheduled: ScheduledSequence, compute_tier: str) -> KVPla
     return placement.in_sweep(compute_tier, decodes)
 
 
+def by_placement(sweep: Sequence[ScheduledSequence], compute_tier: str) -> dict[KVPlacement, list[ScheduledSequence]]:
+    """Scheduled sequences by the placement of their KV that the sweep's attention sees, in their order."""
+    placements = {scheduled.sequence.kv_placement for scheduled in sweep}
+    if all(placement.tier == compute_tier for placement in placements):
+        return {KVPlacement.DEVICE: list(sweep)} if placements else {}
+    members: dict[KVPlacement, list[ScheduledSequence]] = {}
+    for scheduled in sweep:
+        members.setdefault(placement_in_sweep(scheduled, compute_tier), []).append(scheduled)
+    return members
+
+
 def staged_blocks(scheduled: ScheduledSequence, kv_block_size: int) -> int:
     """Blocks of the staging buffer that a staged sequence takes: all its keys, those of this sweep included."""
     return -(-scheduled.num_keys // kv_block_size)
@@ -39,7 +50,7 @@ def split_batches(
     max_seqs: int,
     max_staged_blocks: int,
     kv_block_size: int,
-    placement_of: Callable[[ScheduledSequence], KVPlacement],
+    compute_tier: str,
     max_staged_seqs: int | None = None,
     balance_tokens: int | None = None,
 ) -> list[list[ScheduledSequence]]:
@@ -59,7 +70,7 @@ def split_batches(
         max_seqs: Most sequences of a batch.
         max_staged_blocks: Most blocks that a batch stages; the caller must not let in a sequence with more.
         kv_block_size: Tokens of a KV block.
-        placement_of: Placement that the sweep's attention sees, for the compute device at hand.
+        compute_tier: Tier of the compute device's own memory.
         max_staged_seqs: Most sequences that a batch stages; None: no limit.
         balance_tokens: Tokens that matmuls take regardless of their number, for two batches in order "neo": the first
             then has a part of what the CPU attends to, and all of a sweep in which it attends to nothing
@@ -67,9 +78,13 @@ def split_batches(
             None: the second has all of these.
     """
     assert order in ORDERS, order
+    all_here = all(p.tier == compute_tier for p in {scheduled.sequence.kv_placement for scheduled in sweep})
+    as_one = all_here and (num_gpu_batches == 1 or balance_tokens is not None) and len(sweep) <= max_seqs
+    if as_one and sum([scheduled.num_tokens for scheduled in sweep]) <= max_tokens:
+        return [sweep] if sweep else []
     parts = []
     for scheduled in sweep:
-        placement = placement_of(scheduled)
+        placement = placement_in_sweep(scheduled, compute_tier)
         staged = placement is KVPlacement.STREAMED
         blocks = staged_blocks(scheduled, kv_block_size) if staged else 0
         assert blocks <= max_staged_blocks, (

@@ -8,19 +8,22 @@ from __future__ import annotations
 from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
+from typing import Any
 
 import numpy as np
 
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.ops.attention_plan import (
+    MIN_SHARED_TOKENS,
     AttentionPlan,
-    SequenceSlice,
     SharedGroup,
+    SweepTables,
     find_shared_groups,
     order_sequences,
     plan_attention,
 )
-from batchgen.schedule.micro_batches import placement_in_sweep
+from batchgen.schedule.micro_batches import by_placement
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
 from batchgen.schedule.sequence import PENDING, LogitsRow, in_flight
 from batchgen.schedule.staging import Staging, Tables, has_window_tables, stage
@@ -122,29 +125,26 @@ def pack(
         compute_tier: Tier that is the compute device's own memory.
         in_place: Whether in some layers KV of staged sequences lies on the compute device.
     """
-    by_placement: dict[KVPlacement, list[ScheduledSequence]] = {}
-    for scheduled in batch:
-        by_placement.setdefault(placement_in_sweep(scheduled, compute_tier), []).append(scheduled)
-    passing = by_placement.get(KVPlacement.STREAMED, [])
+    of_placement = by_placement(batch, compute_tier)
+    passing = of_placement.get(KVPlacement.STREAMED, [])
     staged, (staged_states, state_staging) = stage(passing, windows, kv_block_size), stage_states(passing)
     plans_of = partial(_plans, kv_block_size=kv_block_size, key_bytes=key_bytes)
     rows, segments = _Rows(), []
     on_device: Segment | None = None
     for placement in SEGMENTS:
-        if placement not in by_placement:
+        if placement not in of_placement:
             continue
-        tables = staged.tables if placement is KVPlacement.STREAMED else None
-        members, slices, groups = _in_order(by_placement[placement], tables, kv_block_size)
-        start = rows.count
-        for scheduled in members:
-            rows.add(scheduled)
-        by_window = _by_window(members, slices, windows, tables)
-        slots = _slots(by_window, kv_block_size)
         is_staged = placement is KVPlacement.STREAMED
+        staging_tables = staged.tables if is_staged else None
+        members, tables, groups = _in_order(of_placement[placement], staging_tables, kv_block_size)
+        start = rows.count
+        rows.add(members, tables, defers=placement is KVPlacement.DEFERRED)
+        by_window = _by_window(members, tables, windows, staging_tables)
+        slots = _slots(by_window, kv_block_size)
         states = rows_in_staging(members, staged_states) if is_staged else rows_in_pool(members)
         segments.append(Segment(placement, start, rows.count, slots, plans_of(by_window, groups), states))
         if in_place and is_staged:
-            by_window = _by_window(members, _slices(members, False, None), windows, None)
+            by_window = _by_window(members, _tables(members, False, None), windows, None)
             slots = _slots(by_window, kv_block_size)
             plans = plans_of(by_window, groups)
             on_device = Segment(placement, start, rows.count, slots, plans, rows_in_pool(members))
@@ -153,73 +153,74 @@ def pack(
 
 
 def _in_order(
-    members: List[ScheduledSequence], tables: Tables | None, kv_block_size: int
-) -> tuple[list[ScheduledSequence], list[SequenceSlice], list[SharedGroup]]:
-    """(sequences, slices, groups with a shared prefix) of a segment, in the order that attention takes them."""
-    slices = _slices(members, False, tables)
-    groups = find_shared_groups(slices, [s.sequence.num_matched_blocks for s in members], kv_block_size)
-    order = order_sequences(slices, groups)
-    index_of = {i: index for index, i in enumerate(order)}
+    members: List[ScheduledSequence], staging_tables: Tables | None, kv_block_size: int
+) -> tuple[list[ScheduledSequence], SweepTables, list[SharedGroup]]:
+    """(sequences, tables, groups with a shared prefix) of a segment, in the order that attention takes them."""
+    matched = np.array([s.sequence.num_matched_blocks for s in members])
+    if matched.max(initial=0) * kv_block_size < MIN_SHARED_TOKENS:  # so that tables are made in their order at once
+        num_queries = np.array([s.num_tokens for s in members])
+        num_keys = num_queries + np.array([s.sequence.num_computed for s in members])
+        members = [members[i] for i in order_sequences(num_queries, num_keys, []).tolist()]
+        return members, _tables(members, False, staging_tables), []
+    tables = _tables(members, False, staging_tables)
+    groups = find_shared_groups(tables, matched, kv_block_size)
+    order = order_sequences(tables.num_queries, tables.num_keys, groups)
+    index_of = {i: index for index, i in enumerate(order.tolist())}
     groups = [SharedGroup(tuple(sorted(index_of[i] for i in g.members)), g.num_blocks) for g in groups]
-    return [members[i] for i in order], [slices[i] for i in order], groups
+    return [members[i] for i in index_of], tables.in_order(order), groups
 
 
-# Slices of sequences by sliding window, the same list for windows whose layers have the same block tables.
-ByWindow = dict[int | None, list[SequenceSlice]]
+# Tables of sequences by sliding window, the same ones for windows whose layers have the same block tables.
+ByWindow = dict[int | None, SweepTables]
 
 
-def _slices(members: List[ScheduledSequence], windowed: bool, tables: Tables | None) -> list[SequenceSlice]:
+def _tables(members: List[ScheduledSequence], windowed: bool, staging_tables: Tables | None) -> SweepTables:
     """The scheduled tokens of each sequence, with its block table, in some layers.
 
     Args:
         members: Scheduled sequences.
         windowed: Whether the layers are those with a sliding window.
-        tables: Block tables in the staging buffer; None: KV is in its pool.
+        staging_tables: Block tables in the staging buffer; None: KV is in its pool.
     """
-    return [
-        SequenceSlice(
-            s.num_tokens,
-            s.sequence.num_computed,
-            np.array(s.sequence.table(windowed), dtype=np.int32) if tables is None else tables[windowed][s.sequence],
-        )
-        for s in members
-    ]
+    sequences = [s.sequence for s in members]
+    tables: List[Any]  # each with int32 numbers in its buffer
+    if staging_tables is not None:
+        tables = [staging_tables[windowed][sequence] for sequence in sequences]
+    elif windowed:
+        tables = [sequence.table(windowed) for sequence in sequences]
+    else:
+        tables = [sequence.block_table for sequence in sequences]
+    return SweepTables(
+        np.array([s.num_tokens for s in members], np.int64),
+        np.array([sequence.num_computed for sequence in sequences], np.int64),
+        np.array(list(map(len, tables)), np.int64),
+        np.frombuffer(bytearray().join(tables), np.int32),
+    )
 
 
 def _by_window(
-    members: List[ScheduledSequence], slices: list[SequenceSlice], windows: frozenset[int | None], tables: Tables | None
+    members: List[ScheduledSequence],
+    tables: SweepTables,
+    windows: frozenset[int | None],
+    staging_tables: Tables | None,
 ) -> ByWindow:
-    """The slices of sequences in the layers of each sliding window. slices: those in layers without one."""
-    windowed = _slices(members, True, tables) if has_window_tables(members) else slices
-    return {window: slices if window is None else windowed for window in windows}
+    """The tables of sequences in the layers of each sliding window. tables: those in layers without one."""
+    windowed = _tables(members, True, staging_tables) if has_window_tables(members) else tables
+    return {window: tables if window is None else windowed for window in windows}
 
 
 def _slots(by_window: ByWindow, kv_block_size: int) -> dict[int | None, np.ndarray]:
     """Slots that new KV goes to, by sliding window, int64 [tokens]."""
-    by_slices = {id(slices): _slots_of(slices, kv_block_size) for slices in by_window.values()}
-    return {window: by_slices[id(slices)] for window, slices in by_window.items()}
-
-
-def _slots_of(slices: List[SequenceSlice], kv_block_size: int) -> np.ndarray:
-    slots: list[int] = []
-    for part in slices:
-        first = part.num_cached
-        if part.num_queries == 1:  # most sequences decode: no small arrays for them
-            slots.append(int(part.blocks[first // kv_block_size]) * kv_block_size + first % kv_block_size)
-        else:
-            span = np.arange(first, part.num_keys)
-            slots += (
-                part.blocks[span // kv_block_size].astype(np.int64) * kv_block_size + span % kv_block_size
-            ).tolist()
-    return np.array(slots, dtype=np.int64)
+    slots_of = {id(tables): tables.slots(kv_block_size) for tables in by_window.values()}
+    return {window: slots_of[id(tables)] for window, tables in by_window.items()}
 
 
 def _plans(
     by_window: ByWindow, groups: List[SharedGroup], *, kv_block_size: int, key_bytes: int
 ) -> dict[int | None, AttentionPlan]:
     return {
-        window: plan_attention(slices, groups, kv_block_size=kv_block_size, key_bytes=key_bytes, window=window)
-        for window, slices in by_window.items()
+        window: plan_attention(tables, groups, kv_block_size=kv_block_size, key_bytes=key_bytes, window=window)
+        for window, tables in by_window.items()
     }
 
 
@@ -232,8 +233,9 @@ class _Rows:
     """The rows of a batch, a token each, while it is packed."""
 
     def __init__(self) -> None:
-        self._token_ids: list[int] = []
-        self._positions: list[int] = []
+        self.count = 0
+        self._token_ids: list[list[int]] = []
+        self._positions: list[np.ndarray] = []
         self._logits_rows: list[LogitsRow] = []
         self._logits_indices: list[int] = []
         self._pending_rows: list[int] = []
@@ -241,30 +243,41 @@ class _Rows:
         self._deferred_rows: list[LogitsRow] = []
         self._exchange_slots: list[int] = []
 
-    @property
-    def count(self) -> int:
-        return len(self._token_ids)
+    def add(self, members: List[ScheduledSequence], tables: SweepTables, *, defers: bool) -> None:
+        """Add the scheduled tokens of some sequences.
 
-    def add(self, scheduled: ScheduledSequence) -> None:
-        """Add the scheduled tokens of one sequence."""
-        sequence, row = scheduled.sequence, self.count
-        first, stop = sequence.num_computed, scheduled.num_keys
-        self._token_ids.extend(sequence.tokens[first:stop])
-        self._positions.extend(range(first, stop))
-        if self._token_ids[-1] == PENDING:
-            self._pending_rows.append(self.count - 1)
-            self._pending_slots.append(in_flight(sequence.token_slot))
-        if scheduled.defers:
-            self._deferred_rows.append(LogitsRow(sequence, first))
-            self._exchange_slots.append(in_flight(sequence.exchange_slot))
-        for position in scheduled.logits_positions:
-            self._logits_rows.append(LogitsRow(sequence, position))
-            self._logits_indices.append(row + position - first)
+        Args:
+            members: The sequences.
+            tables: Their tables.
+            defers: Whether their tokens only begin in this sweep.
+        """
+        row = self.count
+        for sequence, num_tokens in members:  # once for each sequence of every sweep: as little as may be
+            first, tokens = sequence.num_computed, sequence.tokens
+            stop = first + num_tokens
+            scheduled = tokens[first:stop]
+            self._token_ids.append(scheduled)
+            if scheduled[-1] == PENDING:
+                self._pending_rows.append(row + num_tokens - 1)
+                self._pending_slots.append(in_flight(sequence.token_slot))
+            if defers:
+                self._deferred_rows.append(LogitsRow(sequence, first))
+                self._exchange_slots.append(in_flight(sequence.exchange_slot))
+            elif sequence.targets:
+                for position in range(max(first, sequence.next_logits_position), stop):
+                    self._logits_rows.append(LogitsRow(sequence, position))
+                    self._logits_indices.append(row + position - first)
+            elif stop == len(tokens):
+                self._logits_rows.append(LogitsRow(sequence, stop - 1))
+                self._logits_indices.append(row + num_tokens - 1)
+            row += num_tokens
+        self.count = row
+        self._positions.append(tables.positions)
 
     def packed(self, segments: tuple[Segment, ...], staging: dict[int | None, Staging] | None) -> PackedBatch:
         return PackedBatch(
-            token_ids=np.array(self._token_ids, dtype=np.int64),
-            positions=np.array(self._positions, dtype=np.int64),
+            token_ids=np.fromiter(chain.from_iterable(self._token_ids), np.int64, self.count),
+            positions=np.concatenate([np.zeros(0, np.int64), *self._positions]),
             segments=segments,
             staging=staging,
             logits_rows=self._logits_rows,

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as List
 from functools import cache
 from itertools import chain, islice
 
@@ -30,7 +29,7 @@ from batchgen.schedule.extents import ExtentManager
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
 from batchgen.schedule.scheduler_limits import SchedulerLimits
 from batchgen.schedule.sequence import PENDING, Sequence
-from batchgen.schedule.tier_admission import Expected, TierAdmission
+from batchgen.schedule.tier_admission import Expected, Growing, TierAdmission
 from batchgen.schedule.token_slots import TokenSlots
 
 
@@ -42,7 +41,7 @@ class Scheduler:
         limits: limits of what is in flight; they may be replaced between sweeps.
         tables: block tables of the sequences in flight.
         waiting: sequences to be admitted, the next one first.
-        running: sequences in flight, in order of admission.
+        running: sequences in flight, in order of admission, as the keys of a mapping.
         num_preempted: preemptions so far.
         expected_output_len: tokens that a sequence is expected to generate.
     """
@@ -73,7 +72,12 @@ class Scheduler:
         # By prefix source, which comes to this scheduler first and has the same sampling. Followers queue when they can
         # take over its blocks.
         self._followers: dict[Sequence, list[Sequence]] = {}
-        self.running: list[Sequence] = []
+        self.running: dict[Sequence, None] = {}
+        self._in_placement: Counter[KVPlacement] = Counter()  # of `running`
+        # Blocks that `running` will hold, by tier, if each is as long as it may be.
+        self._most_blocks = dict.fromkeys(pools, 0)
+        # Those there are pools for, in order of preference.
+        self._placements = [placement for placement in KVPlacement if placement.tier in pools]
         self.num_preempted = 0
         self.expected_output_len = expected_output_len or (lambda s: s.sampling.max_tokens)
         self._filling = True  # static admission: the current block still takes sequences
@@ -114,7 +118,7 @@ class Scheduler:
 
         The most of prompt and output together, less the last token generated, which is never run.
         """
-        lengths = (self.pools[c.tier].longest_tokens for c in self._placements() if self.limits.quota(c))
+        lengths = (self.pools[c.tier].longest_tokens for c in self._placements if self.limits.quota(c))
         return max(lengths, default=0)
 
     def schedule(self) -> list[ScheduledSequence]:
@@ -127,7 +131,7 @@ class Scheduler:
         budget = self._prefill(sweep, max_tokens - len(sweep), most)
         while not sweep and self.running and not any(map(_on_its_way, self.running)):
             # Prompts that wait for each other's blocks: only where outputs grew beyond what was expected.
-            self._preempt(self.running[-1])
+            self._preempt(next(reversed(self.running)))
             budget = self._prefill(sweep, max_tokens, most)
         self._admit(sweep, budget, most)
         return sweep
@@ -141,14 +145,18 @@ class Scheduler:
 
     def _decode(self, sweep: list[ScheduledSequence], most: int) -> None:
         """Schedule the next token of sequences that decode, as far as there are blocks."""
-        i = 0
-        while i < len(self.running) and len(sweep) < most:  # preemption takes from behind, where the younger ones are
-            sequence = self.running[i]
-            if sequence.num_remaining == 1 and not _on_its_way(sequence):
-                if not self._grow(sequence, 1):
-                    continue  # it was preempted itself; the next one has moved up
+        has_block, num_preempted = self.tables.has_block, self.num_preempted
+        for sequence in list(self.running):  # once for each of them in every sweep, so most go without a call more
+            if len(sequence.tokens) - sequence.num_computed != 1:
+                continue
+            if len(sweep) >= most:
+                return
+            if sequence.kv_placement is KVPlacement.DEFERRED and _on_its_way(sequence):
+                continue
+            if self.num_preempted > num_preempted and sequence not in self.running:
+                continue  # preemption takes from behind, where the younger ones are
+            if has_block(sequence) or self._grow(sequence, 1):
                 sweep.append(ScheduledSequence(sequence, 1))
-            i += 1
 
     def _most_in_sweep(self) -> int:
         """Sequences that the next sweep may have: with several sweeps under way its part of those there are."""
@@ -157,11 +165,9 @@ class Scheduler:
 
     def _prefill(self, sweep: list[ScheduledSequence], budget: int, most: int) -> int:
         """Schedule more of the prompts under way, as far as there are blocks; return what is left of the budget."""
-        for sequence in self.running:
+        for sequence in [s for s in self.running if len(s.tokens) - s.num_computed > 1]:
             if len(sweep) >= most:
                 break
-            if sequence.num_remaining <= 1:
-                continue
             capacity = min(self.tables.capacity(sequence), self.tables.window_capacity(sequence))
             count = min(self._chunk(sequence, budget), capacity)
             if count > 0:
@@ -172,11 +178,14 @@ class Scheduler:
 
     def commit(self, sweep: list[ScheduledSequence]) -> None:
         """The sweep has been launched: its tokens' KV is there for all that is launched after it."""
+        shares, has_states = self.tables.share_prefixes, self.tables.have_states
         for sequence, num_tokens in sweep:
+            has_prompt = sequence.num_computed < sequence.num_prompt
             sequence.num_computed += num_tokens
-            if self.tables.share_prefixes:
+            if shares and has_prompt:
                 self.tables.insert_prompt(sequence, sequence.num_computed)
-            self.tables.commit_state(sequence)
+            if has_states:
+                self.tables.commit_state(sequence)
 
     def advance(self, num_tokens: int) -> int:
         """Let all sequences gain tokens as if they had been scheduled and sampled; 0: there are no blocks."""
@@ -199,7 +208,7 @@ class Scheduler:
             return
         try:
             self._leave(sequence)
-        except ValueError:  # it has been preempted, and waits to be run again
+        except KeyError:  # it has been preempted, and waits to be run again
             self.waiting.remove(sequence)
         self._token_slots.free(sequence.token_slot)
         sequence.token_slot = None
@@ -215,13 +224,22 @@ class Scheduler:
         if sequence.token_slot is not None:
             try:
                 self._leave(sequence)
-            except ValueError:  # it has been preempted
+            except KeyError:  # it has been preempted
                 self.waiting.remove(sequence)
         sequence.takes_prefix, sequence.prefix_source = False, None
         self._start_over(sequence)
 
+    def _enter(self, sequence: Sequence) -> None:
+        """Count a sequence that has been admitted among those in flight."""
+        self.running[sequence] = None
+        self._in_placement[sequence.kv_placement] += 1
+        self._most_blocks[sequence.kv_placement.tier] += self._most_blocks_of(sequence)
+
     def _leave(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
+        """Take a sequence from those in flight, and release its blocks. Raises KeyError if it is not among them."""
+        del self.running[sequence]
+        self._in_placement[sequence.kv_placement] -= 1
+        self._most_blocks[sequence.kv_placement.tier] -= self._most_blocks_of(sequence)
         self.tables.release(sequence)
         if sequence.exchange_slot is not None:
             self._exchange_slots.free(sequence.exchange_slot)
@@ -232,11 +250,13 @@ class Scheduler:
         assert kv_placement.tier == sequence.kv_placement.tier, (
             f"KV does not move: {sequence.kv_placement} to {kv_placement}"
         )
+        self._in_placement[sequence.kv_placement] -= 1
+        self._in_placement[kv_placement] += 1
         sequence.kv_placement = kv_placement
 
-    def _placements(self) -> list[KVPlacement]:
-        """The KV placements there are pools for, in order of preference."""
-        return [c for c in KVPlacement if c.tier in self.pools]
+    def _most_blocks_of(self, sequence: Sequence) -> int:
+        """The blocks that a sequence in flight will hold at most. Its last token is never run, and needs none."""
+        return -(-longest_run(sequence) // self.pools[sequence.kv_placement.tier].kv_block_size)
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
         """The tokens of a prompt that the next sweep may have."""
@@ -256,33 +276,25 @@ class Scheduler:
 
     def _admit_waiting(self, sweep: list[ScheduledSequence], budget: int, most: int) -> None:
         """Admit waiting sequences, in their order, until one has to wait for blocks, a quota or tokens of a sweep."""
-        in_placement = Counter(s.kv_placement for s in self.running)
-
-        @cache
-        def longest() -> int:
-            return max(map(self._expected_len, self._admissible()))
 
         @cache
         def admission(tier: str) -> TierAdmission:
-            """The admission to a tier: made where a sequence comes to it, as it looks at all that are there."""
-            return self._admission(tier, sweep, longest())
+            """The admission to a tier, made where a sequence comes to it."""
+            return self._admission(tier, sweep)
 
         while self.waiting and budget > 0 and len(sweep) < most:
             sequence = self.waiting[0]
-            if self._follows_one_in_flight(sequence, in_placement):
+            if self._follows_one_in_flight(sequence):
                 self.waiting.popleft()
                 continue
             is_full = len(self.running) >= self.limits.max_num_seqs
-            if is_full or not self._admit_to_placement(
-                sequence, in_placement, admission, self._chunk(sequence, budget)
-            ):
+            if is_full or not self._admit_to_placement(sequence, admission, self._chunk(sequence, budget)):
                 assert self.running, f"a sequence of {len(sequence.tokens)} tokens fits no KV pool"
                 self._filling = False
                 return
             self.waiting.popleft()
-            self.running.append(sequence)
-            in_placement[sequence.kv_placement] += 1
-            if self.waiting:
+            self._enter(sequence)
+            if self.waiting and self.tables.have_states:
                 self.tables.fork_before(sequence, self.waiting[0])
             count = min(self._chunk(sequence, budget), self.tables.window_capacity(sequence))
             self._grow(sequence, count)
@@ -291,11 +303,11 @@ class Scheduler:
             if sequence in self._followers and not self._waits_for_prefix(self._followers[sequence][0]):
                 self._queue_followers(sequence)
 
-    def _follows_one_in_flight(self, sequence: Sequence, in_placement: Mapping[KVPlacement, int]) -> bool:
+    def _follows_one_in_flight(self, sequence: Sequence) -> bool:
         """Put a sequence aside if one in flight is about to leave a snapshot of a state for it; False: none is."""
         if not self.tables.have_states or sequence.token_slot is not None or self.limits.admission == "static":
             return False
-        tiers = [kv_placement.tier for kv_placement in self._open_placements(in_placement)[:1]]
+        tiers = [kv_placement.tier for kv_placement in islice(self._open_placements(), 1)]
         ends = ((self.tables.fork_ahead(s, sequence), s) for s in self.running if s.kv_placement.tier in tiers)
         end, source = max(ends, key=lambda pair: pair[0], default=(0, sequence))
         if end:
@@ -331,7 +343,6 @@ class Scheduler:
     def _admit_to_placement(
         self,
         sequence: Sequence,
-        in_placement: Mapping[KVPlacement, int],
         admission_to: Callable[[str], TierAdmission],
         chunk: int,
     ) -> bool:
@@ -339,18 +350,18 @@ class Scheduler:
 
         Args:
             sequence: The sequence.
-            in_placement: Sequences in flight, by placement.
             admission_to: Admission by tier.
             chunk: Tokens of it that the sweep may have.
         """
-        expected = Expected(sequence, self._expected_len(sequence) - sequence.num_generated, delayed=False)
-        length = sequence.num_prompt + self._expected_len(sequence)
+        expected_len = self._expected_len(sequence)
         # The last token generated is never run, so its KV needs no block.
-        num_tokens = max(length - 1, len(sequence.tokens))
-        for kv_placement in self._open_placements(in_placement):
+        num_tokens = max(sequence.num_prompt + expected_len - 1, len(sequence.tokens))
+        for kv_placement in self._open_placements():
             tier = kv_placement.tier
-            admission, num_blocks = admission_to(tier), -(-num_tokens // self.pools[tier].kv_block_size)
-            allocation = admission.admit(expected, chunk, num_blocks, self.tables.num_reserved[tier])
+            admission, size = admission_to(tier), self.pools[tier].kv_block_size
+            num_blocks, most_blocks = -(-num_tokens // size), -(-longest_run(sequence) // size)
+            growing = Growing(sequence, expected_len - sequence.num_generated, chunk, num_blocks, most_blocks)
+            allocation = admission.admit(growing, self.tables.num_reserved[tier])
             if allocation is not None:
                 sequence.kv_placement = kv_placement
                 self._take_slots(sequence)
@@ -366,41 +377,55 @@ class Scheduler:
             sequence.exchange_slot = self._exchange_slots.take()
             self._admitted_deferred += 1
 
-    def _open_placements(self, in_placement: Mapping[KVPlacement, int]) -> List[KVPlacement]:
-        """The placements that have capacity for one more sequence, in order of preference, but for its KV blocks."""
-        placements = [c for c in self._placements() if in_placement[c] < self.limits.quota(c)]
-        deferred_rows, deferred = self.limits.deferred_rows, KVPlacement.DEFERRED
-        if deferred_rows is not None and self._admitted_deferred >= deferred_rows and deferred in placements:
-            placements.remove(deferred)
-        if self._exchange_slots.is_full and deferred in placements:
-            # Another call of the engine has them: where nobody is in flight here, the row runs all the same.
-            placements.remove(deferred)
-            placements += [] if self.running else [KVPlacement.STREAMED]
-        if not self.running:
-            # A row let in under earlier limits may fit only a placement that has no quota any more: it runs all the
-            # same.
-            placements += [c for c in self._placements() if c not in placements and c is not deferred]
-        return placements
+    def _open_placements(self) -> Iterator[KVPlacement]:
+        """Yield the placements that have capacity for one more sequence, in order of preference, but for its KV blocks.
 
-    def _admission(self, tier: str, sweep: list[ScheduledSequence], longest: int) -> TierAdmission:
+        Where nobody is in flight the others follow: a row let in under earlier limits may fit only a placement that has
+        no quota any more, and another call of the engine may have all exchange slots. It runs all the same.
+        """
+        tried: list[KVPlacement] = []
+        for placement in self._placements:
+            if self._in_placement[placement] < self.limits.quota(placement) and self._is_open(placement):
+                tried.append(placement)
+                yield placement
+        if not self.running:
+            rest = [p for p in self._placements if p not in tried and p is not KVPlacement.DEFERRED]
+            yield from sorted(rest, key=lambda p: p is not KVPlacement.STREAMED) if self._lacks_slots else rest
+
+    def _is_open(self, placement: KVPlacement) -> bool:
+        """Tell whether a placement takes one more sequence, beside its quota and its KV blocks."""
+        if placement is not KVPlacement.DEFERRED:
+            return True
+        most = self.limits.deferred_rows
+        return (most is None or self._admitted_deferred < most) and not self._exchange_slots.is_full
+
+    @property
+    def _lacks_slots(self) -> bool:
+        """Tell whether placement DEFERRED has quota, and another call of the engine has all its exchange slots."""
+        deferred = KVPlacement.DEFERRED
+        return self._exchange_slots.is_full and self._in_placement[deferred] < self.limits.quota(deferred)
+
+    def _admission(self, tier: str, sweep: list[ScheduledSequence]) -> TierAdmission:
         """The admission to a tier beside what is in flight there.
 
         Args:
             tier: The tier.
-            sweep: Sequences that are in the sweep so far.
-            longest: Most tokens that an admissible sequence is expected to generate.
+            sweep: Sequences that are in the sweep so far. More may join it.
         """
         pool = self.pools[tier]
         reserves = self.limits.admission == "static" or tier in self._reserving or isinstance(pool, ExtentManager)
-        if reserves and pool.windowed is None:  # which asks for nobody's future
-            return TierAdmission(pool, [], longest, reserves=True)
-        there = {scheduled.sequence: scheduled.num_keys for scheduled in sweep}
-        running = [
-            Expected(s, self._expected_len(s) - s.num_generated, delayed=there.get(s, 0) < len(s.tokens))
-            for s in self.running
-            if s.kv_placement.tier == tier
-        ]
-        return TierAdmission(pool, running, longest, reserves=reserves)
+
+        def in_flight() -> tuple[list[Expected], int]:
+            there = {scheduled.sequence: scheduled.num_keys for scheduled in sweep}
+            expected = [
+                Expected(s, self._expected_len(s) - s.num_generated, delayed=there.get(s, 0) < len(s.tokens))
+                for s in self.running
+                if s.kv_placement.tier == tier
+            ]
+            return expected, max(map(self._expected_len, self._admissible()))
+
+        missing = self._most_blocks[tier] - self.tables.num_held[tier]
+        return TierAdmission(pool, in_flight, pool.num_available - missing, reserves=reserves)
 
     def _expected_len(self, sequence: Sequence) -> int:
         """Tokens that a sequence is expected to generate in all, at least one more than it has."""
@@ -434,6 +459,11 @@ class Scheduler:
     def _start_over(self, sequence: Sequence) -> None:
         sequence.num_computed = sequence.num_matched_blocks = sequence.num_inserted_blocks = sequence.node = 0
         self.waiting.appendleft(sequence)
+
+
+def longest_run(sequence: Sequence) -> int:
+    """Tokens of a sequence that are run if it is as long as it may be: its last generated token is not."""
+    return sequence.num_prompt + (0 if sequence.targets else sequence.sampling.max_tokens - 1)
 
 
 def _on_its_way(sequence: Sequence) -> bool:

@@ -47,7 +47,7 @@ class ScoredPosition:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """One sample of one request while it is in flight: its tokens so far, and how far their KV has been computed.
 

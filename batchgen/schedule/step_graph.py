@@ -25,7 +25,7 @@ KINDS: dict[StepKind, Lane] = {
     "embed": "compute", "load_hidden": "h2d", "store_hidden": "d2h",
     "receive": "receive", "send": "send",  # activations, between the stages of a pipeline
     "pre": "compute", "attention": "compute", "route": "compute", "post": "compute", "head": "compute",
-    "layers": "compute",  # all of them, as one CUDA graph
+    "layers": "compute",  # all of them, where nothing moves
     "send_qkv": "d2h", "cpu_attention": "cpu_attention", "load_attention": "compute",
     "send_deferred": "d2h", "attend_deferred": "cpu_attention", "join_deferred": "compute",
 }  # fmt: skip

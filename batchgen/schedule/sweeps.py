@@ -42,8 +42,15 @@ class Sweeps:
     Invariant: ids count up, and every buffer slot is filled again only after its last user.
     """
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: Streams, *, whole: bool = False) -> None:
+        """Start before the first sweep.
+
+        Args:
+            streams: Layers that need something brought to the compute device.
+            whole: Whether a sweep over one micro-batch that moves nothing has one Step for all layers.
+        """
         self.streams = streams
+        self._whole = whole
         self._next_id = 0
         self._sweep = -1
         # Streamed layers are counted n = 0, 1, ... over all sweeps.
@@ -90,10 +97,9 @@ class Sweeps:
         self._expands = self.streams.expands(num_tokens)
         deferred_batches = DeferredBatches() if deferred_batches is None else deferred_batches
         deferred_batches.ended = []
-        moves = len(batches) > 1 or batches[0].moves or any(self.streams.weights) or self.streams.vocabulary_chunks
-        if moves or deferred_batches.waiting or self.streams.receives or self.streams.sends:
+        if len(batches) > 1 or batches[0].moves or deferred_batches.waiting or not self.are_resident:
             return self._make_steps(batches, _Deferral(deferred_batches, has_ended, not any(b.stays for b in batches)))
-        return self._repeat_steps(batches[0])
+        return self._with_one_of_layers() if self._whole else self._repeat_steps(batches[0])
 
     def _repeat_steps(self, batch: BatchFlow) -> Iterator[Step]:
         """The Steps of a sweep over one batch in which nothing moves: only the numbers differ from sweep to sweep."""
@@ -156,6 +162,12 @@ class Sweeps:
             self._stored[j] |= stored
         yield from self._head(batches, flow)
 
+    @property
+    def are_resident(self) -> bool:
+        """Tell whether all weights stay on the compute device, and activations stay in this process."""
+        streams = self.streams
+        return not (any(streams.weights) or streams.vocabulary_chunks or streams.receives or streams.sends)
+
     def layers(self, num_tokens: int) -> Iterator[Step]:
         """The Steps of all layers of a sweep over one micro-batch that moves nothing: all between `embed` and `head`.
 
@@ -168,9 +180,13 @@ class Sweeps:
             if step.kind not in _ENDS:
                 yield step
 
-    def captured(self) -> Iterator[Step]:
+    def whole(self) -> Iterator[Step]:
         """The Steps of the next sweep over one micro-batch that moves nothing, with all layers in one."""
         self._sweep += 1
+        return self._with_one_of_layers()
+
+    def _with_one_of_layers(self) -> Iterator[Step]:
+        """The three Steps of the sweep that is being made: before all layers, all layers, after them."""
         after: tuple[int, ...] = ()
         embed, head = _ENDS
         for kind in (embed, "layers", head):

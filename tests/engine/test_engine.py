@@ -1,6 +1,7 @@
 """The whole engine against transformers, in fp32 with greedy decoding: the same tokens, however rows are batched."""
 
 import functools
+import itertools
 import random
 import sys
 from collections import Counter
@@ -8,6 +9,7 @@ from collections import Counter
 import pytest
 import torch
 from model_tables import FAMILIES
+from thorough import covering, quick_or, some_of
 
 import batchgen
 from batchgen.core.request import Request, Sample, SamplingParams
@@ -60,7 +62,7 @@ def generate(path, rows, **options):
     return found, engine
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", some_of(sorted(FAMILIES), 12, "chunks of tokens"))
 def test_a_chunk_of_tokens_at_a_time_gives_the_same_tokens(tiny_models, family, monkeypatch):
     path, _ = tiny_models(family)
     rows = [Request(ids) for ids in prompts(12)]
@@ -81,21 +83,23 @@ def check(tiny_models, family, overrides=None, rows=None, **options):
     return engine
 
 
-@pytest.mark.parametrize("admission", ["continuous", "static"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "admission"), covering(itertools.product(FAMILIES, ("continuous", "static")), 0, "tokens")
+)
 def test_tokens_equal_those_of_transformers(tiny_models, family, admission):
-    check(tiny_models, family, admission=admission)
+    check(tiny_models, family, rows=prompts(quick_or(12, 24)), admission=admission)
 
 
-@pytest.mark.parametrize("family", ["llama", "opt"])
-@pytest.mark.parametrize("max_num_seqs", [1, 3, 64])
-@pytest.mark.parametrize("max_num_batched_tokens", [1, 7, 64, 4096])
+@pytest.mark.parametrize(
+    ("family", "max_num_seqs", "max_num_batched_tokens"),
+    covering(itertools.product(("llama", "opt"), (1, 3, 64), (1, 7, 64, 4096)), 10, "batches"),
+)
 def test_batch_size_and_chunking_change_no_token(tiny_models, family, max_num_seqs, max_num_batched_tokens):
     rows = prompts(10, longest=60)
     check(tiny_models, family, rows=rows, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some_of(FAMILIES, 12, "shared prefixes"))
 def test_prefix_sharing_changes_no_token(tiny_models, family):
     # In several sweeps, so that later rows find what earlier ones computed.
     shared = check(tiny_models, family, max_num_batched_tokens=200)
@@ -113,7 +117,7 @@ def test_little_kv_changes_no_token(tiny_models, admission):
     rows = prompts()
     engine = batchgen.Engine(
         str(path), dtype="float32", admission=admission, expected_output_len=1, max_model_len=256,
-        sampling=SamplingParams(max_tokens=MAX_TOKENS), cpu_memory="2GiB",
+        sampling=SamplingParams(max_tokens=MAX_TOKENS), cpu_memory="4GiB",
     )  # fmt: skip
     from batchgen.schedule.block_manager import BlockManager
 
@@ -281,7 +285,7 @@ def test_an_error_in_the_input_reaches_the_caller(tiny_models):
         yield "The ferry"
         raise ValueError("the file ends here")
 
-    engine = batchgen.Engine(str(path), dtype="float32", cpu_memory="2GiB", sampling=SamplingParams(max_tokens=2))
+    engine = batchgen.Engine(str(path), dtype="float32", cpu_memory="4GiB", sampling=SamplingParams(max_tokens=2))
     with pytest.raises(ValueError, match="the file ends here"):
         list(engine.generate(rows()))
     assert engine.used_kv_blocks == 0
@@ -290,7 +294,7 @@ def test_an_error_in_the_input_reaches_the_caller(tiny_models):
 def test_input_is_read_lazily(tiny_models):
     path, _ = tiny_models("llama")
     engine = batchgen.Engine(
-        str(path), dtype="float32", cpu_memory="2GiB", max_num_seqs=4, sampling=SamplingParams(max_tokens=1)
+        str(path), dtype="float32", cpu_memory="4GiB", max_num_seqs=4, sampling=SamplingParams(max_tokens=1)
     )
     read = 0
 

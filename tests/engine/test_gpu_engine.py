@@ -26,7 +26,10 @@ def rows(count, vocab_size, longest=90):
 
 
 def completions(model, prompts, *, sampling=None, **options):
+    """Completions in order. Several processes share a card, so each engine has a part of its memory."""
     sampling = sampling or SamplingParams(max_tokens=12)
+    if options["device"] == "cuda":
+        options = {"gpu_memory": "6GiB"} | options
     with Engine(model, cpu_memory="6GiB", sampling=sampling, **options) as engine:
         return sorted(engine.generate([Request(p) for p in prompts]), key=lambda c: c.index)
 

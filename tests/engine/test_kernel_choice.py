@@ -14,7 +14,7 @@ from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
 from batchgen.models.files import read_config, resolve_model
 from batchgen.ops import cpp, dispatch
-from batchgen.ops.attention_plan import SequenceSlice, plan_attention
+from batchgen.ops.attention_plan import SequenceSlice, SweepTables, plan_attention
 from batchgen.ops.cpp import BoundWeight, PackedWeight
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -88,7 +88,7 @@ def test_rows_do_not_depend_on_those_beside_them_whatever_was_chosen(tier, dtype
     assert alone == together[2:5]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", some_of(MODELS, 24, "kernels"))
 def test_tokens_are_those_of_the_process_whatever_was_chosen(model, tiny_models, tmp_path):
     """fp32, every family; torch's own linear among the sets."""
     family, overrides = MODELS[model]
@@ -142,7 +142,7 @@ def test_attention_runs_on_the_set_of_its_plan():
         SequenceSlice(1, 40, np.arange(3, dtype=np.int32)),
         SequenceSlice(20, 30, np.arange(3, 7, dtype=np.int32)),
     ]
-    plan = plan_attention(sequences, [], kv_block_size=16, key_bytes=128)
+    plan = plan_attention(SweepTables.of(sequences), [], kv_block_size=16, key_bytes=128)
     generator = cpp.torch.Generator().manual_seed(5)
     q = cpp.torch.randn(21, 8, 64, generator=generator).bfloat16()
     kv = cpp.torch.randn(7, 2, 2, 16, 64, generator=generator).bfloat16()

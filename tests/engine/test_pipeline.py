@@ -113,7 +113,7 @@ def is_refused(path):
     return True
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", some_of(MODELS, 28, "two stages"))
 def test_stages_give_the_tokens_of_one_engine(name, expected, stores):
     path, prompts, wanted = expected(name)
     if is_refused(path):

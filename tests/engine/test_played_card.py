@@ -49,3 +49,13 @@ def pytest_on(*arguments):
 
 def test_the_identity_table_on_a_card(play):
     check(play(*pytest_on(CHECKS)))
+
+
+def test_the_identity_table_on_a_card_without_triton_products(play):
+    """Tokens are right. The host waits there for routers, and where a stream's queue is full."""
+    done, _, _ = play(*pytest_on(CHECKS), capability=75)
+    assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-2000:]}"
+
+
+def test_what_the_runtime_is_relied_on_for(play):
+    check(play(*pytest_on(HERE.parent / "runtime" / "cuda_checks.py"), pinnable_mib=96, mib=2048))

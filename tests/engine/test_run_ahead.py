@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 from model_tables import MODELS
 from test_scoring import check as check_scores
+from thorough import some_of
 from tiered import CPU, make_parts, make_policy
 
 from batchgen.core.request import Request, SamplingParams, ScoreRequest
@@ -127,7 +128,7 @@ def ends_early(parts_of):
     return replace(FREE, ignore_eos=True, stop_token_ids=(tokens[0][2], tokens[1][5], tokens[4][8]))
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", some_of(MODELS, 20, "ahead"))
 def test_the_same_tokens(parts_of, model):
     ahead, stats, _ = both(lambda: parts_of(model), [Request(p, FREE) for p in PROMPTS])
     assert ahead.num_ahead >= stats.sweeps - 3

@@ -1,6 +1,7 @@
 """`Engine.score` against transformers, in fp32: log-probabilities within 1e-4, greedy flags equal, under any policy."""
 
 import functools
+import itertools
 import random
 import shutil
 from dataclasses import replace
@@ -8,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from model_tables import FAMILIES
+from thorough import covering
 from tiny_tokenizers import TEXT, make_tiny_sentencepiece_tokenizer
 from transformers import AutoTokenizer
 
@@ -47,7 +49,7 @@ def reference(model, context, continuation):
     return _scores(model, tuple(context), tuple(continuation))
 
 
-@functools.cache  # many tests ask for the same rows
+@functools.lru_cache(maxsize=256)  # many tests ask for the same rows
 def _scores(model, context, continuation):
     with torch.inference_mode():
         logits = model(torch.tensor([[*context, *continuation]])).logits[0, len(context) - 1 : -1]
@@ -90,8 +92,9 @@ def score(path, rows, **options):
     return found, engine
 
 
-@pytest.mark.parametrize("admission", ["continuous", "static"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "admission"), covering(itertools.product(FAMILIES, ("continuous", "static")), 0, "scores")
+)
 def test_scores_equal_those_of_transformers(tiny_models, family, admission):
     path, model = tiny_models(family)
     rows = requests()

@@ -147,7 +147,7 @@ def test_sequences_that_are_preempted_are_scored_once(tiny_models, stores, monke
 
     def schedule(self):
         if self.running and rng.random() < 0.5:
-            self._preempt(rng.choice(self.running))
+            self._preempt(rng.choice(list(self.running)))
         sweep = real(self)
         asked.extend((s.sequence, position) for s in sweep for position in s.logits_positions)
         return sweep

@@ -225,7 +225,7 @@ def random_accelerated_case(rng, variants):
 
 
 @pytest.mark.slow
-@settings(any_policy, max_examples=quick_or(2, 8))
+@settings(any_policy, max_examples=quick_or(1, 8))
 @given(rng=st.randoms(use_true_random=True))
 def test_any_policy_on_a_device_with_streams(rng, reference, stores):
     case = random_accelerated_case(rng, VARIANTS)

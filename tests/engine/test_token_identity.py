@@ -226,12 +226,46 @@ def has_experts(name):
     return family in MIXTURES or fields.get("enable_moe_block", False)
 
 
+# Of a model that ranks run together: no attention is deferred.
+RANK_TIERS = {
+    **{tier: TIERS[tier] for tier in ("memory", "disk", "memory and disk", "experts on demand")},
+    "KV on disk": (CPU, lambda path: {"kv_seqs": {"cpu": 2, "disk": 4}}),
+    "device": TIERS["device"],
+    "streamed": TIERS["streamed"],
+    "mixed": (EMULATED, lambda path: {
+        "weight_layers": mixed_layers(path), "kv_seqs": {"gpu": 1, "cpu": 2, "streamed": 2, "disk": 1},
+        "activations on the host": 1,
+    }),
+}  # fmt: skip
+
 # What is for mixtures of experts changes nothing elsewhere.
 _CELLS = [(m, tier) for m in MODELS for tier in TIERS if tier != "experts on demand" or has_experts(m)]
 
 
+def turn(model, tier):
+    """The admission and number of micro-batches of a cell in `make test`, which differ from its neighbours'."""
+    place = list(MODELS).index(model) + list(TIERS | RANK_TIERS).index(tier)
+    return ADMISSIONS[place % len(ADMISSIONS)], NUM_BATCHES[place // 2 % len(NUM_BATCHES)]
+
+
+def schedules(model, tier):
+    """The admissions and numbers of micro-batches of a cell."""
+    return quick_or([turn(model, tier)], list(itertools.product(ADMISSIONS, NUM_BATCHES)))
+
+
+def cells_by_day():
+    """All cells in `make test-all`.
+
+    In `make test` so many that every tier has every schedule, and every model has each admission and each number of
+    micro-batches.
+    """
+    turns = [(*cell, *turn(*cell)) for cell in _CELLS]
+    rows = [(m, tier, (tier, order, n), (m, order), (m, n)) for m, tier, order, n in turns]
+    return [(m, tier) for m, tier, *_ in covering(rows, 0, "identity")]
+
+
 @pytest.mark.parametrize("kv_format", EXACT_KV_FORMATS)
-@pytest.mark.parametrize(("model", "tier"), _CELLS)
+@pytest.mark.parametrize(("model", "tier"), cells_by_day())
 def test_tokens_equal_those_of_transformers(model, tier, kv_format, expected, stores):
     path, prompts, wanted = expected(model)
     for admission, num_batches in schedules(model, tier):
@@ -352,23 +386,12 @@ def test_each_matrix_in_its_own_format_gives_the_tokens_of_expanded_ones(family,
         assert [tokens[: len(clear)] for tokens, clear in zip(found, wanted, strict=True)] == wanted
 
 
-# Of a model that ranks run together: no attention is deferred.
-RANK_TIERS = {
-    **{tier: TIERS[tier] for tier in ("memory", "disk", "memory and disk", "experts on demand")},
-    "KV on disk": (CPU, lambda path: {"kv_seqs": {"cpu": 2, "disk": 4}}),
-    "device": TIERS["device"],
-    "streamed": TIERS["streamed"],
-    "mixed": (EMULATED, lambda path: {
-        "weight_layers": mixed_layers(path), "kv_seqs": {"gpu": 1, "cpu": 2, "streamed": 2, "disk": 1},
-        "activations on the host": 1,
-    }),
-}  # fmt: skip
 _ON_RANKS = [(m, tier) for m in MODELS for tier in RANK_TIERS if (m, tier) in _CELLS or tier not in TIERS]
 _QUICK_ON_RANKS = [[cell for cell in _ON_RANKS if cell[0] == model] for model in MODELS]
 _QUICK_ON_RANKS = [cells[i % len(cells)] for i, cells in enumerate(_QUICK_ON_RANKS)]
 
 
-@pytest.mark.parametrize(("model", "tier"), quick_or(_QUICK_ON_RANKS, _ON_RANKS))
+@pytest.mark.parametrize(("model", "tier"), quick_or(rotating("ranks").sample(_QUICK_ON_RANKS, 32), _ON_RANKS))
 def test_tokens_of_ranks_equal_those_of_transformers(model, tier, expected, stores):
     path, prompts, wanted = expected(model)
     heads = read_config(resolve_model(str(path))).num_kv_heads
@@ -384,8 +407,9 @@ def test_tokens_of_ranks_equal_those_of_transformers(model, tier, expected, stor
         assert first.shared.reduced >= 2 * parts.config.num_layers * MAX_TOKENS
 
 
-@pytest.mark.parametrize("tensor_type", ["F32", "Q8_0", "Q4_0"])
-@pytest.mark.parametrize("name", GGUF_MODELS)
+@pytest.mark.parametrize(
+    ("name", "tensor_type"), covering(itertools.product(GGUF_MODELS, ("F32", "Q8_0", "Q4_0")), 0, "GGUF")
+)
 def test_a_gguf_gives_the_tokens_of_transformers(name, tensor_type, tmp_path):
     """Logits too, and those of packed weights, dequantized or native, equal transformers' with rounded weights."""
     family, overrides = GGUF_MODELS[name]
@@ -474,13 +498,6 @@ def test_ranks_give_the_tokens_of_expanded_weights(weight_format, tier, expected
         assert first.shared.failures == []
 
 
-def schedules(model, tier):
-    """Admissions and numbers of micro-batches: all, or one that differs from the neighbours' in the table."""
-    turn = list(MODELS).index(model) + list(TIERS | RANK_TIERS).index(tier)
-    quick = [(ADMISSIONS[turn % len(ADMISSIONS)], NUM_BATCHES[turn // 2 % len(NUM_BATCHES)])]
-    return quick_or(quick, list(itertools.product(ADMISSIONS, NUM_BATCHES)))
-
-
 _ON_STREAMS = [(model, tier) for model in MODELS for tier, (device, _) in TIERS.items() if device is EMULATED]
 
 
@@ -507,11 +524,13 @@ def test_every_format_and_every_tier_is_drawn(cells):
 
 def test_every_schedule_has_its_turn():
     """On every tier all of them, with every model each admission and each number of micro-batches."""
+    cells = cells_by_day()
     for tier in TIERS:
-        assert len({schedule for m in MODELS for schedule in schedules(m, tier)}) == len(ADMISSIONS) * len(NUM_BATCHES)
+        on_tier = {schedule for m, other in cells if other == tier for schedule in schedules(m, tier)}
+        assert len(on_tier) == len(ADMISSIONS) * len(NUM_BATCHES)
     for model in MODELS:
-        done = [schedule for tier in TIERS for schedule in schedules(model, tier)]
-        assert [len(set(found)) for found in zip(*done, strict=True)] == [len(ADMISSIONS), len(NUM_BATCHES)]
+        of_model = [schedule for m, tier in cells if m == model for schedule in schedules(model, tier)]
+        assert [len(set(found)) for found in zip(*of_model, strict=True)] == [len(ADMISSIONS), len(NUM_BATCHES)]
 
 
 def test_the_table_has_every_family_and_tier(expected, stores):

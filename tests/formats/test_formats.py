@@ -34,7 +34,7 @@ TOKENIZERS_VERSION = "0.23.3"
 same_library = pytest.mark.skipif(
     tokenizers.__version__ != TOKENIZERS_VERSION, reason="names go by what another version of tokenizers writes"
 )
-EXACT = {"dtype": "float32", "cpu_memory": "2GiB", "max_num_seqs": 2}
+EXACT = {"dtype": "float32", "cpu_memory": "4GiB", "max_num_seqs": 2}
 OPTIONS = {
     "generate": {
         "max_tokens": 6,
@@ -200,7 +200,7 @@ def test_weight_store_generates_the_same_tokens(folder, name):
     unpack(folder, name)
     expected = json.loads((HERE / "weight_store" / "tokens.json").read_text())[name]
     sampling = SamplingParams(max_tokens=12, ignore_eos=True)
-    with batchgen.Engine(name, dtype="float32", cpu_memory="2GiB", sampling=sampling) as engine:
+    with batchgen.Engine(name, dtype="float32", cpu_memory="4GiB", sampling=sampling) as engine:
         found = sorted(engine.generate(PROMPTS), key=lambda completion: completion.index)
     assert [list(completion.samples[0].token_ids) for completion in found] == expected
 
@@ -233,7 +233,7 @@ def test_plan_is_run(folder, name, device):
     path = HERE / "plan" / f"{name}.json"
     values = json.loads(path.read_text())
     assert json.loads(json.dumps(Plan.from_json(values).to_json())) == values
-    options = {"dtype": "float32", "max_tokens": 6, "cpu_memory": "2GiB"}
+    options = {"dtype": "float32", "max_tokens": 6, "cpu_memory": "4GiB"}
     report = batchgen.run("model", "rows.parquet", "planned.parquet", plan=str(path), device=device, **options)
     assert report["rows_ok"] == 8
     batchgen.run("model", "rows.parquet", "plain.parquet", **options)
@@ -247,7 +247,7 @@ def test_hardware_profile_is_read_and_planned_with(folder):
     assert describe_profile(profile)[0] == profile.name
     shutil.copy(HERE / "run_directory" / "rows.parquet", folder)
     report = batchgen.run(
-        "model", "rows.parquet", "out.parquet", hardware=str(path), max_tokens=2, dtype="float32", cpu_memory="2GiB"
+        "model", "rows.parquet", "out.parquet", hardware=str(path), max_tokens=2, dtype="float32", cpu_memory="4GiB"
     )
     assert report["rows_ok"] == 8
 
@@ -271,14 +271,14 @@ def test_kept_hardware_profile_is_not_measured_again(folder, monkeypatch, logged
 def test_helm_jobs_are_known_and_go_on(folder):
     shutil.copytree(HERE / "helm_jobs", folder / "jobs")
     names = {path.name for path in (folder / "jobs").iterdir()}
-    jobs = Jobs(folder / "jobs", {"model": "model", "dtype": "float32", "cpu_memory": "2GiB", "progress": "none"})
+    jobs = Jobs(folder / "jobs", {"model": "model", "dtype": "float32", "cpu_memory": "4GiB", "progress": "none"})
     assert jobs.found == {"g0", "g1"} and jobs.results.timing("g0").rows == 2
     sampling = {"max_tokens": 5, "temperature": 0.0, "top_p": 1.0, "stop": []}
     generated = [Row(GENERATE, prompt, f"g{i}", sampling) for i, prompt in enumerate(PROMPTS[:2])]
     scored = [Row(SCORE, (5, 20, 30, 40, last), f"s{last}") for last in (7, 8, 9)]
     jobs.answer([*generated, *scored])
     assert {path.name for path in (folder / "jobs").iterdir()} == names
-    afresh = Jobs(folder / "again", {"model": "model", "dtype": "float32", "cpu_memory": "2GiB", "progress": "none"})
+    afresh = Jobs(folder / "again", {"model": "model", "dtype": "float32", "cpu_memory": "4GiB", "progress": "none"})
     afresh.answer([*generated, *scored])
     assert {path.name for path in (folder / "again").iterdir()} == names
     for row in generated:

@@ -48,7 +48,7 @@ def model(tiny_models):
 def expected(model):
     """By row id: text, finish reason and log-probabilities, from the engine row by row."""
     found = {}
-    with batchgen.Engine(model, dtype="float32", cpu_memory="2GiB") as engine:
+    with batchgen.Engine(model, dtype="float32", cpu_memory="4GiB") as engine:
         for row in ROWS:
             if row.kind == GENERATE:
                 (one,) = engine.generate([Request(row.prompt, SamplingParams(**row.sampling, logprobs=0), row.id)])
@@ -61,7 +61,7 @@ def expected(model):
 
 
 def options(model, **more):
-    return {"model": model, "dtype": "float32", "cpu_memory": "2GiB", "progress": "none"} | more
+    return {"model": model, "dtype": "float32", "cpu_memory": "4GiB", "progress": "none"} | more
 
 
 def assert_answers(results, expected, rows=ROWS):
@@ -211,15 +211,15 @@ def test_chat_messages(model, tmp_path):
     row = Row(GENERATE, messages, "chat", {"max_tokens": 4, "temperature": 0.0, "top_p": 1.0, "stop": []})
     jobs = Jobs(tmp_path, options(model))
     jobs.answer([row])
-    with batchgen.Engine(model, dtype="float32", cpu_memory="2GiB") as engine:
+    with batchgen.Engine(model, dtype="float32", cpu_memory="4GiB") as engine:
         (one,) = engine.generate([Request(list(messages), SamplingParams(max_tokens=4))])
     assert jobs.results["chat"]["text"] == one.text
 
 
 def test_a_live_engine_gives_the_same(model, expected):
-    live = live_engine({"model": model, "dtype": "float32", "cpu_memory": "2GiB"})
+    live = live_engine({"model": model, "dtype": "float32", "cpu_memory": "4GiB"})
     assert_answers(live.answer(ROWS), expected)
-    assert live_engine({"cpu_memory": "2GiB", "dtype": "float32", "model": model}) is live
+    assert live_engine({"cpu_memory": "4GiB", "dtype": "float32", "model": model}) is live
     assert live.answer([generate_row("x " * 600)])[generate_row("x " * 600).id]["error"]
     with pytest.raises(InputError, match="flush_interval is an option of jobs"):
         LiveEngine({"model": model, "flush_interval": "1s"})
@@ -228,7 +228,7 @@ def test_a_live_engine_gives_the_same(model, expected):
 def test_threads_share_a_live_engine(model, expected):
     from concurrent.futures import ThreadPoolExecutor
 
-    live = live_engine({"model": model, "dtype": "float32", "cpu_memory": "2GiB"})
+    live = live_engine({"model": model, "dtype": "float32", "cpu_memory": "4GiB"})
     with ThreadPoolExecutor(8) as pool:
         answered = list(pool.map(lambda row: live.answer([row]), ROWS * 3))
     for row, results in zip(ROWS * 3, answered, strict=True):

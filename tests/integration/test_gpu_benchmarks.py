@@ -179,6 +179,16 @@ class TestCase:
         with pytest.raises(SystemExit, match=rf"needs {missing}.*--policy resident, cpu or streamed"):
             run_case("planned")
 
+    def test_fewer_layers_and_what_takes_their_time(self, run_case, tmp_path):
+        case = run_case("resident", "--layers", 2, "--kernel-trace", tmp_path / "trace.json", "--traced-rows", 2)
+        assert case["policy"]["weight_layers"]["qkv"] == [2, 0, 0]
+        assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        assert sum(kernel["cpu_s"] for kernel in case["kernels"]) > 0
+
+    def test_graphs_that_there_are_none_of_are_not_left_out_in_silence(self, run_case):
+        with pytest.raises(SystemExit, match="--no-graphs: no sweep of this job would be captured"):
+            run_case("resident", "--no-graphs")
+
     def test_a_card_that_is_not_there(self, run_case, monkeypatch):
         monkeypatch.setattr("batchgen.core.device.has_cuda", lambda: False)
         with pytest.raises(SystemExit, match=r"gpu_case: .*no CUDA device"):

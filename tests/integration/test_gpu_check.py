@@ -39,9 +39,9 @@ def check(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_check, "KERNELS", tmp_path / "kernels.so")
     monkeypatch.setattr(gpu_processes, "LEAST_S", 0)
 
-    def run(parts, rows=None, seconds=None, prepare=lambda check: None):
+    def run(parts, rows=None, seconds=None, prepare=lambda check: None, **options):
         monkeypatch.setattr(gpu_check, "PARTS", parts)
-        made = gpu_check.Check(tmp_path / "results", tmp_path / "work", seconds)
+        made = gpu_check.Check(tmp_path / "results", tmp_path / "work", seconds, **options)
         prepare(made)
         made.run(rows or [(name,) for name in parts])
         return json.loads((tmp_path / "results" / "gpu_check.json").read_text())["parts"]
@@ -207,6 +207,11 @@ class TestRunning:
         found = check({"first": first, "later": later})
         assert found["later"]["result"] == [[*words, "--pytest", "--first"], "yes"]
 
+    def test_parts_are_small_in_a_rehearsal(self, check):
+        part = Part(("sh", "-c", "echo summary: $0 $1", "large"), 60, small=("small",))
+        assert check({"it": part})["it"]["said"] == "large"
+        assert check({"it": part}, small=True)["it"]["said"] == "large small"
+
     def test_a_file_that_was_cut_off_is_no_result(self, check):
         found = check({"cut": Part(("sh", "-c", "echo '{\"a\": 1' > $0; kill -9 $$", "{output}"), 60)})
         assert found["cut"]["outcome"] == "failed: died of SIGKILL" and "result" not in found["cut"]
@@ -265,7 +270,8 @@ class TestTests:
         (tmp_path / "test_it.py").write_text(text)
         options = ("-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(tmp_path))
         command = ("python", "-m", "pytest", "-p", "gpu_tests", *options, *arguments, str(tmp_path / "test_it.py"))
-        return Part(command, 120)
+        # Other plugins take seconds to import in each process.
+        return Part(command, 120, environment={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
 
     def test_tests_count_as_far_as_they_came(self, check, tmp_path):
         found = check({"tests-some": self.part(tmp_path, self.TESTS)})["tests-some"]
@@ -291,7 +297,7 @@ class TestTests:
             "def test_spoils():\n    card.lost = True\n    raise RuntimeError('illegal memory access')\n"
             + "".join(f"def test_{i}(): card.synchronize()\n" for i in range(5))
         )
-        found = check({"tests-some": self.part(tmp_path, spoiling, "-n", "1")})["tests-some"]
+        found = check({"tests-some": self.part(tmp_path, spoiling, "-p", "xdist.plugin", "-n", "1")})["tests-some"]
         assert found["tests"]["passed"] == 5
         assert {test["test"].rpartition("::")[2] for test in found["failures"]} == {"test_spoils"}
 

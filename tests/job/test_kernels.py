@@ -94,7 +94,7 @@ def test_a_resumed_job_runs_on_what_its_rows_were_made_with(model, tmp_path):
     table = tmp_path / "rows.jsonl"
     table.write_text("".join(json.dumps(row) + "\n" for row in rows))
     first, second = (profile_of(model, tmp_path / f"{isa}.json", isa) for isa in ("amx_plain", "avx512_bf16_plain"))
-    options = {"dtype": "bfloat16", "max_tokens": 2, "cpu_memory": "2GiB", "max_num_seqs": 4}
+    options = {"dtype": "bfloat16", "max_tokens": 2, "cpu_memory": "4GiB", "max_num_seqs": 4}
     output = tmp_path / "out.jsonl"
     with pytest.raises(BatchgenError, match="row 30"):
         batchgen.run(model, str(table), output, hardware=first, on_error="fail", **options)
@@ -161,7 +161,7 @@ def test_an_instruction_set_that_cannot_be_used_is_told_once(model, tmp_path, mo
     monkeypatch.setattr(module, "unavailable", lambda: reason)
     table = tmp_path / "rows.jsonl"
     table.write_text('{"prompt": "a"}\n')
-    options = {"dtype": "float32", "max_tokens": 1, "cpu_memory": "2GiB", "progress": "plain"}
+    options = {"dtype": "float32", "max_tokens": 1, "cpu_memory": "4GiB", "progress": "plain"}
     report = batchgen.run(model, str(table), tmp_path / "out.jsonl", **options)
     assert report["kernels"]["unavailable"] == reason
     said = capsys.readouterr().err

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
+from known_plans import plan_problem
 from planner_cases import cpu_box, gpu_box, opt
 
 from batchgen.cli import commands
@@ -20,7 +21,6 @@ from batchgen.models.files import resolve_model
 from batchgen.models.tokenizers.loading import load_tokenizer
 from batchgen.planner.costs import head_lanes
 from batchgen.planner.phases import phases_of
-from batchgen.planner.plan_selection import plan_problem
 from batchgen.planner.problem import problem_of
 from batchgen.planner.search import search
 from batchgen.planner.simulation import memory_of, simulate_job

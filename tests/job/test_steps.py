@@ -119,7 +119,7 @@ def test_a_job_file_has_steps_with_files_beside_it(model, rows, tmp_path, monkey
     folder.mkdir()
     (folder / "judge.jinja").write_text("{{ draft_text }} is good: {{ text }}\n")
     (folder / "job.toml").write_text(
-        'max-tokens = 6\ndtype = "float32"\nignore-eos = true\ncpu-memory = "2GiB"\nprogress = "none"\nchat = false\n'
+        'max-tokens = 6\ndtype = "float32"\nignore-eos = true\ncpu-memory = "4GiB"\nprogress = "none"\nchat = false\n'
         '[[step]]\nname = "draft"\nprompt-template = "Say: {{ text }}"\n'
         '[[step]]\nname = "judge"\nprompt-template = "@judge.jinja"\nmax-tokens = 3\n'
     )

@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
+from known_plans import plan_problem
 from planner_cases import llama_8b
 
 from batchgen.core.plan import Plan
 from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.explain import explain
-from batchgen.planner.plan_selection import plan_problem
 from batchgen.planner.prediction import plan_of
 from batchgen.planner.problem import problem_of
 from batchgen.planner.sampled_simulation import simulate_sampled

@@ -153,7 +153,7 @@ def run(gguf_file, tmp_path, monkeypatch):
         (tmp_path / f"{key}.json").write_text(json.dumps(slow.to_json()))
 
     def go(output, slow, **options):
-        job = {"dtype": FP32, "cpu_memory": "2GiB", "max_tokens": 6} | options
+        job = {"dtype": FP32, "cpu_memory": "4GiB", "max_tokens": 6} | options
         hardware = str(tmp_path / f"{slow}.json")
         report = batchgen.run(str(gguf_file), str(rows), str(tmp_path / output), hardware=hardware, **job)
         return report["policy"]["weight_format"]

@@ -65,7 +65,7 @@ def bos_option(options):
 
 
 def batchgen_model(path, work_dir, **options):
-    options = {"dtype": "float32", "cpu_memory": "2GiB", "progress": "none"} | options
+    options = {"dtype": "float32", "cpu_memory": "4GiB", "progress": "none"} | options
     return BatchgenLM(str(path), work_dir=str(work_dir), **options)
 
 
@@ -488,7 +488,7 @@ def launched(arguments):
 def test_a_killed_evaluation_goes_on(wide, tmp_path, monkeypatch):
     """Killed while it generates: scores are not computed again, nor texts that were finished."""
     work, limit, tasks = tmp_path / "work", 12, ("listings_match", "listings_address")
-    options = f"pretrained={wide[0]},dtype=float32,cpu_memory=2GiB,progress=none,flush_interval=0.001,max_num_seqs=1"
+    options = f"pretrained={wide[0]},dtype=float32,cpu_memory=4GiB,progress=none,flush_interval=0.001,max_num_seqs=1"
     arguments = ["--model", "batchgen", "--model_args", f"{options},work_dir={work}", "--include_path", TASKS]
     arguments += ["--tasks", ",".join(tasks), "--limit", limit, "--output_path", tmp_path / "results.json"]
     process = start_in_process(launched, [[str(a) for a in arguments]], tmp_path / "log")

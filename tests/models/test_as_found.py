@@ -26,7 +26,7 @@ from batchgen.models.store.weight_store import load_extent
 from batchgen.ops import cpp
 from batchgen.planner.sizes import group_bytes
 
-OPTIONS = {"dtype": "float32", "cpu_memory": "2GiB", "max_tokens": 4}
+OPTIONS = {"dtype": "float32", "cpu_memory": "4GiB", "max_tokens": 4}
 
 
 def make_gguf(directory, tensor_type, family="llama", **overrides):
@@ -235,7 +235,7 @@ def test_a_plan_says_how_weights_are_kept(tmp_path, monkeypatch):
     found = {}
     for name, frac, then in (("kept", 0, 0.5), ("expanded", 0.5, 0)):
         monkeypatch.setattr("batchgen.engine.loader._DEQUANTIZED_FRAC", frac)
-        sizes = ["--dtype", "float32", "--cpu-memory", "2GiB", "--max-tokens", "4"]
+        sizes = ["--dtype", "float32", "--cpu-memory", "4GiB", "--max-tokens", "4"]
         code, _, message = invoke("plan", "-m", files.path, "-i", "rows.jsonl", "-o", "plan.json", *sizes)
         assert code == 0, message
         monkeypatch.setattr("batchgen.engine.loader._DEQUANTIZED_FRAC", then)

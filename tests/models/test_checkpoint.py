@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import struct
 import subprocess
@@ -16,6 +17,7 @@ import torch
 from model_tables import DELTA_NETS, FAMILIES, GGUF_FAMILIES, GGUF_MODELS, MODELS, SHORT_CONVS
 from quantized_checkpoints import in_mxfp4
 from safetensors.torch import load_file, save_file
+from thorough import covering
 from tiny_gguf import round_as_gguf, write_tiny_gguf
 from tiny_models import make_tiny_model
 from tiny_tokenizers import make_tiny_tokenizer
@@ -479,8 +481,10 @@ def test_unused_tensors_that_change_nothing_may_be_there(tmp_path):
     assert_loads(tmp_path, model)
 
 
-@pytest.mark.parametrize("tensor_type", ["F32", "F16", "BF16", "Q8_0", "Q4_1"])
-@pytest.mark.parametrize("name", GGUF_MODELS)
+@pytest.mark.parametrize(
+    ("name", "tensor_type"),
+    covering(itertools.product(GGUF_MODELS, ("F32", "F16", "BF16", "Q8_0", "Q4_1")), 80, "tensors"),
+)
 def test_gguf_tensors_are_those_written(tmp_path, monkeypatch, name, tensor_type):
     monkeypatch.setattr("batchgen.models.tensor_files.reading.CHUNK_VALUES", 5000)
     family, overrides = GGUF_MODELS[name]

@@ -129,7 +129,7 @@ def test_a_plan_states_the_bytes_of_the_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     files = make(tmp_path, "llama")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "The ferry"}\n{"prompt": "Yes."}\n')
-    sizes = ["--dtype", "float32", "--cpu-memory", "2GiB", "--max-tokens", "4"]
+    sizes = ["--dtype", "float32", "--cpu-memory", "4GiB", "--max-tokens", "4"]
     code, _, message = invoke("plan", "-m", files.path, "-i", "rows.jsonl", "-o", "plan.json", *sizes)
     assert code == 0, message
     plan = json.loads((tmp_path / "plan.json").read_text())
@@ -137,7 +137,7 @@ def test_a_plan_states_the_bytes_of_the_file(tmp_path, monkeypatch):
     total = sum(info.num_bytes for info in weight_tensors(files).values())
     assert plan["placement_bytes"]["weights"]["cpu"] == pytest.approx(total, abs=16)
     report = batchgen.run(
-        str(files.path), "rows.jsonl", "kept.jsonl", plan="plan.json", dtype="float32", cpu_memory="2GiB", max_tokens=4
+        str(files.path), "rows.jsonl", "kept.jsonl", plan="plan.json", dtype="float32", cpu_memory="4GiB", max_tokens=4
     )
     assert report["rows_ok"] == 2
     expanded = batchgen.run(
@@ -146,7 +146,7 @@ def test_a_plan_states_the_bytes_of_the_file(tmp_path, monkeypatch):
         "expanded.jsonl",
         weights="dequantized",
         dtype="float32",
-        cpu_memory="2GiB",
+        cpu_memory="4GiB",
         max_tokens=4,
     )
     assert expanded["policy"]["weight_format"] == "float32"

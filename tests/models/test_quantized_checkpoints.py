@@ -366,7 +366,7 @@ def test_a_job_says_what_it_found(tmp_path, monkeypatch):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "Yes."}) + "\n")
     found = []
     for model in (files, plain):
-        options = ["--dtype", "float32", "--cpu-memory", "2GiB", "--max-tokens", "4", "--overwrite"]
+        options = ["--dtype", "float32", "--cpu-memory", "4GiB", "--max-tokens", "4", "--overwrite"]
         out = tmp_path / "out.jsonl"
         code, _, said = invoke("run", "-m", model.path, "-i", tmp_path / "rows.jsonl", "-o", out, *options)
         assert code == 0 and ("loading model (AWQ of 4 bits, groups of 32)" in said) == (model is files), said

@@ -25,7 +25,7 @@ from batchgen.models.tokenizers.loading import load_tokenizer
 
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
 KINDS = {"numbers": "F32", "one format": "Q8_0", "formats of their own": mixed_types("qwen2")}
-OPTIONS = {"dtype": "float32", "cpu_memory": "2GiB", "max_tokens": 8}
+OPTIONS = {"dtype": "float32", "cpu_memory": "4GiB", "max_tokens": 8}
 
 
 @pytest.fixture(autouse=True)

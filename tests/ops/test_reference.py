@@ -15,6 +15,7 @@ from batchgen.ops import dispatch as ops
 from batchgen.ops import torch_attention
 from batchgen.ops.attention_plan import (
     SequenceSlice,
+    SweepTables,
     plan_attention,
 )
 from batchgen.ops.quant import dequantize, quantize
@@ -50,7 +51,9 @@ def prepare(plan, heads, kv_heads, head_dim, dtype=torch.float32, kv_format="flo
 def run(case, dtype, head_dim=32):
     prefix_blocks, sequences, window, (heads, kv_heads), seed = case
     slices, groups, num_blocks = laid_out(prefix_blocks, sequences, BLOCK, seed)
-    plan = plan_attention(slices, groups, kv_block_size=BLOCK, key_bytes=kv_heads * head_dim * 4, window=window)
+    plan = plan_attention(
+        SweepTables.of(slices), groups, kv_block_size=BLOCK, key_bytes=kv_heads * head_dim * 4, window=window
+    )
     torch.manual_seed(seed)
     tokens = sum(s.num_queries for s in slices)
     q = (torch.randn(tokens, heads, head_dim) * 0.4).to(dtype)
@@ -107,7 +110,7 @@ def operations(num_sequences, queries):
         SequenceSlice(n, 100 - n % 3, np.arange(i * blocks, (i + 1) * blocks, dtype=np.int32))
         for i, n in enumerate(lengths)
     ]
-    plan = plan_attention(slices, [], kv_block_size=BLOCK, key_bytes=8 * 4)
+    plan = plan_attention(SweepTables.of(slices), [], kv_block_size=BLOCK, key_bytes=8 * 4)
     q, kv = torch.randn(sum(lengths), 4, 8), torch.randn(blocks * num_sequences, 2, 2, BLOCK, 8)
     prepared = prepare(plan, 4, 2, 8)
     with CountedOperations() as counted:
@@ -122,7 +125,7 @@ def test_many_sequences_take_no_more_operations_than_few(queries):
 
 def test_what_lies_beyond_the_last_key_need_not_be_a_number():
     slices = [SequenceSlice(n, 20 - n, np.array([0, 1], np.int32) + 2 * n) for n in (1, 3, 17)]
-    plan = plan_attention(slices, [], kv_block_size=BLOCK, key_bytes=8 * 4)
+    plan = plan_attention(SweepTables.of(slices), [], kv_block_size=BLOCK, key_bytes=8 * 4)
     q, kv = torch.randn(21, 2, 8), torch.randn(36, 2, 1, BLOCK, 8)
     meant = torch_attention.paged_attention(q, kv, prepare(plan, 2, 1, 8))
     for s in slices:
@@ -157,7 +160,7 @@ def test_rotated_keys_with_one_large_channel_keep_their_products(name, head_dim)
     scale = head_dim**-0.5
     rotated = ops.rotary_store(qkv, heads, kv, torch.arange(tokens), kv_format, scale=scale)
     slices = [SequenceSlice(1, tokens - 1, np.arange(4, dtype=np.int32))]
-    plan = plan_attention(slices, [], kv_block_size=BLOCK, key_bytes=heads * head_dim * 4, window=None)
+    plan = plan_attention(SweepTables.of(slices), [], kv_block_size=BLOCK, key_bytes=heads * head_dim * 4, window=None)
     for prepared in (
         ops.prepare_attention(plan, heads, heads, head_dim, BLOCK, torch.float32, kv_format),
         prepare(plan, heads, heads, head_dim, kv_format=name),
@@ -197,7 +200,7 @@ def test_write_kv_round_trip(num_slots):
 def test_any_number_of_heads_may_share_a_kv_head(heads):
     """Also more than the kernels can hold."""
     slices = [SequenceSlice(3, 20, np.arange(2, dtype=np.int32)), SequenceSlice(1, 9, np.arange(2, 3, dtype=np.int32))]
-    plan = plan_attention(slices, [], kv_block_size=BLOCK, key_bytes=32 * 4)
+    plan = plan_attention(SweepTables.of(slices), [], kv_block_size=BLOCK, key_bytes=32 * 4)
     torch.manual_seed(0)
     q, kv = torch.randn(4, heads, 32) * 0.4, torch.randn(3, 2, 1, BLOCK, 32)
     prepared = ops.prepare_attention(plan, heads, 1, 32, BLOCK, torch.float32, KVFormat("float32"))

@@ -29,6 +29,7 @@ from batchgen.ops.attention_plan import (
     SequenceSlice,
     SharedGroup,
     SharedItem,
+    SweepTables,
     plan_attention,
 )
 from batchgen.ops.triton import attention, grouped, grouped_many, int8_rows, packed, product, rotary
@@ -126,7 +127,9 @@ def attend(q, kv, plan, bits=0, softcap=0.0, sinks=None):
 def check_attention(case, dtype, kv_format, tolerance, softcap=0.0):
     prefix_blocks, sequences, window, (heads, kv_heads), head_dim, kv_block_size, num_sms, seed = case
     slices, groups, num_blocks = laid_out(prefix_blocks, sequences, kv_block_size, seed)
-    plan = plan_attention(slices, groups, kv_block_size=kv_block_size, key_bytes=kv_heads * head_dim * 2, window=window)
+    plan = plan_attention(
+        SweepTables.of(slices), groups, kv_block_size=kv_block_size, key_bytes=kv_heads * head_dim * 2, window=window
+    )
     q = random(seed, sum(s.num_queries for s in slices), heads, head_dim, dtype=dtype, scale=1.5 * head_dim**-0.5)
     stored, meant = paged(random(seed + 1, num_blocks, 2, kv_heads, kv_block_size, head_dim), kv_format)
     nothing = 255 if stored.dtype == torch.uint8 else float("nan")
@@ -191,7 +194,7 @@ def test_prompts_over_several_tiles():
 def test_items_hold_every_key_that_a_token_sees_once(case, rows):
     prefix_blocks, sequences, window, (heads, kv_heads), head_dim, kv_block_size, num_sms, seed = case
     slices, groups, _ = laid_out(prefix_blocks, sequences, kv_block_size, seed)
-    plan = plan_attention(slices, groups, kv_block_size=kv_block_size, key_bytes=2, window=window)
+    plan = plan_attention(SweepTables.of(slices), groups, kv_block_size=kv_block_size, key_bytes=2, window=window)
     few, many = (attention.Tile(max(n, heads // kv_heads), 32, 4, 2) for n in rows)
     shape = plans.Geometry(heads, kv_heads, head_dim, kv_block_size, few, many, num_sms)
     made = plans.cut(plan, shape).prepare(torch.device("cpu"))
@@ -241,7 +244,7 @@ def test_partial_results_fit_what_is_planned_for_them(shape, sequences, shared, 
         for queries, cached in sorted(sequences)
     ]
     groups = [SharedGroup(tuple(range(len(slices))), 64)] if shared else []
-    plan = plan_attention(slices, groups, kv_block_size=16, key_bytes=2 * kv_heads * head_dim)
+    plan = plan_attention(SweepTables.of(slices), groups, kv_block_size=16, key_bytes=2 * kv_heads * head_dim)
     cut_for = attention.geometry(heads, kv_heads, head_dim, 16, torch.bfloat16, KVFormat.of("bfloat16"), ops.CPU)
     rows = plans.cut(plan, replace(cut_for, num_sms=num_sms)).capacity.partial_rows
     planned = 0.75 * DEVICE_WORKSPACE_BYTES + (tokens * 2 * 4 * heads * (head_dim + 2) if shared else 0)
@@ -259,7 +262,7 @@ def test_a_plan_is_written_over_another_in_the_same_memory():
             SequenceSlice(1, n - 1, (np.arange(end - -(-n // 16), end) + first).astype(np.int32) % 64)
             for n, end in zip(lengths, ends, strict=True)
         ]
-        return slices, plan_attention(slices, [], kv_block_size=16, key_bytes=256)
+        return slices, plan_attention(SweepTables.of(slices), [], kv_block_size=16, key_bytes=256)
 
     made = prepared(sweep([300, 20, 7], 0)[1], *shape, capacity=plans.Capacity(8, 2, 40, 4, 10))
     address = made.buffer.data_ptr()
@@ -285,7 +288,9 @@ def test_very_large_scores():
     """The softmax carries its maximum along: one key takes all."""
     kv = random(0, 24, 2, 1, 16, 64)
     q = kv[4, 0, 0, 7].reshape(1, 1, 64) * 1000
-    plan = plan_attention([SequenceSlice(1, 383, np.arange(24, dtype=np.int32))], [], kv_block_size=16, key_bytes=256)
+    plan = plan_attention(
+        SweepTables.of([SequenceSlice(1, 383, np.arange(24, dtype=np.int32))]), [], kv_block_size=16, key_bytes=256
+    )
     got = attend(q, kv, prepared(plan, 1, 1, 64, 16, q.dtype))
     torch.testing.assert_close(got[0, 0], kv[4, 1, 0, 7])
 
@@ -314,7 +319,7 @@ def test_a_shared_prefix_with_many_rows():
 
 def test_the_same_twice_is_the_same_bit_by_bit():
     slices, groups, num_blocks = laid_out(0, [(1, 1500, False), (1, 70, False), (24, 300, False)], 16, 5)
-    plan = plan_attention(slices, groups, kv_block_size=16, key_bytes=256)
+    plan = plan_attention(SweepTables.of(slices), groups, kv_block_size=16, key_bytes=256)
     kv, q = random(1, num_blocks, 2, 2, 16, 64, dtype=torch.bfloat16), random(2, 26, 4, 64, dtype=torch.bfloat16)
     first, second = (attend(q, kv, prepared(plan, 4, 2, 64, 16, q.dtype)) for _ in range(2))
     assert torch.equal(first, second)
@@ -335,7 +340,9 @@ def test_kv_beyond_the_reach_of_32_bits():
         slots = torch.from_numpy(table.astype(np.int64).repeat(16)[:tokens] * 16 + np.arange(tokens) % 16).to(DEVICE)
         options = {"scale": 0.1, "kv": kv, "slots": slots, "bits": 5, "rotation": ops.rotation(head_dim, DEVICE)}
         q = triton_kernels.rotary_store(qkv, heads, kv_heads, **options)[0]
-        plan = plan_attention([SequenceSlice(tokens, 0, table)], [], kv_block_size=16, key_bytes=head_dim)
+        plan = plan_attention(
+            SweepTables.of([SequenceSlice(tokens, 0, table)]), [], kv_block_size=16, key_bytes=head_dim
+        )
         found.append(attend(q, kv, prepared(plan, heads, kv_heads, head_dim, 16, q.dtype, "int5"), 5))
     assert torch.equal(*found) and torch.isfinite(found[0]).all()
 
@@ -496,7 +503,7 @@ def test_gated(dtype):
     x = random(0, 5, 2 * 1100 + 1, dtype=dtype, scale=3)
     gate, up = x[:, :-1].double().chunk(2, -1)
     for activation, made in reference._GATES.items():
-        got = triton_kernels.gated(x.to(DEVICE)[:, :-1], activation).cpu().double()
+        got = triton_kernels.gate(x.to(DEVICE)[:, :-1], activation).cpu().double()
         torch.testing.assert_close(got, made(gate, up), atol=4 * ROUNDING[dtype], rtol=2 * ROUNDING[dtype])
 
 
@@ -991,7 +998,7 @@ needs_card = pytest.mark.skipif(DEVICE.type != "cuda", reason="no CUDA device")
 def test_ops_on_a_card_are_those_of_the_cpu(with_triton, kv_format, monkeypatch):
     heads, kv_heads, head_dim, kv_block_size = 8, 2, 64, 16
     slices, groups, num_blocks = laid_out(5, [(1, 300, True)] * 5 + [(30, 20, True), (40, 0, False)], kv_block_size, 0)
-    plan = plan_attention(slices, groups, kv_block_size=kv_block_size, key_bytes=256)
+    plan = plan_attention(SweepTables.of(slices), groups, kv_block_size=kv_block_size, key_bytes=256)
     tokens = sum(s.num_queries for s in slices)
     slots = torch.from_numpy(
         np.concatenate(

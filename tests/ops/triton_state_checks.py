@@ -174,7 +174,7 @@ def check_delta(
     states = pool(seed + 3, 2 * len(lengths) + 2, value_heads, key_dim, value_dim, dtype=states_dtype)
     before = states.clone()
     expected, after = wide_delta(qkv, g, beta, before, source, starts, key_heads)
-    got = updated(qkv, g, beta, states, StateSlots(source, target, starts), key_heads)
+    got = updated(qkv, g, beta, states, source, target, starts, key_heads)
     assert got.dtype == dtype and got.isfinite().all() and states.isfinite().all()
     tolerance = DELTA_ERRORS[dtype]
     torch.testing.assert_close(got.cpu().double(), expected, atol=tolerance, rtol=tolerance)
@@ -236,7 +236,7 @@ def test_a_prompt_in_parts_leaves_the_state_of_the_whole():
     for i, (start, stop) in enumerate(itertools.pairwise([0, 90, 91, 96, 200])):
         some = slice(start, stop)
         rows = slot if i else slot - 1, slot, torch.tensor([0, stop - start])
-        results.append(updated(qkv[some], g[some], beta[some], parts, StateSlots(*rows), key_heads))
+        results.append(updated(qkv[some], g[some], beta[some], parts, *rows, key_heads))
     tolerance = DELTA_ERRORS[torch.bfloat16]
     torch.testing.assert_close(torch.cat(results), expected, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(parts, whole, atol=2 * tolerance, rtol=tolerance)

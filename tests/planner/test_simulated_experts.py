@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from known_plans import plan_problem
 from model_tables import MODELS
 from planner_cases import GIB, cpu_box
 from tiered import CPU, generate, make_parts, make_policy
@@ -18,7 +19,6 @@ from batchgen.planner.costs import job_seconds, moved_bytes
 from batchgen.planner.explanation import explanation_of
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Counts
-from batchgen.planner.plan_selection import plan_problem
 from batchgen.planner.problem import CostInputs, problem_of
 from batchgen.planner.simulation import simulate_job
 

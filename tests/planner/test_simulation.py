@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from known_plans import plan_problem
 from planner_cases import budgets, cpu_box, gpu_box, opt
 from simulated import SMALL_COPIES, Eager, one_byte_a_second, plan_of
 from thorough import some_draws
@@ -31,7 +32,6 @@ from batchgen.planner.costs import head_lanes, layer_lanes, phase_matmul_s
 from batchgen.planner.memory_requirements import most_kv_tokens
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Counts
-from batchgen.planner.plan_selection import plan_problem
 from batchgen.planner.problem import problem_of
 from batchgen.planner.simulation import simulate_job, simulated_rows, trace_plan
 from batchgen.planner.step_costs import StepCosts, streams_of

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from known_plans import plan_problem
 from planner_cases import GIB, budgets, constant, cpu_box, gpu_box, llama_8b, qwen36_35b_a3b
 
 from batchgen.core.plan import Plan
@@ -18,7 +19,6 @@ from batchgen.planner.explanation import explanation_of
 from batchgen.planner.memory import memory_parts, peak_bytes
 from batchgen.planner.mip import fits
 from batchgen.planner.phases import Phase
-from batchgen.planner.plan_selection import plan_problem
 from batchgen.planner.problem import Allowed, Problem
 from batchgen.planner.replanned import smaller_states_s
 from batchgen.planner.search import search

@@ -3,13 +3,14 @@
 from dataclasses import replace
 
 import pytest
+from known_plans import plan_problem
 from planner_cases import GIB, constant, cpu_box, gpu_box, opt
 
 from batchgen.core.hardware import ComputeRates, Rates
 from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.deferred_attention import with_deferred_attention
 from batchgen.planner.explanation import explanation_of
-from batchgen.planner.plan_selection import choose, plan_problem, simulate_candidates
+from batchgen.planner.plan_selection import choose, simulate_candidates
 from batchgen.planner.prediction import plan_of
 from batchgen.planner.problem import Allowed, problem_of
 from batchgen.planner.sampled_simulation import simulate_sampled

@@ -88,7 +88,7 @@ from batchgen.core.cores import take_cores
 from batchgen.core.request import Request, SamplingParams
 from batchgen.ray.loading import load_stream
 taken = take_cores(1, Path(sys.argv[2]))
-stream = load_stream(sys.argv[1], SamplingParams(max_tokens=2), {"dtype": "float32", "cpu_memory": "2GiB"})
+stream = load_stream(sys.argv[1], SamplingParams(max_tokens=2), {"dtype": "float32", "cpu_memory": "4GiB"})
 (completion,) = stream.submit([Request("quay")]).result(300)
 assert completion.error is None, completion.error
 import torch
@@ -146,8 +146,8 @@ def test_actors_on_machines_of_one_kind_run_by_the_plan_that_one_of_them_made(ti
     path, _ = tiny_models("llama")
     pq.write_table(pa.table({"prompt": ["quay quay"] * 9}), tmp_path / "in.parquet")
     options = {"dtype": "float32", "max_tokens": 5}
-    plan = plan_here(str(path), str(tmp_path / "in.parquet"), options, 2 << 30, 9)
-    engine_options = {"dtype": "float32", "cpu_memory": "2GiB"}
+    plan = plan_here(str(path), str(tmp_path / "in.parquet"), options, 4 << 30, 9)
+    engine_options = {"dtype": "float32", "cpu_memory": "4GiB"}
     kind = machine_kind("auto", num_threads())
     assert kind != machine_kind("auto", num_threads() + 1)
     stream = load_stream(path, SamplingParams(max_tokens=5), engine_options, {kind: plan})
@@ -180,7 +180,7 @@ def test_parts_and_the_rows_that_are_left(tmp_path):
 def test_a_jobs_actors_write_what_they_generate(tiny_models, tmp_path, monkeypatch):
     path, _ = tiny_models("llama")
     table = pa.table({"prompt": ["quay", "quay quay", None], "id": [3, 4, 5]})
-    actor = GenerateParts(str(tmp_path), "id", model=str(path), dtype="float32", cpu_memory="2GiB", max_tokens=5)
+    actor = GenerateParts(str(tmp_path), "id", model=str(path), dtype="float32", cpu_memory="4GiB", max_tokens=5)
     assert asyncio.run(actor(table)).to_pylist() == [{"rows": 3}]
     assert sorted(ids_done(tmp_path, "id").to_pylist()) == [3, 4, 5]
 
@@ -197,7 +197,7 @@ def test_rows_are_those_of_a_job(tiny_models, tmp_path):
     path, _ = tiny_models("llama")
     table = pa.table({"prompt": [None if i == 5 else "quay " * (i + 1) for i in range(12)], "i": range(12)})
     pq.write_table(table, tmp_path / "in.parquet")
-    options = {"dtype": "float32", "cpu_memory": "2GiB", "max_num_seqs": 4, "max_tokens": 5}
+    options = {"dtype": "float32", "cpu_memory": "4GiB", "max_num_seqs": 4, "max_tokens": 5}
     run(path, tmp_path / "in.parquet", tmp_path / "out.parquet", offload_dir=tmp_path, **options)
     generate = pickle.loads(pickle.dumps(Generate(path, **options)))
 

@@ -102,7 +102,7 @@ def test_a_failed_row_goes_past_postprocess():
 
 def test_batches_through_a_model(tiny_models):
     path, _ = tiny_models("llama")
-    stage = Stage(ProcessorConfig(str(path), {"dtype": "float32", "cpu_memory": "2GiB"}, should_continue_on_error=True))
+    stage = Stage(ProcessorConfig(str(path), {"dtype": "float32", "cpu_memory": "4GiB"}, should_continue_on_error=True))
     greedy = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
     rows = [{"prompt": "quay " * n, "sampling_params": greedy, "n": n} for n in (1, 2)] + [{"n": 3}]
 

@@ -23,7 +23,7 @@ def test_a_job_over_two_actors_and_its_rerun(tiny_models, tmp_path):
     path, _ = tiny_models("llama")
     table = pa.table({"prompt": ["quay " * (i % 7 + 1) for i in range(64)], "id": range(64)})
     pq.write_table(table, tmp_path / "in.parquet", row_group_size=16)
-    options = {"dtype": "float32", "cpu_memory": "2GiB", "max_num_seqs": 4, "max_tokens": 5, "id_column": "id"}
+    options = {"dtype": "float32", "cpu_memory": "4GiB", "max_num_seqs": 4, "max_tokens": 5, "id_column": "id"}
     batchgen.run(path, tmp_path / "in.parquet", tmp_path / "out.parquet", offload_dir=tmp_path, **options)
 
     def job(**more):
@@ -93,7 +93,7 @@ def test_what_is_refused_in_an_actor_is_one_line(tiny_models, tmp_path):
 def test_a_processor_in_place_of_vllms(tiny_models):
     path, _ = tiny_models("llama")
     config = batchgen.ray.ProcessorConfig(
-        str(path), {"dtype": "float32", "cpu_memory": "2GiB"}, batch_size=8, should_continue_on_error=True
+        str(path), {"dtype": "float32", "cpu_memory": "4GiB"}, batch_size=8, should_continue_on_error=True
     )
     processor = batchgen.ray.build_processor(
         config,

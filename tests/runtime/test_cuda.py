@@ -12,6 +12,7 @@ import torch
 from fake_cuda import CARD, T4, fake_card
 from model_tables import FAMILIES, MODELS
 from planner_cases import llama_8b
+from thorough import some_of
 from tiered import before_each_step, everything_moves, make_parts, make_policy, make_requests
 
 from batchgen.core.device import Device
@@ -84,13 +85,14 @@ def run(engine):
 
 
 # Each family with its embeddings tied and not, and the other models; each with all on the card, and in another kind of
-# policy.
+# policy; in `make test` one of these.
 VARIANTS = [(family, {"tie_word_embeddings": tied}) for family in FAMILIES for tied in (False, True)]
 VARIANTS += [variant for variant in MODELS.values() if variant[1] and "tie_word_embeddings" not in variant[1]]
+MOVED = ("everything moves", "4 bits", "4 bits", "everything moves")
 CASES = [
     (*variant, kind)
     for i, variant in enumerate(VARIANTS)
-    for kind in ("resident", ("everything moves", "4 bits", "4 bits", "everything moves")[i % 4])
+    for kind in some_of(("resident", MOVED[i % 4]), 1, "on a card", i)
 ]
 
 
@@ -236,7 +238,7 @@ def test_large_copies_are_made_in_pieces(tiny_models, tmp_path, card, cold, monk
     assert max(size for size, _ in card.copies) <= 1000
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("family", some_of(["llama", "gpt_oss"], 1, "warm"))
 def test_after_warming_up_nothing_is_new(tiny_models, tmp_path, card, monkeypatch, family):
     """Every kind of Step has run, every variant of a kernel was launched, and nothing has waited for the host."""
     path = tiny_models(family, **LAYERS)[0]

@@ -5,12 +5,13 @@ import time
 
 import pytest
 from tiered import before_each_step, everything_moves, generate, make_parts, make_policy
-from timing import undisturbed
 
 from batchgen.core.cores import dedicated_core, on_cores
 from batchgen.core.device import Device, parse_device
 from batchgen.core.errors import InputError
 from batchgen.ops import cpp as kernels
+from batchgen.runtime import dedicated_core as throttles
+from batchgen.runtime import sleeps
 from batchgen.runtime.dedicated_core import Throttle
 from batchgen.runtime.devices import open_tiers
 
@@ -95,63 +96,90 @@ def test_one_core_is_not_enough():
     assert sorted(os.sched_getaffinity(0)) == CORES
 
 
-def busy(seconds):
-    end = time.thread_time() + seconds
-    while time.thread_time() < end:
-        pass
+class PlayedTime:
+    """The module `time` as a lane sees it, where work, waits and sleeps take exactly what they are said to."""
+
+    def __init__(self, late_s: float = 0.0) -> None:
+        """Begin at 0; each sleep lasts `late_s` longer than it was asked to."""
+        self.now_s, self.busy_s, self.slept, self._late_s = 0.0, 0.0, [], late_s
+
+    def perf_counter(self):
+        return self.now_s
+
+    def thread_time(self):
+        return self.busy_s
+
+    def sleep(self, seconds):
+        self.slept.append(seconds)
+        self.now_s += seconds + self._late_s
+
+    def work(self, seconds):
+        self.busy_s += seconds
+        self.now_s += seconds
+
+    def wait(self, seconds):
+        self.now_s += seconds
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """A function that puts a played time in place of the throttle's."""
+
+    def begin(**options):
+        clock = PlayedTime(**options)
+        monkeypatch.setattr(throttles, "time", clock)
+        monkeypatch.setattr(sleeps, "time", clock)
+        return clock
+
+    return begin
 
 
 class TestThrottle:
     @pytest.mark.parametrize("slowdown", [2.0, 5.0])
     def test_work_takes_so_many_times_as_long(self, slowdown):
+        """By the system's clocks."""
         started = time.perf_counter()
         with Throttle(slowdown).held():
-            busy(0.01)
+            end_s = time.thread_time() + 0.01
+            while time.thread_time() < end_s:
+                pass
         assert time.perf_counter() - started >= slowdown * 0.01
 
-    def test_waiting_is_a_part_of_it(self):
+    @pytest.mark.parametrize("slowdown", [1.5, 5.0])
+    def test_work_takes_no_longer_than_so_many_times(self, slowdown, played):
+        clock = played()
+        with Throttle(slowdown).held(overhead_s=0.001):
+            clock.work(0.01)
+        assert clock.now_s == pytest.approx(slowdown * 0.01 + 0.001)
+
+    @pytest.mark.parametrize("waited_s", [0.0, 0.004, 0.05])
+    def test_waiting_is_a_part_of_it(self, waited_s, played):
         """Of a thread that waited while another had its core, only its own work counts."""
-        throttle, slept = Throttle(4.0), []
+        clock = played()
+        with Throttle(4.0).held():
+            clock.wait(waited_s)
+            clock.work(0.005)
+        assert clock.now_s == pytest.approx(max(4 * 0.005, waited_s + 0.005))
 
-        def sleep(seconds, own=time.sleep):
-            slept.append(seconds)
-            own(seconds)
-
-        started, ran = time.perf_counter(), time.thread_time()
-        with pytest.MonkeyPatch.context() as patch:
-            with throttle.held():
-                time.sleep(0.05)
-                busy(0.005)
-                patch.setattr(time, "sleep", sleep)
-            worked_s = time.thread_time() - ran
-        assert time.perf_counter() - started >= 0.055
-        assert sum(slept) <= max(0.0, 4 * worked_s - 0.055) + 0.001
-
-    @undisturbed
-    def test_sleeps_that_last_too_long_do_not_add_up(self):
-        throttle, started = Throttle(2.0), time.perf_counter()
+    def test_sleeps_that_last_too_long_do_not_add_up(self, played):
+        clock, throttle = played(late_s=0.0001), Throttle(2.0)
         for _ in range(100):
             with throttle.held():
-                busy(0.0002)
-        assert time.perf_counter() - started == pytest.approx(100 * 2 * 0.0002, rel=0.15)
+                clock.work(0.0002)
+        assert clock.now_s == pytest.approx(100 * 2 * 0.0002, abs=0.00011)
 
-    @undisturbed
-    def test_what_is_the_hosts_takes_no_longer(self):
-        throttle, slept = Throttle(5.0), []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(time, "sleep", slept.append)
-            ran = time.thread_time()
-            with throttle.held():
-                busy(0.002)
-                with throttle.hosts():
-                    busy(0.02)
-            worked_s = time.thread_time() - ran
-            with throttle.held():
-                busy(0.002)
-        assert 4 * 0.001 < slept[0] < 4 * (worked_s - 0.02) + 0.001
-        assert len(slept) == 2, "and what follows is the device's again"
+    def test_what_is_the_hosts_takes_no_longer(self, played):
+        clock, throttle = played(), Throttle(5.0)
+        with throttle.held():
+            clock.work(0.002)
+            with throttle.hosts():
+                clock.work(0.02)
+        with throttle.held():
+            clock.work(0.003)
+        assert clock.slept == pytest.approx([4 * 0.002, 4 * 0.003]), "and what follows is the device's again"
 
-    def test_no_slowdown_is_no_wait(self, monkeypatch):
-        monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("slept"))
+    def test_no_slowdown_is_no_wait(self, played):
+        clock = played()
         with Throttle(1.0).held():
-            busy(0.001)
+            clock.work(0.001)
+        assert not clock.slept

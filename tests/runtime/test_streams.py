@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from fake_device import FIRST_USES, ORDERS, FakeDevice, as_on_a_device, run_on
-from thorough import quick_or, rotating, some_of
+from thorough import covering, quick_or, rotating, some_of
 from tiered import EMULATED, everything_moves, generate, make_parts, make_policy
 
 from batchgen.core.request import SamplingParams
@@ -53,8 +53,7 @@ def make(tiny_models, tmp_path, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("name", list(policies("demo")))
+@pytest.mark.parametrize(("name", "ahead"), covering(itertools.product(policies("demo"), [False, True]), 0, "orders"))
 def test_the_order_of_what_is_launched_changes_no_token(make, monkeypatch, name, ahead):
     """Some of the orders there are."""
     expected = generate(make(name), PROMPTS, SHORTER)
@@ -198,7 +197,7 @@ def test_no_other_memory_is_kept_for_another_stream(make, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "ahead"), some_of(itertools.product(policies("demo"), [False, True]), 4, "first uses")
+    ("name", "ahead"), some_of(itertools.product(policies("demo"), [False, True]), 2, "first uses")
 )
 def test_nothing_is_new_after_warming_up(make, monkeypatch, name, ahead):
     """No operation, and no memory, while a stream waits at a semaphore."""

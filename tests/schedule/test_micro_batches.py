@@ -45,7 +45,7 @@ def split(
         max_seqs=max_seqs,
         max_staged_blocks=max_staged_blocks,
         kv_block_size=BLOCK,
-        placement_of=lambda s: placement_in_sweep(s, compute_tier),
+        compute_tier=compute_tier,
         balance_tokens=balance_tokens,
     )
 

@@ -12,7 +12,7 @@ from thorough import some_draws
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import window_blocks
 from batchgen.core.request import SamplingParams
-from batchgen.schedule import block_tables
+from batchgen.schedule import block_tables, tier_admission
 from batchgen.schedule.block_manager import BlockManager
 from batchgen.schedule.extents import ExtentManager
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
@@ -177,7 +177,8 @@ def check_quotas(scheduler, before):
     then, now = Counter(before.values()), Counter(s.kv_placement for s in scheduler.running)
     for kv_placement, count in now.items():
         # The only sequence in flight may be in a class without quota, where no other class could take it.
-        alone = scheduler.running[0].kv_placement == kv_placement != before.get(id(scheduler.running[0]))
+        first = next(iter(scheduler.running))
+        alone = first.kv_placement == kv_placement != before.get(id(first))
         assert count <= max(limits.quota(kv_placement), then[kv_placement], alone)
 
 
@@ -443,7 +444,7 @@ def test_nobody_is_preempted_for_tokens_that_are_on_their_way():
     scheduler.commit(scheduler.schedule())
     sequence.tokens.append(7)
     scheduler.commit(scheduler.schedule())
-    assert scheduler.schedule() == [] and scheduler.running == [sequence] and scheduler.num_preempted == 0
+    assert scheduler.schedule() == [] and list(scheduler.running) == [sequence] and scheduler.num_preempted == 0
 
 
 def test_what_fits_one_pool_only_waits_for_it_and_holds_the_queue():
@@ -526,7 +527,7 @@ def test_a_sweep_that_failed_leaves_no_prefix_behind():
     scheduler.add(make(0, prompt, 4))
     scheduler.commit(scheduler.schedule())  # 12 tokens are there,
     scheduler.schedule()  # 12 more never will be
-    scheduler.finish(scheduler.running[0])
+    scheduler.finish(next(iter(scheduler.running)))
     assert len(pool.known(prompt)) == 3 and pool.num_used == 0
 
 
@@ -588,35 +589,58 @@ def test_a_chunk_limit_leaves_tokens_of_the_sweep_to_other_rows():
     assert chunks == [[8, 8, 8], [8, 8, 8], [4, 4, 4]]
 
 
+def sweeps_of_random_rows(seed, num_blocks, max_num_seqs, sharing=0.5):
+    """The sweeps of rows, each as (number of the row, tokens) of its sequences. sharing: part that shares a prefix."""
+    draw = random.Random(seed)
+    limits = SchedulerLimits(max_num_seqs, 16)
+    scheduler = Scheduler(make_pools({"cpu": num_blocks}), limits, lambda s: s.sampling.max_tokens)
+    source = None
+    for i in range(40):
+        shared = draw.random() < sharing
+        sequence = make(i, [*(range(9) if shared else ()), *[1000 + i] * draw.randint(1, 12)], draw.randint(1, 30))
+        if shared and source is not None:
+            sequence.prefix_source, sequence.num_source_tokens, sequence.sampling = source, 8, source.sampling
+        source = source or (sequence if shared else None)
+        scheduler.add(sequence)
+    sweeps = []
+    while scheduler.has_work:
+        sweep = scheduler.schedule()
+        sweeps.append([(s.sequence.request_index, s.num_tokens) for s in sweep])
+        sampled = [s.sequence for s in sweep if s.samples]
+        scheduler.commit(sweep)
+        for sequence in sampled:
+            sequence.tokens.append(0)
+            if sequence.is_complete:
+                scheduler.finish(sequence)
+    return sweeps
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_only_those_that_may_enter_are_looked_at(monkeypatch, seed):
     """The sweeps are the same as if all that wait were."""
-
-    def sweeps():
-        draw = random.Random(seed)
-        scheduler = Scheduler(
-            make_pools({"cpu": 60}), SchedulerLimits(8, 16), expected_output_len=lambda s: s.sampling.max_tokens
-        )
-        source = None
-        for i in range(40):
-            shared = draw.random() < 0.5
-            sequence = make(i, [*(range(9) if shared else ()), *[1000 + i] * draw.randint(1, 12)], draw.randint(1, 30))
-            if shared and source is not None:
-                sequence.prefix_source, sequence.num_source_tokens, sequence.sampling = source, 8, source.sampling
-            source = source or (sequence if shared else None)
-            scheduler.add(sequence)
-        found = []
-        while scheduler.has_work:
-            sweep = scheduler.schedule()
-            found.append([(s.sequence.request_index, s.num_tokens) for s in sweep])
-            sampled = [s.sequence for s in sweep if s.samples]
-            scheduler.commit(sweep)
-            for sequence in sampled:
-                sequence.tokens.append(0)
-                if sequence.is_complete:
-                    scheduler.finish(sequence)
-        return found
-
-    few = sweeps()
+    few = sweeps_of_random_rows(seed, 60, 8)
     monkeypatch.setattr(Scheduler, "_admissible", lambda self: iter(self.waiting))
-    assert few == sweeps()
+    assert few == sweeps_of_random_rows(seed, 60, 8)
+
+
+@pytest.mark.parametrize("num_blocks", [14, 30, 60, 400])
+@pytest.mark.parametrize("seed", range(4))
+def test_where_all_fit_at_their_longest_the_projection_admits_the_same(monkeypatch, seed, num_blocks):
+    sweeps, projected = sweeps_of_random_rows(seed, num_blocks, 12, sharing=0), []
+    make_admission, project = Scheduler._admission, tier_admission._Projected.__init__
+
+    def without_spare_blocks(self, tier, sweep):
+        admission = make_admission(self, tier, sweep)
+        admission._spare = -1
+        return admission
+
+    def counted(self, *args, **options):
+        projected.append(None)
+        project(self, *args, **options)
+
+    monkeypatch.setattr(tier_admission._Projected, "__init__", counted)
+    assert sweeps_of_random_rows(seed, num_blocks, 12, sharing=0) == sweeps
+    few = len(projected)
+    monkeypatch.setattr(Scheduler, "_admission", without_spare_blocks)
+    assert sweeps_of_random_rows(seed, num_blocks, 12, sharing=0) == sweeps
+    assert few <= len(projected) - few and (few == 0) == (num_blocks == 400)

@@ -5,7 +5,7 @@ import torch
 
 from batchgen.core.dtypes import KV_CODE_BITS
 from batchgen.ops import quant
-from batchgen.ops.attention_plan import SequenceSlice, SharedGroup, find_shared_groups, order_sequences
+from batchgen.ops.attention_plan import SequenceSlice, SharedGroup, SweepTables, find_shared_groups, order_sequences
 
 
 def laid_out(prefix_blocks, sequences, kv_block_size, seed):
@@ -20,8 +20,9 @@ def laid_out(prefix_blocks, sequences, kv_block_size, seed):
         table = np.array(prefix + own if shares else own, dtype=np.int32)
         slices.append(SequenceSlice(queries, cached + (prefix_blocks * kv_block_size if shares else 0), table))
         matched.append(prefix_blocks if shares else 0)
-    groups = find_shared_groups(slices, matched, kv_block_size)
-    order = order_sequences(slices, groups)
+    tables = SweepTables.of(slices)
+    groups = find_shared_groups(tables, np.array(matched), kv_block_size)
+    order = order_sequences(tables.num_queries, tables.num_keys, groups).tolist()
     place = {i: p for p, i in enumerate(order)}
     groups = [SharedGroup(tuple(sorted(place[i] for i in g.members)), g.num_blocks) for g in groups]
     return [slices[i] for i in order], groups, total + 2

@@ -29,6 +29,8 @@ def drawn(compute, logits, given, rows=None):
 def check_draws(got, logits, given):
     """Checks tokens drawn from softmax weights in fp32, and returns how many differ where the last digits decide."""
     meant = drawn(reference, logits, given)
+    if torch.equal(got, meant):
+        return 0
     slack = 2e-6
     near = [
         drawn(

@@ -32,7 +32,7 @@ JOB = (
     "--dtype",
     "float32",
     "--cpu-memory",
-    "2GiB",
+    "4GiB",
     "--max-num-seqs",
     "2",
     "--flush-interval",

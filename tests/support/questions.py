@@ -3,7 +3,7 @@
 import datasets
 
 QUESTIONS = ["The ferry left", "A restaurant by the quay", None, "The cook", "When the storm came", ""] * 4
-OPTIONS = {"max_tokens": 5, "chat": False, "dtype": "float32", "cpu_memory": "2GiB"}
+OPTIONS = {"max_tokens": 5, "chat": False, "dtype": "float32", "cpu_memory": "4GiB"}
 FEATURES = datasets.Features(
     {
         "q": datasets.Value("string"),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import tempfile
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -56,6 +59,36 @@ def make_tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: s
     Every weight is random, biases and norms too. overrides: fields of the transformers config; a `dtype` only
     affects what is saved.
     """
+    files, model, generator = _made(family, seed, max_shard_size, _Fields(overrides))
+    path.mkdir(parents=True, exist_ok=True)
+    for stale in path.glob("model*.safetensors*"):
+        stale.unlink()
+    for name, content in files.items():
+        (path / name).write_bytes(content)
+    torch.set_rng_state(generator)
+    return copy.deepcopy(model)
+
+
+class _Fields(dict):
+    """Fields of a configuration, which are equal where they are written alike."""
+
+    def __hash__(self):
+        return hash(repr(sorted(self.items())))
+
+    def __eq__(self, other):
+        return repr(sorted(self.items())) == repr(sorted(other.items()))
+
+
+@lru_cache(maxsize=24)  # tests of the same model follow one another
+def _made(family: str, seed: int, max_shard_size: str, overrides: _Fields):
+    """The files of a tiny model by name, the transformers model, and the state of torch's generator after all draws."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = _make(family, Path(folder), seed, max_shard_size, copy.deepcopy(dict(overrides)))
+        files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    return files, model, torch.get_rng_state()
+
+
+def _make(family: str, path: Path, seed: int, max_shard_size: str, overrides: dict):
     stored_dtype = overrides.pop("dtype", torch.float32)
     common = {
         "vocab_size": VOCAB_SIZE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 from model_tables import VOCAB_SIZE
@@ -37,8 +38,24 @@ grey, the roofs were where they had always been, and the ferry, with its onions,
 
 def make_tiny_tokenizer(path: Path, *, chat_template: str | None = CHAT_TEMPLATE):
     """A byte-level BPE tokenizer of at most VOCAB_SIZE tokens, saved to `path`."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
+
+    hf = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_trained_tokenizer()),
+        bos_token=SPECIAL_TOKENS[0],
+        eos_token=SPECIAL_TOKENS[0],
+        pad_token=SPECIAL_TOKENS[3],
+    )
+    hf.chat_template = chat_template
+    hf.save_pretrained(path)
+    return hf
+
+
+@cache
+def _trained_tokenizer() -> str:
+    """The tokenizer.json of TEXT."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -50,15 +67,7 @@ def make_tiny_tokenizer(path: Path, *, chat_template: str | None = CHAT_TEMPLATE
         show_progress=False,
     )
     tokenizer.train_from_iterator([TEXT], trainer)
-    hf = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=SPECIAL_TOKENS[0],
-        eos_token=SPECIAL_TOKENS[0],
-        pad_token=SPECIAL_TOKENS[3],
-    )
-    hf.chat_template = chat_template
-    hf.save_pretrained(path)
-    return hf
+    return tokenizer.to_str()
 
 
 def make_tiny_sentencepiece_tokenizer(path: Path):

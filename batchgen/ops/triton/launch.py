@@ -46,8 +46,34 @@ class Launch(NamedTuple):
     stages: int = 1
 
     def __call__(self) -> None:
-        if 0 not in self.grid:
-            self.kernel[self.grid](**self.args, **self.constants, num_warps=self.warps, num_stages=self.stages)
+        if 0 in self.grid:
+            return
+        args, constants = self.args, self.constants
+        variant = self.kernel, self.warps, self.stages, tuple(constants.values()), *map(_specialization, args.values())
+        if (direct := _compiled.get(variant)) is not None:
+            compiled, names = direct
+            values = args | constants
+            compiled[(*self.grid, 1, 1)[:3]](*[values[name] for name in names])
+            return
+        compiled = self.kernel[self.grid](**args, **constants, num_warps=self.warps, num_stages=self.stages)
+        if compiled is not None:  # the interpreter compiles nothing
+            _compiled[variant] = compiled, tuple(self.kernel.arg_names)
+
+
+# Compiled kernels, with the names of their arguments in order. Triton looks for them anew in every launch.
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[str, ...]]] = {}
+
+
+def _specialization(value: Any) -> tuple[Any, ...]:
+    """The properties of an argument that Triton may compile a kernel for, or finer ones.
+
+    These are a tensor's dtype and alignment, a number's width and divisibility.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if value is None or isinstance(value, bool | float):
+        return (type(value),)
+    return type(value), value == 1, value % 16 == 0, int(value).bit_length() > 31
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
-"""The Step of a captured sweep: all layers as one CUDA graph."""
+"""The Step of all layers of a sweep that moves nothing: one kernel launched after the other, or one CUDA graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
 
 from batchgen.core.kv_placement import KVPlacement
@@ -10,23 +9,23 @@ from batchgen.ops import dispatch as ops
 from batchgen.ops.state_slots import StateSlots
 from batchgen.runtime.batch_state import BatchPart, BatchState
 from batchgen.runtime.graphs import DecodeGraphs, StaticBuffers
-from batchgen.runtime.steps.context import Handler, StepContext
+from batchgen.runtime.steps.context import StepContext
 from batchgen.runtime.streams import Driver
 from batchgen.schedule.packed_batch import empty_batch
 from batchgen.schedule.step_graph import Step
 
-# Gives the Steps of all layers of a sweep of so many tokens that moves nothing, each with the function that does its
-# work.
-LayerSteps = Callable[[int], Sequence[tuple[Handler, Step]]]
-
 
 def all_layers(context: StepContext, step: Step, batch: BatchState) -> None:
-    """Replay all layers over the micro-batch's static buffers."""
-    assert context.graphs is not None and batch.buffers is not None, "the sweep is no CUDA graph"
+    """Launch all layers, or replay them over the micro-batch's static buffers if it has some."""
+    if batch.buffers is None:
+        for handler, layer_step in context.layer_steps(batch.packed.num_tokens):
+            handler(context, layer_step, batch)
+        return
+    assert context.graphs is not None, "sweeps are no CUDA graphs"
     batch.hidden = context.graphs.run(batch.buffers, batch.hidden)
 
 
-def decode_graphs(context: StepContext, driver: Driver, steps: LayerSteps, most_tokens: int) -> DecodeGraphs | None:
+def decode_graphs(context: StepContext, driver: Driver, most_tokens: int) -> DecodeGraphs | None:
     """Graphs of decode sweeps of at most `most_tokens` tokens; None: no kernel can attend in one."""
     config = context.config
     if config.per_layer_size:  # rows of a table that only the host has
@@ -37,7 +36,7 @@ def decode_graphs(context: StepContext, driver: Driver, steps: LayerSteps, most_
         if not ops.can_capture(context.device, shape.head_dim, group, shape.kv_block_size):
             return None
     return DecodeGraphs(
-        partial(_launch_layers, context, steps),
+        partial(_launch_layers, context),
         driver.capture,
         lambda plan, window: ops.cut_attention(plan, *context.attention_shape(window), device=context.device),
         most_tokens,
@@ -47,9 +46,9 @@ def decode_graphs(context: StepContext, driver: Driver, steps: LayerSteps, most_
     )
 
 
-def _launch_layers(context: StepContext, steps: LayerSteps, buffers: StaticBuffers) -> None:
+def _launch_layers(context: StepContext, buffers: StaticBuffers) -> None:
     """Launch all layers over static buffers."""
-    launched = steps(len(buffers.hidden))
+    launched = context.layer_steps(len(buffers.hidden))
     context.expands = any(step.kind == "expand_weight" for _, step in launched)
     states = None if buffers.states is None else StateSlots(*buffers.states)
     part = BatchPart(slice(0, len(buffers.hidden)), buffers.slots, {}, buffers.plans, states)

@@ -39,6 +39,8 @@ class StepContext:
         compute_tier: tier of its own memory.
         activations: memory for activations that leave the accelerator.
         routing: numbers of tokens by expert, where the host computes.
+        layer_steps: function from a number of tokens to the Steps of all layers of a sweep over so many that moves
+            nothing, each with the function that does its work.
         graphs: decode sweeps captured as CUDA graphs; None: none is.
         tokens: sampled tokens on the device; None: the host hands them to the next sweep.
         deferred_of: Step id -> the deferred batch that it works for.
@@ -75,6 +77,7 @@ class StepContext:
         self.ropes = rope_tables(config, options.max_positions, self.device)
         growth = layers.query_growth_table(config, options.max_positions)
         self.query_growth = None if growth is None else growth.to(self.device)
+        self.layer_steps: Callable[[int], Sequence[tuple[Handler, Step]]] = lambda num_tokens: ()
         self.graphs: DecodeGraphs | None = None
         self.tokens: TokenTable | None = None
         self.deferred_of: dict[int, DeferredBatchState] = {}

@@ -1,0 +1,37 @@
+"""The tables of a sweep's sequences as arrays, against plain loops over the sequences."""
+
+import numpy as np
+import pytest
+
+from batchgen.ops.attention_plan import SequenceSlice, SweepTables
+
+BLOCK = 4
+
+
+def slices_of(seed):
+    rng = np.random.default_rng(seed)
+    slices = []
+    for _ in range(rng.integers(0, 9)):
+        queries, cached = int(rng.integers(1, 7)), int(rng.integers(0, 20))
+        blocks = -(-(queries + cached) // BLOCK) + int(rng.integers(0, 2))
+        slices.append(SequenceSlice(queries, cached, rng.integers(0, 99, blocks).astype(np.int32)))
+    return slices
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_positions_and_slots_are_those_of_each_token_of_each_sequence(seed):
+    slices = slices_of(seed)
+    tables = SweepTables.of(slices)
+    positions = [p for s in slices for p in range(s.num_cached, s.num_keys)]
+    slots = [int(s.blocks[p // BLOCK]) * BLOCK + p % BLOCK for s in slices for p in range(s.num_cached, s.num_keys)]
+    assert tables.positions.tolist() == positions
+    assert tables.slots(BLOCK).tolist() == slots
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_tables_in_another_order_are_those_of_sequences_in_that_order(seed):
+    slices = slices_of(seed)
+    order = np.random.default_rng(seed).permutation(len(slices))
+    expected, tables = SweepTables.of([slices[i] for i in order]), SweepTables.of(slices).in_order(order)
+    for name in ("num_queries", "num_cached", "num_blocks", "blocks", "starts", "tables"):
+        assert getattr(tables, name).tolist() == getattr(expected, name).tolist(), name
