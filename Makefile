@@ -107,7 +107,7 @@ test-all: develop
 lint: develop
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run -Werror csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp
+	$(BIN)/clang-format --dry-run -Werror csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp tests/support/*/*.h tests/support/*/*.cpp
 	$(BIN)/python .ci/language.py
 	$(BIN)/lint-imports
 	$(BIN)/mypy

@@ -6,8 +6,9 @@ cache counts. Rows have 64 random tokens in and 32 out.
 
 llama.cpp is first tried for a short time with several numbers of sequences, and then runs the job with the best one. A
 run that takes longer than --peer-limit is stopped, and its time projected from the passes it made. batchgen is also
-held against what the machine could do at best: the bytes it read at the disk's rate, or the job's FLOPs at the best
-rate of matrix products of one expert's or a layer's size, whichever takes longer. The runs of an engine that is left
+held against what the machine could do at best: the bytes it read at the disk's rate, the job's FLOPs at the best rate
+of matrix products of one expert's or a layer's size, or the states that single tokens read and write at the memory's
+rate, whichever takes longest. The runs of an engine that is left
 out stay in the file. Needs root, and the shape's size twice on the disk (once without llama.cpp).
 
     python benchmarks/larger_than_memory.py --shape gpt-oss-20b --work-dir DIR
@@ -30,12 +31,15 @@ import random_experts
 from peers.environments import python_of
 from peers.machine_rates import disk_read_rate, gemm_rates
 from peers.memory_limit import LimitedRun, empty_page_cache, run_limited
+from peers.workloads import Workload, work
 from random_model import prompt_ids, prompt_text
 from recording import machine, result_path, write
 
 from batchgen.core.dtypes import BLOCK_FORMATS
 from batchgen.core.machine import available_cores
 from batchgen.core.units import format_bytes, parse_bytes
+from batchgen.profiler.timing import FULL
+from batchgen.profiler.transfer import dram_read_rate
 
 BATCHGEN = Path(sys.executable).with_name("batchgen")
 LLAMA_CPP = Path(__file__).parent / "peers" / "llama_cpp_sequences.py"
@@ -48,7 +52,7 @@ MEMORY = {
 }
 _BESIDE_FRAC = 0.08  # of the limit, for what the kernel counts beside the process
 _SAME_JOB = ("shape", "layers", "memory", "rows", "prompt_tokens", "output_tokens")
-_REPORT_LEFT_OUT = {"output", "errors_output", "hardware", "predicted", "versions", "first_error"}
+_REPORT_LEFT_OUT = {"command", "host", "output", "errors_output", "hardware", "predicted", "versions", "first_error"}
 
 
 class Job:
@@ -201,7 +205,7 @@ def run_best(job: Job, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def bound(job: Job, run: dict[str, Any], disk_bytes_per_s: float) -> dict[str, Any]:
-    """The least time of batchgen's run, by its reads or by the job's FLOPs.
+    """The least time of batchgen's run, by its reads, the job's FLOPs or the traffic of states.
 
     Products count at the best rate of the tokens of its sweeps or of the part of them that an expert gets, of torch's
     in bfloat16 and of those of the format that the weights are in.
@@ -218,13 +222,19 @@ def bound(job: Job, run: dict[str, Any], disk_bytes_per_s: float) -> dict[str, A
         rates = {count: max(rates[count], packed[count]) for count in rates}
     disk_s = run["report"]["bytes_moved"]["disk_read"] / disk_bytes_per_s
     compute_s = job.flops / max(rates.values())
+    memory_bytes_per_s = dram_read_rate(FULL)
+    states = work(Workload([(ids, job.output_tokens) for ids in job.prompts]), config)["decode_state_bytes"]
+    state_s = states / memory_bytes_per_s
+    bound_s = max(disk_s, compute_s, state_s)
     return {
         "disk_read_bytes_per_s": disk_bytes_per_s,
         "gemm_flops_per_s": rates,
         "disk_s": disk_s,
         "compute_s": compute_s,
-        "bound_s": max(disk_s, compute_s),
-        "share_of_bound": max(disk_s, compute_s) / run["generation_s"],
+        "dram_read_bytes_per_s": memory_bytes_per_s,
+        "state_s": state_s,
+        "bound_s": bound_s,
+        "share_of_bound": bound_s / run["generation_s"],
         "predicted_over_measured": run["report"]["predicted_wall_s"] / run["report"]["wall_s"],
     }
 

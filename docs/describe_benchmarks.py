@@ -102,7 +102,7 @@ def larger_than_memory(d: dict) -> str:
         beside = f"; llama.cpp {rates['llama.cpp']:.1f}{projected}: {ratio:.1f} times as fast"
     return (
         f"{rates['batchgen']:.1f} generated tokens/s;"
-        f" {percent(bound['share_of_bound'])} of what disk and products allow;"
+        f" {percent(bound['share_of_bound'])} of what disk, products and states allow;"
         f" predicted {bound['predicted_over_measured']:.2f} times the measured time;"
         f" peak memory {run['limited']['peak_bytes'] / 2**30:.1f} GiB{beside}"
     )
@@ -278,6 +278,9 @@ WORKLOADS = {
 OSS, QWEN = "gpt-oss-20b's shape in MXFP4 (12.8 GB)", "Qwen3-30B-A3B's shape in Q4_0 (18.1 GB)"
 OSS_COMMAND = "larger_than_memory.py --shape gpt-oss-20b --work-dir DIR"
 QWEN_COMMAND = "larger_than_memory.py --shape qwen3-30b-a3b --work-dir DIR"
+HYBRID = "Qwen3.6-35B-A3B's shape in Q4_0 (21.0 GB)"
+HYBRID_COMMAND = "larger_than_memory.py --shape qwen3.6-35b-a3b --work-dir DIR"
+STATES_COMMAND = "cpu_engines.py --shape qwen3.5-2b --workloads fixed --engines batchgen,vllm --repeats 1"
 POLICIES = "twenty policies drawn at random, median and worst error"
 
 TABLES: dict[str, list[Row]] = {
@@ -304,6 +307,12 @@ TABLES: dict[str, list[Row]] = {
             )
             for name in WORKLOADS
         ),
+        Row(
+            "`fixed`, on Qwen3.5-2B's shape, against vLLM",
+            f"cpu_engines-qwen3.5-2b-{A}",
+            STATES_COMMAND,
+            over_peers("fixed", ["vllm"]),
+        ),
     ],
     "Larger than memory": [
         Row(f"{OSS} within 8 GiB", f"larger_than_memory-gpt-oss-20b-8GiB-{A}", OSS_COMMAND, larger_than_memory),
@@ -319,6 +328,12 @@ TABLES: dict[str, list[Row]] = {
         ),
         Row(f"{QWEN} within 10 GiB", f"larger_than_memory-qwen3-30b-a3b-10GiB-{A}", QWEN_COMMAND, larger_than_memory),
         Row(f"{QWEN} within 10 GiB", f"larger_than_memory-qwen3-30b-a3b-10GiB-{C}", QWEN_COMMAND, larger_than_memory),
+        Row(
+            f"{HYBRID} within 10 GiB",
+            f"larger_than_memory-qwen3.6-35b-a3b-10GiB-{A}",
+            HYBRID_COMMAND,
+            larger_than_memory,
+        ),
     ],
     "Fewer bits": [
         Row(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 # Fewer sweeps of few tokens than this say little.
 _FEWEST_SWEEPS = 16
@@ -41,12 +42,43 @@ class Routing:
             chosen: k, experts of each token.
             tokens: N, tokens.
         """
-        draws = tokens**self.exponent if tokens > 1 else tokens
-        touched: float = num_experts * (1 - (1 - chosen / num_experts) ** draws)
-        return touched
+        return _touched(num_experts, chosen, tokens**self.exponent if tokens > 1 else tokens)
+
+    def read_ahead(self, num_experts: int, chosen: int, tokens: float) -> tuple[float, float]:
+        """The expected number of experts that a sweep reads before its router has chosen, and their part of the needed.
+
+        Those are read that nearly all sweeps need (runtime/memory/expert_forecast.py). Similar tokens are taken to
+        choose independently among A of the E experts, as many as give the number touched. An expert of these is needed
+        in touched / A of the sweeps; it counts as read ahead with a probability that rises from 0 at half of the sweeps
+        to 1 at all of them, since shares of few sweeps scatter.
+
+        Args:
+            num_experts: E, experts of a layer.
+            chosen: k, experts of each token.
+            tokens: N, tokens.
+        """
+        touched = self.touched(num_experts, chosen, tokens)
+        preferred = num_experts if self.exponent == 1 else _preferred(num_experts, chosen, tokens, touched)
+        part = min(1.0, max(0.0, 2 * touched / preferred - 1))
+        return part * preferred, part
 
 
 INDEPENDENT = Routing()
+
+
+def _touched(num_experts: float, chosen: int, draws: float) -> float:
+    touched: float = num_experts * (1 - (1 - chosen / num_experts) ** draws)
+    return touched
+
+
+@lru_cache(maxsize=1024)
+def _preferred(num_experts: int, chosen: int, tokens: float, touched: float) -> float:
+    """The number of experts A of which tokens that choose independently touch so many: A (1 - (1 - k/A)^N)."""
+    low, high = float(chosen), float(num_experts)
+    for _ in range(30):  # more are touched of more
+        middle = (low + high) / 2
+        low, high = (middle, high) if _touched(middle, chosen, tokens) < touched else (low, middle)
+    return high
 
 
 @dataclass

@@ -32,6 +32,7 @@ from batchgen.planner.step_seconds import (
     dequantize_s,
     elementwise_s,
     experts_frac,
+    experts_read_ahead,
     experts_touched,
     layer_overhead_s,
     logits_s,
@@ -64,6 +65,14 @@ def experts_skipped_frac(s: CostInputs, phase: Phase) -> float:
     if not s.model.num_experts:
         return 0.0
     return 1 - experts_touched(s.model, phase.tokens, s.workload.routing) / s.model.num_experts
+
+
+def _experts_read_fracs(s: CostInputs, phase: Phase) -> tuple[float, float]:
+    """The parts of a layer's experts that are read before a sweep's tokens are routed, and after, on demand."""
+    if not s.model.num_experts:
+        return 0.0, 0.0
+    ahead, part = experts_read_ahead(s.model, phase.tokens, s.workload.routing)
+    return ahead / s.model.num_experts, (1 - part) * (1 - experts_skipped_frac(s, phase))
 
 
 def unequal_batches(s: CostInputs, phase: Phase) -> tuple[Phase, Phase]:
@@ -292,7 +301,7 @@ def moved_bytes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
     kv_new = kv_prefilled + phase.decode_seqs * (s.kv_token_bytes + s.layer_state_bytes)
     disk_bytes = _disk_bytes(s, phase)
     from_disk, to_disk = disk_bytes.on_disk
-    skipped = experts_skipped_frac(s, phase) if reads_on_demand(s, phase) else 0.0
+    skipped = 1 - sum(_experts_read_fracs(s, phase)) if reads_on_demand(s, phase) else 0.0
     weights_read = at.w_disk * s.layer_bytes - at.experts_disk * (skipped * s.all_expert_bytes)
     disk = {"disk_read": weights_read + at.kv_disk * from_disk, "disk_write": at.kv_disk * to_disk}
     if not s.on_gpu:
@@ -432,15 +441,20 @@ def _dram_bytes(s: CostInputs, phase: Phase, at: Placement, moved: Mapping[str, 
 def _add_on_demand(s: CostInputs, phase: Phase, at: Placement, lanes: dict[str, Linear]) -> None:
     """Change the lanes of a layer to those of one whose experts on disk are read on demand.
 
-    The Steps are `read_dense`, `route` and `read_experts` of schedule/sweeps.py. What all tokens need is read ahead
-    while the layer before routes, the experts when the router has chosen, and what comes after them waits. So neither
-    matmuls nor the disk go on beside that: two chains. Of 4-bit weights only experts that were read are dequantized.
+    The Steps are `read_dense`, `route` and `read_experts` of schedule/sweeps.py. What all tokens need, and experts
+    that nearly all sweeps need, are read ahead while the layer before routes, the others when the router has chosen,
+    and what comes after them waits. So neither matmuls nor the disk go on beside that: two chains. Of 4-bit weights
+    only experts that tokens go through are dequantized.
     """
     touched_frac = 1 - experts_skipped_frac(s, phase)
+    ahead_frac, demanded_frac = _experts_read_fracs(s, phase)
     mixtures = s.model.expert_layers / s.model.num_layers
-    tensors = mixtures * s.model.num_experts * touched_frac * len(s.expert_bytes)
-    read_s = transfer_s(s.all_expert_bytes * touched_frac, s.hardware.disk_read_bytes_per_s)
-    requests_s = tensors * s.hardware.disk_read_overhead_s
+    request_s = mixtures * s.model.num_experts * len(s.expert_bytes) * s.hardware.disk_read_overhead_s
+    ahead_s, read_s = (
+        frac * (transfer_s(s.all_expert_bytes, s.hardware.disk_read_bytes_per_s) + request_s)
+        for frac in (ahead_frac, demanded_frac)
+    )
+    requests_s = (ahead_frac + demanded_frac) * request_s
     dequantize_all_s = dequantize_experts_s(s)
     if not dequantizes_after_router(s):
         lanes["compute"] = lanes["compute"] - at.experts_disk * (dequantize_all_s * (1 - touched_frac))
@@ -451,8 +465,8 @@ def _add_on_demand(s: CostInputs, phase: Phase, at: Placement, lanes: dict[str, 
     after_s = layer_s * after_router_frac(s.model) * mixtures
     dense_bytes = at.w_disk * s.layer_bytes - at.experts_disk * s.all_expert_bytes
     dense_s = transfer_s(dense_bytes, s.hardware.disk_read_bytes_per_s)
-    lanes["chain_experts"] = lanes["compute"] + at.experts_disk * (read_s + requests_s)
-    lanes["chain_dense"] = dense_s + at.experts_disk * (read_s + requests_s + after_s + dequantize_all_s * touched_frac)
+    lanes["chain_experts"] = lanes["compute"] + at.experts_disk * read_s
+    lanes["chain_dense"] = dense_s + at.experts_disk * (ahead_s + read_s + after_s + dequantize_all_s * touched_frac)
 
 
 def _chains(

@@ -24,6 +24,7 @@ from batchgen.planner.step_seconds import (
     dequantize_experts_s,
     dequantize_s,
     elementwise_s,
+    experts_read_ahead,
     experts_touched,
     logits_s,
     matmul_as_stored_s,
@@ -459,17 +460,18 @@ class _SweepCosts:
     def read_weights(self, step: Step, load: BatchLoad) -> float:
         """Seconds of reading weights from disk: a layer's, those that all tokens need, or a micro-batch's experts."""
         costs, hardware, layer = self._costs, self._costs.hardware, self._costs.layers[step.layer]
-        if step.kind == "read_experts":
-            size, requests = sum(layer.expert_bytes), len(layer.expert_bytes)
-            expert_s = transfer_s(size, hardware.disk_read_bytes_per_s, requests, hardware.disk_read_overhead_s)
-            return self._added_experts(step) * expert_s
-        at, experts = (step.layer, step.weight_slot), 0
-        if step.kind == "read_dense":
-            costs.without_experts.add(at)
-            experts = costs.config.num_experts * sum(layer.expert_bytes)
-        else:
+        at, size, requests = (step.layer, step.weight_slot), sum(layer.expert_bytes), len(layer.expert_bytes)
+        if step.kind == "read_weight":
             costs.without_experts.discard(at)
-        return transfer_s(layer.read_bytes - experts, hardware.disk_read_bytes_per_s)
+            return transfer_s(layer.read_bytes, hardware.disk_read_bytes_per_s)
+        expert_s = transfer_s(size, hardware.disk_read_bytes_per_s, requests, hardware.disk_read_overhead_s)
+        tokens, routing = sum(load.tokens for load in self._loads), costs.inputs.workload.routing
+        ahead, part = experts_read_ahead(costs.config, tokens, routing)
+        if step.kind == "read_experts":
+            return (1 - part) * self._added_experts(step) * expert_s
+        costs.without_experts.add(at)
+        dense = layer.read_bytes - costs.config.num_experts * size
+        return ahead * expert_s + transfer_s(dense, hardware.disk_read_bytes_per_s)
 
     def read_kv(self, step: Step, load: BatchLoad) -> float:
         """Seconds of reading a micro-batch's KV, or its states, from disk."""

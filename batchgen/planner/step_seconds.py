@@ -116,6 +116,14 @@ def experts_touched(model: ModelConfig, tokens: float, routing: Routing) -> floa
     return routing.touched(model.num_experts, model.experts_per_token, tokens)
 
 
+def experts_read_ahead(model: ModelConfig, tokens: float, routing: Routing) -> tuple[float, float]:
+    """Experts of a layer that a sweep of so many tokens reads before it has routed them, and their part of the needed.
+
+    Where experts are read on demand.
+    """
+    return routing.read_ahead(model.num_experts, model.experts_per_token, tokens)
+
+
 def experts_frac(model: ModelConfig) -> float:
     """The part of a layer's weights that is in matrices of its experts."""
     if not model.num_experts:

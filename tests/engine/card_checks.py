@@ -10,7 +10,7 @@ import test_token_identity as identity
 import torch
 from model_tables import MODELS
 from test_token_identity import DTYPE, EMULATED, TIERS, policy_of, schedules, tokens_of
-from thorough import some_of
+from thorough import quick_or, rotating
 from tiered import make_parts
 
 from batchgen.core.device import Device
@@ -32,9 +32,12 @@ NEVER = 10**9
 PACKED_TOKENS = (6, NEVER)
 # Sweeps of one size before it is captured. All that is on the card alone is captured.
 UNCAPTURED = {"captured": 0, "launched": NEVER}
+# A captured sweep, and each tier launched Step by Step; of these two of each model, others every day.
 _CELLS = [(model, tier, "launched") for model in MODELS for tier in ON_CARD] + [
     (model, "device", "captured") for model in MODELS
 ]
+_OF_MODELS = [[cell for cell in _CELLS if cell[0] == model] for model in MODELS]
+_SOME = [cell for cells in _OF_MODELS for cell in rotating("card", cells[0]).sample(cells, 2)]
 
 
 def parts_of(path, tier, stores, *schedule, kv_format=DTYPE, weight_format=DTYPE, packed_tokens=0):
@@ -49,7 +52,7 @@ def are_those(found, wanted):
     assert [tokens[: len(clear)] for tokens, clear in zip(found, wanted, strict=True)] == wanted
 
 
-@pytest.mark.parametrize(("model", "tier", "launches"), some_of(_CELLS, 3, "card"))
+@pytest.mark.parametrize(("model", "tier", "launches"), quick_or(rotating("card").sample(_CELLS, 3), _SOME))
 def test_tokens_equal_those_of_transformers(model, tier, launches, expected, stores, monkeypatch):
     monkeypatch.setattr(graphs, "_UNCAPTURED", UNCAPTURED[launches])
     path, prompts, wanted = expected(model)
@@ -68,7 +71,8 @@ _OF_CODES = [
 
 
 @pytest.mark.parametrize(
-    ("model", "tier", "launches", "formats", "packed_tokens"), some_of(_OF_CODES, 3, "codes on a card")
+    ("model", "tier", "launches", "formats", "packed_tokens"),
+    rotating("codes on a card").sample(_OF_CODES, quick_or(3, 40)),
 )
 def test_tokens_of_codes_equal_those_of_torch(
     model,

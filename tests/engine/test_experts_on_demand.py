@@ -13,6 +13,7 @@ from batchgen.core.errors import BatchgenError
 from batchgen.models import experts
 from batchgen.models.files import resolve_model
 from batchgen.models.kept_stores import find_or_convert
+from batchgen.runtime.memory.expert_forecast import ExpertForecast
 from batchgen.runtime.memory.weights import Weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -34,7 +35,7 @@ def stores(tmp_path_factory):
 @pytest.mark.parametrize("weight_format", ["float32", "int4"])
 @pytest.mark.parametrize("model", ["qwen3_moe, 8 of 128, shares as they are", "qwen2_moe, a dense layer, windows"])
 def test_bytes_are_those_of_the_pages_of_what_is_touched(model, weight_format, tiny_models, stores, monkeypatch):
-    """With each micro-batch, what the ones before it have not read."""
+    """What all tokens need and experts that are likely, then with each micro-batch what has not been read."""
     family, fields = MODELS[model]
     path = tiny_models(family, **fields)[0]
     store = find_or_convert(
@@ -58,8 +59,7 @@ def test_bytes_are_those_of_the_pages_of_what_is_touched(model, weight_format, t
         wanted(layer, lambda t: [] if t.name in ("gate_up.weight", "down.weight") else [(0, t.num_bytes)])
         whole(weights, layer, slot)
 
-    def read_experts(weights, layer, slot, experts):
-        calls.append(of_reading[slot])
+    def want_experts(layer, experts):
         size = store.config.num_experts
         wanted(
             layer,
@@ -69,6 +69,15 @@ def test_bytes_are_those_of_the_pages_of_what_is_touched(model, weight_format, t
                 else []
             ),
         )
+
+    def likely(forecast, layer, whole=ExpertForecast.likely):
+        experts = whole(forecast, layer)
+        want_experts(layer, experts)
+        return experts
+
+    def read_experts(weights, layer, slot, experts):
+        calls.append(of_reading[slot])
+        want_experts(layer, experts)
         read(weights, layer, slot, experts)
 
     whole_bytes, all_bytes = (
@@ -87,6 +96,7 @@ def test_bytes_are_those_of_the_pages_of_what_is_touched(model, weight_format, t
     of_reading = {}
     for name, function in (("read", read_whole), ("read_dense", read_dense), ("read_experts", read_experts)):
         monkeypatch.setattr(Weights, name, function)
+    monkeypatch.setattr(ExpertForecast, "likely", likely)
     options = {"weight_format": weight_format, "num_gpu_batches": 2, "gpu_batch_size": 4, "activation_batches": (0, 2)}
     found = {}
     for tokens in (0, 3):
@@ -112,16 +122,20 @@ def test_experts_without_a_token_are_not_read(favourite, tiny_models, stores, mo
 
     monkeypatch.setattr("batchgen.models.experts.route", to_one)
     monkeypatch.setattr("batchgen.models.layers.route", to_one)
-    read = Weights.read_experts
+    read_dense, read_experts = Weights.read_dense, Weights.read_experts
 
-    def read_experts(weights, layer, slot, chosen):
-        seen.append(chosen)
-        for name in ("gate_up.weight", "down.weight"):  # the others hold nothing that could be multiplied
+    def into_nothing(weights, layer, slot):
+        for name in ("gate_up.weight", "down.weight"):  # what is not read holds nothing that could be multiplied
             weights.disk.views(layer, slot)[name].fill_(float("nan"))
-        read(weights, layer, slot, chosen)
+        read_dense(weights, layer, slot)
+
+    def seeing(weights, layer, slot, chosen):
+        seen.append(chosen)
+        read_experts(weights, layer, slot, chosen)
 
     expected = generate(make_parts(path, CPU, policy_of(path), stores), PROMPTS, [5, 5, 5])
-    monkeypatch.setattr(Weights, "read_experts", read_experts)
+    monkeypatch.setattr(Weights, "read_dense", into_nothing)
+    monkeypatch.setattr(Weights, "read_experts", seeing)
     policy = policy_of(path, on_demand_tokens=3)
     assert generate(make_parts(path, CPU, policy, stores), PROMPTS, [5, 5, 5]) == expected
     assert set(itertools.chain(*seen)) == {favourite}

@@ -47,7 +47,7 @@ def test_tokens_of_ranks_with_a_card_each_are_those_of_the_cpu(size, family, tin
         policy,
         tmp_path,
         shard=shard_of(read_config(files), 0, size),
-        budgets={"gpu": GIB, "cpu": GIB, "disk": 0},
+        budgets={"gpu": GIB, "cpu": 4 * GIB, "disk": 0},
     )
     assert tokens_of(ranks.load_on_ranks(request, lambda: load_tokenizer(files))) == wanted
 

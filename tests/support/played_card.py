@@ -87,7 +87,7 @@ def _headers() -> list[Path]:
 
 def main() -> None:
     given = sys.argv[1:]
-    count = next((i for i, argument in enumerate(given) if not re.fullmatch(r"[a-z_]+=\w*", argument)), len(given))
+    count = next((i for i, argument in enumerate(given) if not re.fullmatch("[a-z_]+=.*", argument)), len(given))
     if why := missing():
         sys.exit(why)
     os.execve(python(), [str(python()), *given[count:]], environment(**dict(o.split("=") for o in given[:count])))

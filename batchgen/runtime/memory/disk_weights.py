@@ -13,6 +13,7 @@ from batchgen.core.file_version import FileVersion
 from batchgen.models.config import ModelConfig
 from batchgen.models.store.layout import StoreFile, WeightStore
 from batchgen.models.store.weight_store import has_checksums, verify, views
+from batchgen.runtime.memory.expert_forecast import ExpertForecast
 from batchgen.runtime.memory.expert_reads import ExpertReads, Piece, Stretch
 from batchgen.runtime.memory.transfers import Arena, as_buffer
 from batchgen.schedule.residency import WeightResidency
@@ -43,6 +44,7 @@ class DiskWeights:
         self.num_read_bytes = 0
         self._num_experts = config.num_experts
         self._on_demand: dict[int, ExpertReads] = {}  # by slot, of layers whose experts are read on demand
+        self._forecast = ExpertForecast(len(residency.layers), config.num_experts)
         self._files: dict[int, DirectFile] = {}
         self._verified: dict[int, FileVersion | None] = {}  # by layer, the version of its file whose checksums fit
         self._views: dict[tuple[int, int | None], dict[str, Tensor]] = {}
@@ -91,12 +93,17 @@ class DiskWeights:
         self._on_demand.pop(slot, None)
 
     def read_dense(self, layer: int, slot: int) -> None:
-        """Read a layer, which has been read as a whole before, without its experts. Raises BatchgenError."""
+        """Read a layer, which has been read as a whole before, with the experts alone that it will probably need.
+
+        Raises:
+            BatchgenError: It cannot be read.
+        """
         reads = self._on_demand[slot] = ExpertReads(self._stretches[layer], self._num_experts)
-        self._fetch_part(layer, slot, reads.dense())
+        self._fetch_part(layer, slot, [*reads.dense(), *reads.experts(self._forecast.likely(layer))])
 
     def read_experts(self, layer: int, slot: int, experts: Sequence[int]) -> None:
         """Read those of these experts that have not been read since `read_dense`. Raises BatchgenError."""
+        self._forecast.add(layer, experts)
         self._fetch_part(layer, slot, self._on_demand[slot].experts(experts))
 
     def close(self) -> None:

@@ -161,7 +161,10 @@ class Weights:
         self.disk.read(layer, slot)
 
     def read_dense(self, layer: int, slot: int) -> None:
-        """Read a layer, which has been read as a whole before, without its experts. Raises BatchgenError."""
+        """Read a layer, but only the experts that it will probably need. Raises BatchgenError.
+
+        It has been read as a whole before.
+        """
         self.disk.read_dense(layer, slot)
 
     def read_experts(self, layer: int, slot: int, experts: Sequence[int]) -> None:

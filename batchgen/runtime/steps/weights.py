@@ -14,7 +14,7 @@ def read_weight(context: StepContext, step: Step, batch: BatchState) -> None:
 
 
 def read_dense(context: StepContext, step: Step, batch: BatchState) -> None:
-    """Read what a layer has on disk, but for its experts."""
+    """Read what a layer has on disk, of its experts those alone that will probably be needed."""
     context.weights.read_dense(step.layer, step.weight_buffer)
 
 

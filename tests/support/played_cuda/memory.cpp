@@ -69,9 +69,7 @@ bool overlaps(Ranges& ranges, char* address, size_t num_bytes) {
 
 bool on_device(const void* address) { return device && address >= device && address < device + kArena; }
 
-char* behind(const void* address) {
-    return on_device(address) ? shadow + ((char*)address - device) : (char*)address;
-}
+char* behind(const void* address) { return on_device(address) ? shadow + ((char*)address - device) : (char*)address; }
 
 bool is_pinned(const void* address, size_t num_bytes) {
     std::lock_guard lock(mutex);

@@ -342,8 +342,9 @@ PLAYED_API cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCapt
     return cudaSuccess;
 }
 PLAYED_API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
-                                                unsigned long long* id, cudaGraph_t* graph, const cudaGraphNode_t** nodes,
-                                                const cudaGraphEdgeData** edges, size_t* number) {
+                                                unsigned long long* id, cudaGraph_t* graph,
+                                                const cudaGraphNode_t** nodes, const cudaGraphEdgeData** edges,
+                                                size_t* number) {
     if (id) *id = stream_of(stream)->capture_id;
     if (graph) *graph = nullptr;
     if (nodes) *nodes = nullptr;
@@ -395,7 +396,8 @@ PLAYED_API void __cudaUnregisterFatBinary(void**) {}
 PLAYED_API char __cudaInitModule(void**) { return 1; }
 PLAYED_API void __cudaRegisterFunction(void**) {}
 PLAYED_API void __cudaRegisterVar(void**) {}
-PLAYED_API unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared_bytes, struct CUstream_st* stream) {
+PLAYED_API unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared_bytes,
+                                                struct CUstream_st* stream) {
     return pushed = {grid, block, shared_bytes, stream}, 0;
 }
 PLAYED_API cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared_bytes, void* stream) {

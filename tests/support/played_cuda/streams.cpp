@@ -58,12 +58,13 @@ bool is_closed() {
     return false;
 }
 
-// With the lock held: waits for progress. `holds` says that the thread came with the interpreter's lock, as torch's does
-// not where it knows that it may wait: then no other thread of the host can open what a stream waits at.
+// With the lock held: waits for progress. `holds` says that the thread came with the interpreter's lock, as torch's
+// does not where it knows that it may wait: then no other thread of the host can open what a stream waits at.
 template <typename Condition>
 void wait_until(Lock& lock, bool holds, const char* what, Condition condition) {
     if (condition()) return;
-    if (holds && is_closed()) fault(std::string("waits with the interpreter's lock for a stream that waits for the host: ") + what);
+    if (holds && is_closed())
+        fault(std::string("waits with the interpreter's lock for a stream that waits for the host: ") + what);
     progressed.wait(lock, condition);
 }
 
@@ -117,9 +118,7 @@ struct AtExit {
 
 }  // namespace
 
-double now_s() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
+double now_s() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 Stream* new_stream(int priority) {
     static const long most_us = option("DELAY_US", 0);
@@ -135,7 +134,8 @@ Stream* new_stream(int priority) {
 Stream* stream_of(void* handle) { return (uintptr_t)handle <= 2 ? &default_stream : (Stream*)handle; }
 
 Put put(Stream* stream, Operation operation, bool can_be_captured) {
-    // With no thread at all, for the time that the host takes: what is launched is done at once, in the order of launches.
+    // With no thread at all, for the time that the host takes: what is launched is done at once, in the order of
+    // launches.
     static const bool at_once = option("AT_ONCE", 0);
     static const size_t most = (size_t)option("QUEUE", 1024);
     count(operation.kind);

@@ -1,7 +1,7 @@
 // Streams of the played card: queues of operations, which a thread carries out one at a time.
 //
-// Of the streams whose next operation may begin it takes any one, and holds some operations back, both by the seed: what
-// is right by good timing alone is wrong here.
+// Of the streams whose next operation may begin it takes any one, and holds some operations back, both by the seed:
+// what is right by good timing alone is wrong here.
 #pragma once
 
 #include <atomic>

@@ -28,7 +28,8 @@ struct UniqueId {
     char text[128];
 };
 
-// What the ranks share. Rank r writes its part of sum n into a slot of its own, n % kSlots, and then all read all parts.
+// What the ranks share. Rank r writes its part of sum n into a slot of its own, n % kSlots, and then all read all
+// parts.
 struct Shared {
     std::atomic<int> joined;
     std::atomic<uint64_t> written[kMostRanks], read[kMostRanks];  // sums so far
@@ -114,8 +115,11 @@ PLAYED_API int ncclAllReduce(const void* from, void* to, size_t count, Type type
     constexpr int kSum = 0;
     size_t num_bytes = count * (type == kFloat32 ? 4 : 2);
     bool is_known = type == kFloat16 || type == kFloat32 || type == kBfloat16;
-    if (operation != kSum || !is_known || num_bytes > kSlotBytes || !played::on_device(from) || !played::on_device(to)) {
-        played::fault("a sum of NCCL's that is not played: of other numbers, too large, or not on the card");
+    if (!count) return kSuccess;
+    if (operation != kSum || !is_known || num_bytes > kSlotBytes || !played::on_device(from) ||
+        !played::on_device(to)) {
+        played::fault("a sum of NCCL's that is not played: operation " + std::to_string(operation) + ", type " +
+                      std::to_string(type) + ", " + std::to_string(count) + " numbers");
         return kInvalidArgument;
     }
     uint64_t sum = ++ranks->launched;
