@@ -25,7 +25,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import transformers
 from config_draws import MARGIN, MODELS, draws_of
 from recording import result_path, write
-from tiny_models import make_tiny_tokenizer
+from tiny_tokenizers import make_tiny_tokenizer
 
 RESULT = result_path("random_configs")
 

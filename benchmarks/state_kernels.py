@@ -26,6 +26,8 @@ from batchgen.core.machine import keep_freed_memory
 from batchgen.models.state_layers import DeltaNet
 from batchgen.ops import cpp as kernels
 from batchgen.ops import dispatch as ops
+from batchgen.ops import state_dispatch as state_ops
+from batchgen.ops.state_slots import StateSlots
 from batchgen.runtime.memory.transfers import untouched
 
 DIM = 128  # of queries, keys and values
@@ -63,7 +65,7 @@ def decode_trials(
 
     def step(i: int) -> None:
         which = slots[i % turns]
-        ops.delta_rule(qkv, g, beta, states, which, which, starts, key_heads=KEY_HEADS)
+        state_ops.delta_rule(qkv, g, beta, states, StateSlots(which, which, starts), key_heads=KEY_HEADS)
 
     def scale(i: int) -> None:
         pieces[i % turns].mul_(1.0)
@@ -89,7 +91,7 @@ def prompt_update(tokens: int, value_heads: int) -> Callable[[int], object]:
     qkv, g, beta = operands(tokens, value_heads, torch.bfloat16)
     states = torch.zeros(1, value_heads, DIM, DIM)
     slot, starts = torch.tensor([0]), torch.tensor([0, tokens])
-    return lambda i: ops.delta_rule(qkv, g, beta, states, slot, slot, starts, key_heads=KEY_HEADS)
+    return lambda i: state_ops.delta_rule(qkv, g, beta, states, StateSlots(slot, slot, starts), key_heads=KEY_HEADS)
 
 
 def prefill(measured: Measured, name: str, args: argparse.Namespace) -> None:

@@ -30,7 +30,8 @@ from safetensors.torch import save_file
 
 from batchgen.core.request import Request, SamplingParams, ScoreRequest
 from batchgen.engine.engine import Engine
-from batchgen.ops import dispatch as ops
+from batchgen.ops import state_dispatch as ops
+from batchgen.ops.state_slots import StateSlots
 
 HALF_LIVES = (10, 100, 1_000, 10_000)  # tokens
 HEADS, DIM, SEQUENCES = 8, 128, 4
@@ -52,7 +53,9 @@ def layer_error(half_life: int, tokens: int) -> float:
     for token in range(tokens):
         qkv = torch.randn(SEQUENCES, 3 * HEADS * DIM, generator=draw)
         beta = torch.randn(SEQUENCES, HEADS, generator=draw).sigmoid()
-        exact, rounded = (ops.delta_rule(qkv, g, beta, held, slots, slots, starts, key_heads=HEADS) for held in states)
+        exact, rounded = (
+            ops.delta_rule(qkv, g, beta, held, StateSlots(slots, slots, starts), key_heads=HEADS) for held in states
+        )
         if token >= tokens * 3 // 4:
             errors.append(float((rounded - exact).square().mean()))
             sizes.append(float(exact.square().mean()))

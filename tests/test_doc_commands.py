@@ -90,7 +90,7 @@ def runs_here(page):
 @pytest.fixture(scope="module")
 def models(tiny_models, tmp_path_factory):
     """The models that pages name: a tiny one, and as `demo` a tiny GGUF."""
-    from tiny_models import write_tiny_gguf
+    from tiny_gguf import write_tiny_gguf
     from transformers import AutoTokenizer
 
     path, model = tiny_models("llama")

@@ -27,6 +27,7 @@ from batchgen.models.layers import (
 from batchgen.models.state import StateViews, mix_state
 from batchgen.models.tensor_files.table_rows import TableRows
 from batchgen.ops import dispatch as ops
+from batchgen.ops.state_slots import StateSlots
 
 _SEQS, _TOKENS, _SEED = 8, 64, 20231
 # Least importance as a fraction of the mean: no channel is given up, as other text may use it.
@@ -138,7 +139,8 @@ class ChannelImportance:
         views = StateViews(inputs, torch.zeros(self._seqs, *state.matrix_shape))
         target = torch.arange(self._seqs)
         starts = torch.arange(0, self._seqs * self._tokens + 1, self._tokens)
-        return mix_state(self._config, weights, projected, views, torch.full_like(target, -1), target, starts)
+        slots = StateSlots(torch.full_like(target, -1), target, starts)
+        return mix_state(self._config, weights, projected, views, slots)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float, sinks: Tensor | None) -> Tensor:

@@ -19,6 +19,7 @@ from batchgen.models.experts import OnCounts, OnInput, Routes, Weights, experts,
 from batchgen.models.families import GEMMA, GEMMA4
 from batchgen.models.rope import RopeConfig
 from batchgen.ops import dispatch as ops
+from batchgen.ops import state_dispatch as state_ops
 
 Rope = tuple[Tensor, Tensor]
 # All-reduce: sums the results of ranks that have a part of the layer each (`shard.py`), in place, [tokens, hidden].
@@ -199,7 +200,7 @@ def gate_attention(config: ModelConfig, projected: Tensor, attended: Tensor) -> 
         `attended`, as [tokens, heads * head_dim].
     """
     attended = attended.flatten(1)
-    return ops.gated(attended, projected[:, : attended.shape[1]], attended) if config.output_gate else attended
+    return state_ops.gated(attended, projected[:, : attended.shape[1]], attended) if config.output_gate else attended
 
 
 def rotary_options(

@@ -14,7 +14,8 @@ from torch import Tensor
 from batchgen.models.config import ModelConfig
 from batchgen.models.experts import Weights
 from batchgen.models.state_layers import DeltaNet, ShortConv
-from batchgen.ops import dispatch as ops
+from batchgen.ops import state_dispatch as ops
+from batchgen.ops.state_slots import StateSlots
 
 # The factors of the convolution, a tensor of two dimensions that no other is multiplied with as a matrix.
 CONVOLUTION = "conv.weight"
@@ -40,9 +41,7 @@ def mix_state(
     weights: Weights,
     projected: Tensor,
     states: StateViews,
-    source: Tensor,
-    target: Tensor,
-    starts: Tensor,
+    slots: StateSlots,
     out: Tensor | None = None,
 ) -> Tensor:
     """Update the states of sequences by their tokens, and compute what the output projection takes.
@@ -53,9 +52,7 @@ def mix_state(
         projected: Result of `layers.pre_attention` for all sequences, packed, [tokens, `state.projected_width`]; rows
             may lie apart.
         states: States of the layer, which are updated.
-        source: Slot of each sequence's state before its first token here, int32 or int64 [sequences]. -1: zeros.
-        target: Slot of each sequence's state after its last token, of the same type.
-        starts: Number of each sequence's first token in `projected`, then the number of all tokens, of the same type.
+        slots: Slots of the sequences, and their tokens in `projected`.
         out: Tensor for the result, contiguous. None: a new tensor.
 
     Returns:
@@ -65,15 +62,14 @@ def mix_state(
     if isinstance(state, ShortConv):
         b, c, x = projected.split(state.channels, dim=1)
         bias = cast("Tensor | None", weights.get("conv.bias"))
-        y = ops.causal_conv(b * x, weights["conv.weight"], bias, states.inputs, source, target, starts, silu=False)
+        y = ops.causal_conv(b * x, weights["conv.weight"], bias, states.inputs, slots, silu=False)
         return torch.mul(c, y, out=y if out is None else out)
     assert isinstance(state, DeltaNet) and states.matrices is not None, "the layer is a Gated DeltaNet"
     mixed, z, b, a = projected.split((state.channels, state.out_size, state.value_heads, state.value_heads), dim=1)
-    rows = source, target, starts
-    qkv = ops.causal_conv(mixed, weights["conv.weight"], None, states.inputs, *rows, silu=True)
+    qkv = ops.causal_conv(mixed, weights["conv.weight"], None, states.inputs, slots, silu=True)
     g, beta = ops.delta_gates(a, b, weights["a_log"], weights["dt_bias"])
     by_head = None if out is None else out.view(-1, state.value_heads, state.value_dim)
-    y = ops.delta_rule(qkv, g, beta, states.matrices, *rows, key_heads=state.key_heads, out=by_head)
+    y = ops.delta_rule(qkv, g, beta, states.matrices, slots, key_heads=state.key_heads, out=by_head)
     y = ops.gated_norm(y, z, weights["state_norm.weight"], config.norm_eps, y)
     if state.out_by_member:
         y.copy_(y.unflatten(1, (state.key_heads, -1)).transpose(1, 2).reshape(y.shape))

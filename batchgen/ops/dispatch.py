@@ -1,7 +1,7 @@
 """The operations of the model's forward pass and sampler, each sent to the kernels of the tensor's device.
 
-The operations are linear layers, norms, rotary embedding, attention over paged KV, state layers, group quantization and
-sampling.
+The operations are linear layers, norms, rotary embedding, attention over paged KV, group quantization and sampling
+(`state_dispatch` has those of state layers).
 Tensors of the CPU go to the C++ kernels (`cpp`). Tensors of a CUDA GPU go to the Triton kernels (`triton`) if Triton is
 installed. All else goes to torch (`reference`): other devices, and shapes or GPUs that the kernels do not support.
 
@@ -28,7 +28,7 @@ from torch import Tensor
 from batchgen.core.dtypes import WEIGHT_CODE_BITS, KVFormat
 from batchgen.core.kernel_choice import TORCH
 from batchgen.ops import cpp as kernels
-from batchgen.ops import quant, reference, state_kernels, state_reference, torch_attention
+from batchgen.ops import quant, reference, torch_attention
 from batchgen.ops.attention_plan import AttentionPlan
 from batchgen.ops.cpp import BlockWeight, BoundWeight, KernelWeight, PackedWeight
 from batchgen.ops.sampling import Draws
@@ -84,7 +84,7 @@ def _card_kernels() -> ModuleType:
     return triton_kernels
 
 
-def _device_kernels(device: torch.device) -> ModuleType | None:
+def device_kernels(device: torch.device) -> ModuleType | None:
     """The package of Triton kernels for tensors of a GPU; None where torch computes. Not for tensors of the CPU."""
     triton_kernels = _triton() if device.type == "cuda" else None
     return triton_kernels if triton_kernels and triton_kernels.card(device).has_kernels else None
@@ -131,7 +131,7 @@ def linear(
             return _torch_linear(x, weight.data, bias, **options)
         compute: ModuleType | None = kernels
     else:
-        compute = _product_kernels(x.device) if _is_packed(weight) else _device_kernels(x.device)
+        compute = _product_kernels(x.device) if _is_packed(weight) else device_kernels(x.device)
         if compute is not None and _is_packed(weight):
             return compute.packed_linear(x, weight, bias, **options)
     return (compute or reference).linear(x, weight, bias, **options)
@@ -144,7 +144,7 @@ def multiplies_int4(device: torch.device) -> bool:
 
 def _product_kernels(device: torch.device) -> ModuleType | None:
     """The package of Triton kernels for a GPU on which those for matrix products are fast; None for other devices."""
-    triton_kernels = _device_kernels(device)
+    triton_kernels = device_kernels(device)
     return triton_kernels if triton_kernels and triton_kernels.card(device).has_products else None
 
 
@@ -406,7 +406,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor
     """
     if x.is_cpu:
         return kernels.norm(x, weight, bias, eps, out)
-    triton_kernels = _device_kernels(x.device)
+    triton_kernels = device_kernels(x.device)
     compute = triton_kernels if triton_kernels and x.shape[-1] <= triton_kernels.MAX_COLUMNS else reference
     return compute.norm(x, weight, bias, eps, out)
 
@@ -461,7 +461,7 @@ def rotary(  # the operands of one kernel
         "eps": eps,
         "rotation": rotation(head_dim, qkv.device) if rotate_keys else None,
     }
-    triton_kernels = _device_kernels(qkv.device)
+    triton_kernels = device_kernels(qkv.device)
     if _has_kernels(qkv, head_dim):
         q, k, v = kernels.rotary_store(qkv, heads, kv_heads, head_dim, **options)
     elif triton_kernels and triton_kernels.supports_rotary(head_dim, rotate_keys, qkv.device):
@@ -528,7 +528,7 @@ def _rotary_store(qkv: Tensor, heads: int, kv: Tensor, slots: Tensor, kv_format:
     stored = {"kv": kv, "slots": slots, "bits": bits, "rotation": matrix}
     if _has_kernels(qkv, head_dim):
         return kernels.rotary_store(qkv, heads, kv_heads, head_dim, **stored, **options)[0]
-    triton_kernels = _device_kernels(qkv.device)
+    triton_kernels = device_kernels(qkv.device)
     if triton_kernels and triton_kernels.supports_rotary(head_dim, rotate_keys, qkv.device):
         return triton_kernels.rotary_store(qkv, heads, kv_heads, **stored, **options)[0]
     q, k, v = rotary(qkv, heads, kv_heads, rotate_keys=rotate_keys, **options)
@@ -568,7 +568,7 @@ def prepare_attention(  # shapes of one launch
     group = heads // kv_heads
     if device.type == "cpu" and kernels.supports_attention(head_dim, group):
         return kernels.attention_plan(plan, kv_heads, group, kv_block_size, kv_format.row_bytes(head_dim), isa)
-    triton_kernels = None if device.type == "cpu" else _device_kernels(device)
+    triton_kernels = None if device.type == "cpu" else device_kernels(device)
     compute: ModuleType = torch_attention
     if triton_kernels and triton_kernels.supports_attention(head_dim, group, kv_block_size, device):
         compute = triton_kernels
@@ -614,7 +614,7 @@ def can_capture(device: torch.device, head_dim: int, group: int, kv_block_size: 
         group: Number of query heads that share a KV head.
         kv_block_size: Number of tokens in a KV block.
     """
-    triton_kernels = _device_kernels(device)
+    triton_kernels = device_kernels(device)
     return bool(
         triton_kernels
         and triton_kernels.supports_attention(head_dim, group, kv_block_size, device)
@@ -733,7 +733,7 @@ def gather_rows(target: Tensor, source: Tensor, index: Tensor) -> None:
         source: Tensor with the rows, of target's dtype.
         index: Row numbers in `source`, int64. If it is on a GPU, this GPU must be able to access all three tensors.
     """
-    triton_kernels = _device_kernels(index.device)
+    triton_kernels = device_kernels(index.device)
     if triton_kernels:
         triton_kernels.gather_rows(target, source, index)
     else:
@@ -748,7 +748,7 @@ def scatter_rows(target: Tensor, index: Tensor, source: Tensor) -> None:
         index: Row numbers in `target`, int64. If it is on a GPU, this GPU must be able to access all three tensors.
         source: Tensor with the new rows, [len(index), ...].
     """
-    triton_kernels = _device_kernels(index.device)
+    triton_kernels = device_kernels(index.device)
     if triton_kernels:
         triton_kernels.scatter_rows(target, index, source)
     else:
@@ -821,136 +821,7 @@ def forbid(logits: Tensor, rows: np.ndarray, allowed: np.ndarray) -> None:
 
 def _of_logits(logits: Tensor) -> ModuleType:
     """The module with the kernels, or torch operations, for the device of these logits."""
-    return kernels if logits.is_cpu else _device_kernels(logits.device) or reference
-
-
-# State layers.
-
-
-def causal_conv(  # the operands of one kernel
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    states: Tensor,
-    source: Tensor,
-    target: Tensor,
-    starts: Tensor,
-    *,
-    silu: bool,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Compute the causal convolution of each channel over the tokens of each sequence, and keep the last inputs.
-
-    A slot may be the source of several sequences. The target of a sequence is no other sequence's source or target. A
-    sequence without tokens has its state copied.
-
-    Args:
-        x: Inputs of all sequences, packed, [tokens, channels]; rows may lie apart.
-        weight: Factors of each channel, from the oldest input to the token's own, [channels, kernel].
-        bias: Summand of each channel, [channels], or None.
-        states: Last inputs of each sequence, the oldest first, [slots, channels, kernel - 1], in x's dtype; slots may
-            lie apart.
-        source: Slot of each sequence's state before its first token here, int32 or int64 [sequences]. -1: zeros.
-        target: Slot of each sequence's state after its last token, of the same type. Where `can_capture` is true, a
-            state with a slot below 0 is not kept.
-        starts: Number of each sequence's first token in x, then the number of all tokens, [sequences + 1].
-        silu: Whether silu is applied to the results.
-        out: Tensor for the result, of x's shape, contiguous. None: a new tensor.
-
-    Returns:
-        Results [tokens, channels].
-    """
-    compute = _of_states(x)
-    if compute is state_kernels and not state_kernels.supports_kernel(weight.shape[1]):
-        compute = state_reference
-    return compute.causal_conv(x, weight, bias, states, source, target, starts, silu=silu, out=out)
-
-
-def delta_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the gates of `delta_rule` from projections of the tokens.
-
-    Args:
-        a, b: Projections, each [tokens, value_heads]; rows may lie apart.
-        a_log: Logarithm of each head's rate of decay, [value_heads].
-        dt_bias: Summand of `a`, [value_heads].
-
-    Returns:
-        g = -exp(a_log) * softplus(a + dt_bias) and beta = sigmoid(b), both fp32 [tokens, value_heads].
-    """
-    return _of_states(a).delta_gates(a, b, a_log, dt_bias)
-
-
-def delta_rule(  # the operands of one kernel
-    qkv: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    states: Tensor,
-    source: Tensor,
-    target: Tensor,
-    starts: Tensor,
-    *,
-    key_heads: int,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Update the states of Gated DeltaNet by each token, and read each token's result from them.
-
-    A state S [key_dim, value_dim] first decays by exp(g), then beta k (v - S^T k)^T is added to it, then the result
-    S^T q is read (Gated Delta Networks: Yang et al., 2024). Each query and key is divided by its L2 norm, queries are
-    multiplied by key_dim ** -0.5. All sums are in fp32.
-
-    A slot may be the source of several sequences. The target of a sequence is no other sequence's source or target. A
-    sequence without tokens has its state copied.
-
-    Args:
-        qkv: Queries and keys of all key heads and values of all value heads, packed, [tokens, 2 * key_heads * key_dim +
-            value_heads * value_dim]; rows may lie apart. Value heads that follow each other share a key head.
-        g: Log decay, at most 0, fp32 [tokens, value_heads].
-        beta: Strength of each update, fp32 [tokens, value_heads].
-        states: States, fp32 or bf16 [slots, value_heads, key_dim, value_dim]; slots may lie apart.
-        source: Slot of each sequence's state before its first token here, int32 or int64 [sequences]. -1: zeros.
-        target: Slot of each sequence's state after its last token, of the same type. Where `can_capture` is true, a
-            state with a slot below 0 is not kept.
-        starts: Number of each sequence's first token, then the number of all tokens, [sequences + 1].
-        key_heads: Number of query heads, which is that of key heads.
-        out: Tensor for the result, contiguous. None: a new tensor of qkv's dtype.
-
-    Returns:
-        Results [tokens, value_heads, value_dim].
-    """
-    compute = _of_states(qkv)
-    return compute.delta_rule(qkv, g, beta, states, source, target, starts, key_heads=key_heads, out=out)
-
-
-def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """Compute RMSNorm(x) * weight * silu(z) of each head.
-
-    Args:
-        x: Tensor [tokens, heads, dim].
-        z: Gate, [tokens, heads, dim] or [tokens, heads * dim]; rows may lie apart.
-        weight: Factor of each column, [dim].
-        eps: Number added to the mean square before the square root.
-        out: Tensor for the result, contiguous, which may be x. None: a new tensor.
-
-    Returns:
-        Results [tokens, heads, dim].
-    """
-    return _of_states(x).gated_norm(x, z, weight, eps, out)
-
-
-def gated(x: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
-    """Compute x * sigmoid(gate), the output gate of attention.
-
-    Args:
-        x: Tensor [tokens, columns].
-        gate: Tensor of x's shape, or [tokens, heads, dim] of as many columns; rows may lie apart.
-        out: Tensor for the result, contiguous, which may be x. None: a new tensor.
-    """
-    return _of_states(x).gated(x, gate, out)
-
-
-def _of_states(x: Tensor) -> ModuleType:
-    """The module with the kernels of state layers, or torch operations, for the device of this tensor."""
-    return state_kernels if x.is_cpu else _device_kernels(x.device) or state_reference
+    return kernels if logits.is_cpu else device_kernels(logits.device) or reference
 
 
 # Packed rows.
@@ -971,7 +842,7 @@ def quantize(x: Tensor, bits: int = WEIGHT_CODE_BITS, *, importance: Tensor | No
     if x.device.type == "cpu":
         return kernels.quantize(x, bits, importance=importance)
     assert importance is None
-    return (_device_kernels(x.device) or quant).quantize(x, bits)
+    return (device_kernels(x.device) or quant).quantize(x, bits)
 
 
 def dequantize(packed: Tensor, out: Tensor) -> Tensor:
@@ -984,7 +855,7 @@ def dequantize(packed: Tensor, out: Tensor) -> Tensor:
     Returns:
         `out`.
     """
-    compute = kernels if packed.device.type == "cpu" else _device_kernels(packed.device)
+    compute = kernels if packed.device.type == "cpu" else device_kernels(packed.device)
     if compute and packed.is_contiguous() and out.is_contiguous():
         return compute.dequantize(packed, out.shape[-1], out)
     return quant.dequantize(packed, out.shape[-1], out=out)

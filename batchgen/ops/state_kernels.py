@@ -1,6 +1,6 @@
 """The C++ kernels of state layers (csrc/state/) as functions of torch tensors on the CPU.
 
-`dispatch` describes the operations and calls these functions. They run on the process's instruction set (`cpp`).
+`state_dispatch` describes the operations and calls these functions. They run on the process's instruction set (`cpp`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from batchgen.ops.cpp import TYPES
 from batchgen.ops.kernel_library import library as _kernels
+from batchgen.ops.state_slots import StateSlots
 
 _MOST_TAPS = 16
 
@@ -25,14 +26,12 @@ def causal_conv(
     weight: Tensor,
     bias: Tensor | None,
     states: Tensor,
-    source: Tensor,
-    target: Tensor,
-    starts: Tensor,
+    slots: StateSlots,
     *,
     silu: bool,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute the causal convolution of each channel (`dispatch.causal_conv`) by the C++ kernels.
+    """Compute the causal convolution of each channel (`state_dispatch.causal_conv`) by the C++ kernels.
 
     Raises:
         IndexError: A slot or a token is not there.
@@ -54,7 +53,7 @@ def causal_conv(
         states.data_ptr(),
         states.stride(0),
         len(states),
-        *_slots(source, target, starts),
+        *_as_arrays(slots),
         silu,
         TYPES[x.dtype],
         out.data_ptr(),
@@ -64,7 +63,7 @@ def causal_conv(
 
 
 def delta_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the log decay and the strength of each update (`dispatch.delta_gates`) by the C++ kernels."""
+    """Compute the log decay and the strength of each update (`state_dispatch.delta_gates`) by the C++ kernels."""
     tokens, heads = a.shape
     a_log, dt_bias = a_log.float().contiguous(), dt_bias.float().contiguous()
     g, beta = torch.empty(tokens, heads), torch.empty(tokens, heads)
@@ -91,20 +90,18 @@ def delta_rule(  # the operands of one kernel
     g: Tensor,
     beta: Tensor,
     states: Tensor,
-    source: Tensor,
-    target: Tensor,
-    starts: Tensor,
+    slots: StateSlots,
     *,
     key_heads: int,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Update the states of Gated DeltaNet and read from them (`dispatch.delta_rule`) by the C++ kernels.
+    """Update the states of Gated DeltaNet and read from them (`state_dispatch.delta_rule`) by the C++ kernels.
 
     Raises:
         IndexError: A slot or a token is not there.
     """
     tokens, columns = qkv.shape
-    slots, value_heads, key_dim, value_dim = states.shape
+    count, value_heads, key_dim, value_dim = states.shape
     out = torch.empty(tokens, value_heads, value_dim, dtype=qkv.dtype) if out is None else out
     assert columns == 2 * key_heads * key_dim + value_heads * value_dim and value_heads % key_heads == 0
     assert qkv.stride(1) == 1 and out.is_contiguous() and out.shape == (tokens, value_heads, value_dim)
@@ -121,8 +118,8 @@ def delta_rule(  # the operands of one kernel
         states.data_ptr(),
         states.stride(0),
         TYPES[states.dtype],
-        slots,
-        *_slots(source, target, starts),
+        count,
+        *_as_arrays(slots),
         key_heads,
         value_heads,
         key_dim,
@@ -133,13 +130,13 @@ def delta_rule(  # the operands of one kernel
 
 
 def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """Compute RMSNorm(x) * weight * silu(z) of each head (`dispatch.gated_norm`) by the C++ kernels."""
+    """Compute RMSNorm(x) * weight * silu(z) of each head (`state_dispatch.gated_norm`) by the C++ kernels."""
     assert weight.dtype == x.dtype and weight.shape == x.shape[2:] and weight.is_contiguous()
     return _gated(x, z, weight, eps, out)
 
 
 def gated(x: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
-    """Compute x * sigmoid(gate) (`dispatch.gated`) by the C++ kernels."""
+    """Compute x * sigmoid(gate) (`state_dispatch.gated`) by the C++ kernels."""
     return _gated(x, gate, None, 0.0, out)
 
 
@@ -166,7 +163,7 @@ def _gated(x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, out: Tens
     return out
 
 
-def _slots(source: Tensor, target: Tensor, starts: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The slots and the first tokens of sequences as the kernels take them, int64."""
-    source, target, starts = (x.to(torch.int64).contiguous().numpy() for x in (source, target, starts))
+def _as_arrays(slots: StateSlots) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Source, target and starts as the kernels take them, int64."""
+    source, target, starts = (x.to(torch.int64).contiguous().numpy() for x in slots)
     return source, target, starts

@@ -1,7 +1,7 @@
 """The operations of state layers in torch, on any device: Gated DeltaNet and the short convolution.
 
 It is the reference for the kernels, and used without kernels. A state layer keeps one state for each sequence, however
-long it is, in a slot of a pool. `dispatch` describes the arguments of each operation. All sums are in fp32.
+long it is, in a slot of a pool. `state_dispatch` describes the arguments of each operation. All sums are in fp32.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.ops.state_chunks import CHUNK
+from batchgen.ops.state_slots import StateSlots
 
 _NORM_EPS = 1e-6
 
@@ -23,17 +24,15 @@ def causal_conv(
     weight: Tensor,
     bias: Tensor | None,
     states: Tensor,
-    source: Tensor,
-    target: Tensor,
-    starts: Tensor,
+    slots: StateSlots,
     *,
     silu: bool,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute the causal convolution of each channel over the tokens of each sequence (`dispatch.causal_conv`)."""
+    """Compute the causal convolution of each channel over the tokens of each sequence, as `state_dispatch` has it."""
     out = x.new_empty(x.shape) if out is None else out
-    before = _gathered(states, source)
-    bounds = starts.tolist()
+    before = _gathered(states, slots.source)
+    bounds = slots.starts.tolist()
     for i, (start, stop) in enumerate(itertools.pairwise(bounds)):
         inputs = torch.cat((before[i].t(), x[start:stop]))  # [kernel - 1 + tokens, channels]
         if stop > start:
@@ -41,12 +40,12 @@ def causal_conv(
             y = torch.einsum("tck,ck->tc", windows, weight.float())
             y = y if bias is None else y + bias.float()
             out[start:stop] = F.silu(y) if silu else y
-        states[target[i]] = inputs[len(inputs) - weight.shape[1] + 1 :].t()
+        states[slots.target[i]] = inputs[len(inputs) - weight.shape[1] + 1 :].t()
     return out
 
 
 def delta_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the log decay and the strength of each update (`dispatch.delta_gates`), both in fp32."""
+    """Compute the log decay and the strength of each update (`state_dispatch.delta_gates`), both in fp32."""
     g = -a_log.float().exp() * F.softplus(a.float() + dt_bias.float())
     return g, b.float().sigmoid()
 
@@ -56,14 +55,12 @@ def delta_rule(  # the operands of one kernel
     g: Tensor,
     beta: Tensor,
     states: Tensor,
-    source: Tensor,
-    target: Tensor,
-    starts: Tensor,
+    slots: StateSlots,
     *,
     key_heads: int,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Update the states of Gated DeltaNet and read from them (`dispatch.delta_rule`).
+    """Update the states of Gated DeltaNet and read from them (`state_dispatch.delta_rule`).
 
     Sequences with one token are computed together, the others one by one in chunks.
     """
@@ -77,12 +74,12 @@ def delta_rule(  # the operands of one kernel
     q, k, v = (x.transpose(0, 1) for x in (q, k, v.unflatten(1, (value_heads, value_dim))))
     g, beta = g.t(), beta.t()
 
-    after = _gathered(states, source).float()
-    bounds = starts.tolist()
+    after = _gathered(states, slots.source).float()
+    bounds = slots.starts.tolist()
     lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
     single = [i for i, length in enumerate(lengths) if length == 1]
     if single:
-        tokens, rows = starts[single].long(), torch.tensor(single, device=qkv.device)
+        tokens, rows = slots.starts[single].long(), torch.tensor(single, device=qkv.device)
         each = (x[:, tokens].transpose(0, 1).flatten(0, 1).unsqueeze(1) for x in (q, k, v, g, beta))
         result, state = _chunk(each, after[rows].flatten(0, 1))
         out[tokens] = result.view(len(single), value_heads, value_dim).to(out.dtype)
@@ -94,7 +91,7 @@ def delta_rule(  # the operands of one kernel
             some = slice(first, min(first + CHUNK, start + length))
             result, after[i] = _chunk((x[:, some] for x in (q, k, v, g, beta)), after[i])
             out[some] = result.transpose(0, 1).to(out.dtype)
-    states[target.long()] = after.to(states.dtype)
+    states[slots.target.long()] = after.to(states.dtype)
     return out
 
 
@@ -135,12 +132,12 @@ def _gathered(states: Tensor, source: Tensor) -> Tensor:
 
 
 def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """Compute RMSNorm(x) * weight * silu(z) of each head (`dispatch.gated_norm`)."""
+    """Compute RMSNorm(x) * weight * silu(z) of each head (`state_dispatch.gated_norm`)."""
     y = F.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps) * F.silu(z.reshape(x.shape).float())
     return y.to(x.dtype) if out is None else out.copy_(y)
 
 
 def gated(x: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
-    """Compute x * sigmoid(gate) (`dispatch.gated`)."""
+    """Compute x * sigmoid(gate) (`state_dispatch.gated`)."""
     y = x.float() * torch.sigmoid(gate.reshape(x.shape).float())
     return y.to(x.dtype) if out is None else out.copy_(y)

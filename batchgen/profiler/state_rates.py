@@ -16,7 +16,8 @@ from torch import Tensor
 from batchgen.core.dtypes import dtype_name
 from batchgen.core.hardware import Rates
 from batchgen.models.state_layers import DeltaNet, StateRow
-from batchgen.ops import dispatch as ops
+from batchgen.ops import state_dispatch as ops
+from batchgen.ops.state_slots import StateSlots
 from batchgen.profiler.timing import Device, Effort, Trial
 from batchgen.runtime.memory.transfers import untouched
 
@@ -85,8 +86,8 @@ class _Layer:
         g.neg_()
 
         def layer(i: int) -> Tensor:
-            which = slots[i % turns]
-            qkv = ops.causal_conv(x, weight, None, self.inputs, which, which, starts, silu=True)
-            return ops.delta_rule(qkv, g, beta, self.states, which, which, starts, key_heads=shape.key_heads)
+            at = StateSlots(slots[i % turns], slots[i % turns], starts)
+            qkv = ops.causal_conv(x, weight, None, self.inputs, at, silu=True)
+            return ops.delta_rule(qkv, g, beta, self.states, at, key_heads=shape.key_heads)
 
         return layer

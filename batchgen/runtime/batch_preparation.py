@@ -17,7 +17,7 @@ from batchgen.ops.host_copy import upload
 from batchgen.runtime.batch_state import A, BatchPart, BatchState, Plans, for_each
 from batchgen.runtime.deferred import DeferredBatchState
 from batchgen.runtime.graphs import StaticBuffers
-from batchgen.runtime.state_indices import StateIndices
+from batchgen.runtime.state_slots import upload_slots
 from batchgen.runtime.steps.context import StepContext
 from batchgen.schedule.packed_batch import PackedBatch, Segment
 
@@ -45,12 +45,12 @@ def _prepare(context: StepContext, packed: PackedBatch, on_host: bool) -> BatchS
             continue
         rows = _rows_on_host(context, segment) if segment.placement is KVPlacement.CPU else {}
         tokens, slots = slice(segment.start, segment.stop), _uploaded(context, segment.slots)
-        states = StateIndices.of(segment.states, CPU if attended_on_cpu else context.device)
+        states = upload_slots(segment.states, CPU if attended_on_cpu else context.device)
         parts[segment.placement] = BatchPart(tokens, slots, rows, plans, states)
     in_place = None
     if packed.in_place:
         plans, slots = _prepared_plans(context, packed.in_place, context.device), packed.in_place.slots
-        states = StateIndices.of(packed.in_place.states, context.device)
+        states = upload_slots(packed.in_place.states, context.device)
         in_place = replace(parts[KVPlacement.STREAMED], slots=_uploaded(context, slots), plans=plans, states=states)
     cache, state_moves = context.kv_cache, None
     moves = for_each(
@@ -73,7 +73,7 @@ def _prepare_deferred(context: StepContext, packed: PackedBatch, segment: Segmen
     """The sequences of a micro-batch that begin a token whose attention is deferred."""
     positions = upload(packed.positions[segment.start : segment.stop], context.device)
     slots = torch.from_numpy(packed.exchange_slots), upload(packed.exchange_slots, context.device)
-    rows, states = _rows_on_host(context, segment), StateIndices.of(segment.states, CPU)
+    rows, states = _rows_on_host(context, segment), upload_slots(segment.states, CPU)
     return DeferredBatchState(packed.deferred_rows, positions, *slots, rows, plans, states)
 
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.models.experts import Routes
 from batchgen.ops import dispatch as ops
+from batchgen.ops.state_slots import StateSlots
 from batchgen.runtime.deferred import DeferredBatchState
 from batchgen.runtime.graphs import StaticBuffers
 from batchgen.runtime.memory.kv_cache import Moves
 from batchgen.runtime.memory.state_cache import StateMoves
-from batchgen.runtime.state_indices import StateIndices
 from batchgen.schedule.packed_batch import PackedBatch
 
 Plans = Mapping[int | None, ops.PreparedAttention]  # by sliding window
@@ -63,7 +63,7 @@ class BatchPart:
     slots: Mapping[int | None, Tensor]
     rows: Mapping[int | None, tuple[Tensor, Tensor]]
     plans: Plans
-    states: StateIndices | None = None
+    states: StateSlots | None = None
 
 
 @dataclass

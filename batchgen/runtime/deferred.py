@@ -14,8 +14,8 @@ from torch import Tensor
 
 from batchgen.models.config import AttentionShape
 from batchgen.ops import dispatch as ops
+from batchgen.ops.state_slots import StateSlots
 from batchgen.runtime.memory.transfers import Link
-from batchgen.runtime.state_indices import StateIndices
 from batchgen.schedule.sequence import LogitsRow
 
 
@@ -44,7 +44,7 @@ class DeferredBatchState:
     slots_on_device: Tensor
     kv_rows: Mapping[int | None, tuple[Tensor, Tensor]]
     plans: Mapping[int | None, ops.PreparedAttention]
-    states: StateIndices | None = None
+    states: StateSlots | None = None
     hidden: Tensor | None = None
     sending: tuple[Tensor, ...] | None = None
     projected: Tensor | None = None

@@ -11,7 +11,9 @@ from command_line import refused
 from quantized_checkpoints import fp8, requantize
 from safetensors.torch import load_file, save_file
 from test_as_found import retyped
-from tiny_models import make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
+from tiny_gguf import write_tiny_gguf
+from tiny_models import make_tiny_model
+from tiny_tokenizers import make_tiny_tokenizer
 
 ROUTER, DOWN = "blk.1.ffn_gate_inp.weight", "blk.1.ffn_down.weight"
 

@@ -9,7 +9,9 @@ import subprocess
 import sys
 
 import pytest
-from tiny_models import make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
+from tiny_gguf import write_tiny_gguf
+from tiny_models import make_tiny_model
+from tiny_tokenizers import make_tiny_tokenizer
 
 # A command, with all imports of its process on the last line of standard output.
 COMMAND = """

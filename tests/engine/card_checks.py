@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import test_token_identity as identity
 import torch
+from model_tables import MODELS
 from test_token_identity import DTYPE, EMULATED, TIERS, policy_of, schedules, tokens_of
 from thorough import quick_or, rotating
 from tiered import make_parts
-from tiny_models import MODELS
 
 from batchgen.core.device import Device
 from batchgen.core.dtypes import INT4, INT5, INT8

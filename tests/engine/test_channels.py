@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from tiny_models import make_tiny_tokenizer
+from tiny_tokenizers import make_tiny_tokenizer
 
 from batchgen.core.request import SamplingParams
 from batchgen.engine.generation import Generation, _Finish

@@ -1,7 +1,7 @@
 """Requests are tokenized some at a time, and what cannot fit is not tokenized at all."""
 
 import pytest
-from tiny_models import make_tiny_tokenizer
+from tiny_tokenizers import make_tiny_tokenizer
 
 from batchgen.core.errors import RowError
 from batchgen.core.request import Request, ScoreRequest

@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 import torch
+from model_tables import FAMILIES
 from thorough import covering, quick_or, some_of
-from tiny_models import FAMILIES
 
 import batchgen
 from batchgen.core.request import Request, Sample, SamplingParams

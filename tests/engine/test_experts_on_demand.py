@@ -5,8 +5,8 @@ import os
 
 import pytest
 import torch
+from model_tables import MODELS
 from tiered import CPU, generate, make_parts, make_policy
-from tiny_models import MODELS
 
 from batchgen.core.direct_io import ALIGNMENT
 from batchgen.core.errors import BatchgenError

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from model_tables import FAMILIES
 from tiered import CPU, GIB, make_policy, make_request
-from tiny_models import FAMILIES
 
 from batchgen import Engine, Request, SamplingParams
 from batchgen.core.device import Device

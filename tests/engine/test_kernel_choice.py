@@ -5,9 +5,9 @@ import itertools
 
 import numpy as np
 import pytest
+from model_tables import MODELS
 from thorough import some_of
 from tiered import CPU, EMULATED, make_parts, make_policy
-from tiny_models import MODELS
 
 from batchgen.core.kernel_choice import TORCH, KernelChoice, Measured
 from batchgen.core.request import Request, SamplingParams

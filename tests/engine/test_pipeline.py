@@ -4,10 +4,10 @@ import random
 from dataclasses import replace
 
 import pytest
+from model_tables import MODELS
 from stages import make_pipeline
 from thorough import quick_or, some_of
 from tiered import CPU, EMULATED, make_parts, make_policy
-from tiny_models import MODELS
 
 from batchgen.core.errors import InputError
 from batchgen.core.kv_placement import KVPlacement

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 from fake_device import ORDERS, FakeDevice, as_on_a_device, run_on
+from model_tables import FAMILIES
 from rank_threads import make_parts_on_ranks
 from test_pipeline import in_memory as pipeline_of
 from thorough import some_of
 from tiered import CPU, EMULATED, everything_moves, make_parts, make_policy
-from tiny_models import FAMILIES
 
 import batchgen
 from batchgen.core.errors import InputError

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
+from model_tables import MODELS
 from test_scoring import check as check_scores
 from thorough import some_of
 from tiered import CPU, make_parts, make_policy
-from tiny_models import MODELS
 
 from batchgen.core.request import Request, SamplingParams, ScoreRequest
 from batchgen.engine.encode import ENCODE_CHUNK

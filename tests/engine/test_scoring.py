@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from model_tables import FAMILIES
 from thorough import covering
-from tiny_models import FAMILIES, TEXT, make_tiny_sentencepiece_tokenizer
+from tiny_tokenizers import TEXT, make_tiny_sentencepiece_tokenizer
 from transformers import AutoTokenizer
 
 import batchgen
@@ -17,8 +18,9 @@ from batchgen.core.request import ScoreRequest
 
 CONTEXT = 512  # of the tiny models
 CLOSE = 1e-4
-# A norm of small results of a state magnifies rounding: at one position instruction sets differ by 2e-4.
-CLOSE_WITH_STATES = 5e-4
+# Of the most likely tokens of a model with states: one position magnifies rounding, where transformers' fp32 differs
+# from its own fp64 by 1.2e-4, and batchgen's from that by 1.3e-4. Of the rows' own tokens both are within 4e-5.
+CLOSE_OF_STATES = 2.5e-4
 
 
 def tokens(rng, count):
@@ -57,7 +59,7 @@ def _scores(model, context, continuation):
 
 def check(model, rows, found):
     has_states = "linear_attention" in (getattr(model.config, "layer_types", None) or ())
-    close = CLOSE_WITH_STATES if has_states else CLOSE
+    top_close = CLOSE_OF_STATES if has_states else CLOSE
     found = sorted(found, key=lambda scored: scored.index)
     assert [s.index for s in found] == list(range(len(rows)))
     for scored, request in zip(found, rows, strict=True):
@@ -68,15 +70,15 @@ def check(model, rows, found):
             expected, logits = reference(model, request.context, continuation)
             assert score.token_ids == tuple(continuation)
             assert [t.chosen.token_id for t in score.tokens] == list(continuation)
-            assert [t.chosen.logprob for t in score.tokens] == pytest.approx(expected, abs=close)
-            assert score.logprob == pytest.approx(sum(expected), abs=close * len(expected))
+            assert [t.chosen.logprob for t in score.tokens] == pytest.approx(expected, abs=CLOSE)
+            assert score.logprob == pytest.approx(sum(expected), abs=CLOSE * len(expected))
             assert score.is_greedy == (logits.argmax(-1).tolist() == list(continuation))
             for position, row in zip(score.tokens, logits.log_softmax(-1), strict=True):
                 values = row.topk(request.logprobs or 0).values
                 # Of two as likely as each other either may come first.
-                assert [row[t.token_id] for t in position.top] == pytest.approx(values.tolist(), abs=close)
+                assert [row[t.token_id] for t in position.top] == pytest.approx(values.tolist(), abs=top_close)
                 assert len({t.token_id for t in position.top}) == len(values)
-                assert [t.logprob for t in position.top] == pytest.approx(values.tolist(), abs=close)
+                assert [t.logprob for t in position.top] == pytest.approx(values.tolist(), abs=top_close)
 
 
 def engine_of(path, **options):

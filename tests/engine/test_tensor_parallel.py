@@ -17,12 +17,15 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from command_line import invoke
+from model_tables import MODELS
 from processes import batchgen, start_batchgen
 from rank_threads import make_parts_on_ranks
 from ranks import check_memory_of_two, free_port
 from thorough import quick_or
 from tiered import CPU, make_parts, make_policy, make_request
-from tiny_models import MODELS, make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
+from tiny_gguf import write_tiny_gguf
+from tiny_models import make_tiny_model
+from tiny_tokenizers import make_tiny_tokenizer
 
 from batchgen import Engine, Request, SamplingParams
 from batchgen.core.device import Device

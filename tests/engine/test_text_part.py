@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiered import CPU, make_parts, make_policy
-from tiny_models import make_tiny_tokenizer, randomize
+from tiny_models import randomize
+from tiny_tokenizers import make_tiny_tokenizer
 
 from batchgen.core.errors import InputError
 from batchgen.core.request import Request, SamplingParams

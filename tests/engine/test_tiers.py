@@ -9,6 +9,7 @@ import torch
 from fake_device import FIRST_USES, ORDERS, FakeDevice, as_on_a_device, run_on
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from model_tables import FAMILIES, MODELS
 from thorough import quick_or, some_of
 from tiered import (
     CPU,
@@ -22,7 +23,6 @@ from tiered import (
     run,
     shuffle_steps,
 )
-from tiny_models import FAMILIES, MODELS
 
 from batchgen.core.device import Device
 from batchgen.core.kv_placement import KVPlacement

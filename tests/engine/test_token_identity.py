@@ -15,23 +15,14 @@ from functools import cache
 import pytest
 import torch
 from fake_device import FIRST_USES, ORDERS, FakeDevice, as_on_a_device, run_on
+from model_tables import FAMILIES, GGUF_FAMILIES, GGUF_MODELS, MIXED_SIZES, MIXTURES, MODELS
 from quantized_checkpoints import awq, fp8, gptq, in_mxfp4, pack_quantized, requantize
 from rank_threads import make_parts_on_ranks
 from thorough import covering, quick_or, rotating, some_of
 from tiered import CPU, EMULATED, before_each_step, everything_moves, make_parts, make_policy, once_all_rows_are_there
-from tiny_models import (
-    FAMILIES,
-    GGUF_FAMILIES,
-    GGUF_MODELS,
-    MIXED_SIZES,
-    MIXTURES,
-    MODELS,
-    make_tiny_model,
-    make_tiny_tokenizer,
-    mixed_types,
-    round_as_gguf,
-    write_tiny_gguf,
-)
+from tiny_gguf import mixed_types, round_as_gguf, write_tiny_gguf
+from tiny_models import make_tiny_model
+from tiny_tokenizers import make_tiny_tokenizer
 
 from batchgen.core.dtypes import EXPERT_FORMATS, FORMAT_BYTES, GGUF_FORMATS, INT4, INT5, INT8, MIXED, NATIVE_FORMATS
 from batchgen.core.errors import InputError
@@ -544,7 +535,7 @@ def test_every_schedule_has_its_turn():
 
 def test_the_table_has_every_family_and_tier(expected, stores):
     families = {family for family, _ in MODELS.values()}
-    assert families == set(ARCHITECTURES.values()), "a family is missing from tiny_models.MODELS"
+    assert families == set(ARCHITECTURES.values()), "a family is missing from model_tables.MODELS"
     path, prompts, _ = expected("mixtral")
     policies = [policy_of(path, tier, DTYPE, "continuous", 2) for tier in TIERS]
     assert {c for policy in policies for c in policy.kv_seqs} == set(KVPlacement), "a KV placement is in no tier"

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from model_tables import MODELS
 from thorough import quick_or
 from tiered import CPU, EMULATED, make_parts, make_policy, make_requests
-from tiny_models import MODELS
 
 from batchgen.engine.engine import Engine
 from batchgen.models.files import read_config, resolve_model

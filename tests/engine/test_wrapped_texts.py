@@ -6,7 +6,9 @@ import json
 
 import pytest
 import torch
-from tiny_models import make_tiny_tokenizer, randomize
+from safetensors.torch import load_file, save_file
+from tiny_models import randomize
+from tiny_tokenizers import make_tiny_tokenizer
 
 from batchgen.core.errors import InputError
 from batchgen.core.request import Request, SamplingParams
@@ -36,6 +38,17 @@ QWEN3_VISION = {
     "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64,
     "deepstack_visual_indexes": [0], "num_position_embeddings": 16,
 }  # fmt: skip
+LFM_VISION = {
+    "model_type": "siglip2_vision_model", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_patches": 16, "patch_size": 8,
+}  # fmt: skip
+LFM = {
+    **{key: TEXT[key] for key in TEXT if key != "intermediate_size"}, "model_type": "lfm2", "block_ff_dim": 96,
+    "block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention", "conv"],
+}  # fmt: skip
+EXPERTS = {
+    "head_dim": 16, "moe_intermediate_size": 40, "num_experts": 6, "num_experts_per_tok": 2, "mlp_only_layers": [1],
+}  # fmt: skip
 MROPE = {"rope_type": "default", "rope_theta": 1e5, "mrope_section": [2, 3, 3]}
 GROWING = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 8.0, "original_max_position_embeddings": 8, "mscale": 1.0,
@@ -54,6 +67,9 @@ WRAPPED = {
     "qwen2_vl": ("Qwen2VL", TEXT | {"rope_parameters": MROPE}, QWEN2_VISION, {}),
     "qwen2_5_vl": ("Qwen2_5_VL", TEXT | {"rope_parameters": MROPE}, QWEN2_5_VISION, {"tie_word_embeddings": True}),
     "qwen3_vl": ("Qwen3VL", TEXT | {"rope_parameters": MROPE, "head_dim": 16}, QWEN3_VISION, {}),
+    "qwen3_vl_moe": ("Qwen3VLMoe", TEXT | {"rope_parameters": MROPE} | EXPERTS, QWEN3_VISION, {}),
+    "qwen3_vl_moe, as published": ("Qwen3VLMoe", TEXT | {"rope_parameters": MROPE} | EXPERTS, QWEN3_VISION, {}),
+    "lfm2_vl": ("Lfm2Vl", LFM, LFM_VISION, {}),
 }  # fmt: skip
 PROMPTS = [[5 + i * 7 % 400 for i in range(length)] for length in (3, 20, 33)]
 SAMPLING = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -72,6 +88,11 @@ def test_tokens_are_those_of_the_whole_model(name, tmp_path):
     make_tiny_tokenizer(tmp_path)
     path = tmp_path / "config.json"
     stated = json.loads(path.read_text())
+    if name == "qwen3_vl_moe, as published":  # which has the columns of experts first
+        weights = load_file(tmp_path / "model.safetensors")
+        turned = {key: each.transpose(1, 2).contiguous() for key, each in weights.items() if ".experts." in key}
+        assert turned
+        save_file({**weights, **turned}, tmp_path / "model.safetensors", {"format": "pt"})
     if prefix == "Qwen2_5_VL":  # as published: the keys of the text model beside those of the tower
         rope = {"type": "mrope", "mrope_section": [2, 3, 3]}
         flat = {**text, "rope_scaling": rope, "rope_theta": 1e5}
@@ -100,6 +121,13 @@ def test_tokens_are_those_of_the_whole_model(name, tmp_path):
         (
             {"text_config": TEXT | {"model_type": "cohere2"}},
             "LlavaForConditionalGeneration with a text model.*'cohere2'",
+        ),
+        (
+            {
+                "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+                "text_config": {"model_type": "qwen3_vl_moe_text", "norm_topk_prob": False},
+            },
+            "norm_topk_prob false is not supported: within Qwen3VLMoe.* it is true",
         ),
         ({"text_config": 3}, "text_config must be an object, not 3"),
         ({"model_type": "llama"}, "model_type 'llama' contradicts architecture LlavaForConditionalGeneration"),

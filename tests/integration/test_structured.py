@@ -19,7 +19,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 from thorough import quick_or
-from tiny_models import make_tiny_model, make_tiny_sentencepiece_tokenizer, make_tiny_tokenizer
+from tiny_models import make_tiny_model
+from tiny_tokenizers import make_tiny_sentencepiece_tokenizer, make_tiny_tokenizer
 
 import batchgen
 from batchgen.cli.commands import cli

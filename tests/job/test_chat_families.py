@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from tiny_models import make_tiny_model, make_tiny_tokenizer
+from tiny_models import make_tiny_model
+from tiny_tokenizers import make_tiny_tokenizer
 
 import batchgen
 from batchgen.core.errors import RowError

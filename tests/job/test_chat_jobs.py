@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from tiny_models import make_tiny_model, make_tiny_tokenizer
+from tiny_models import make_tiny_model
+from tiny_tokenizers import make_tiny_tokenizer
 
 import batchgen
 from batchgen.core.errors import InputError

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 from planner_cases import GIB, opt
-from tiny_models import make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
+from tiny_gguf import write_tiny_gguf
+from tiny_models import make_tiny_model
+from tiny_tokenizers import make_tiny_tokenizer
 
 from batchgen.core.device import Device
 from batchgen.core.hardware import HARDWARE_VARIABLE

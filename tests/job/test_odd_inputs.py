@@ -9,7 +9,7 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 import pytest
 from command_line import invoke
-from tiny_models import make_tiny_sentencepiece_tokenizer
+from tiny_tokenizers import make_tiny_sentencepiece_tokenizer
 
 from batchgen.dataset.storage import file_system
 

@@ -5,7 +5,8 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tiny_models import make_tiny_model, make_tiny_tokenizer
+from tiny_models import make_tiny_model
+from tiny_tokenizers import make_tiny_tokenizer
 from transformers import AutoTokenizer
 
 import batchgen

@@ -8,7 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from planner_cases import constant, cpu_box
-from tiny_models import make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
+from tiny_gguf import write_tiny_gguf
+from tiny_models import make_tiny_model
+from tiny_tokenizers import make_tiny_tokenizer
 
 import batchgen
 import batchgen.job.run as run_module

@@ -28,7 +28,8 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from processes import start_in_process
 from thorough import THOROUGH, quick_or
-from tiny_models import TEXT, make_tiny_model, make_tiny_sentencepiece_tokenizer, make_tiny_tokenizer
+from tiny_models import make_tiny_model
+from tiny_tokenizers import TEXT, make_tiny_sentencepiece_tokenizer, make_tiny_tokenizer
 
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.lmeval.__main__ import main

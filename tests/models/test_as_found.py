@@ -8,7 +8,9 @@ import pytest
 import torch
 from command_line import invoke
 from quantized_checkpoints import in_mxfp4, state
-from tiny_models import make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
+from tiny_gguf import write_tiny_gguf
+from tiny_models import make_tiny_model
+from tiny_tokenizers import make_tiny_tokenizer
 
 import batchgen
 from batchgen.core.device import parse_device

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from tiny_models import make_tiny_tokenizer
+from tiny_tokenizers import make_tiny_tokenizer
 
 from batchgen.core.errors import InputError, RowError
 from batchgen.core.request import ChatOptions

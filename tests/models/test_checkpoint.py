@@ -14,21 +14,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from model_tables import DELTA_NETS, FAMILIES, GGUF_FAMILIES, GGUF_MODELS, MODELS, SHORT_CONVS
 from quantized_checkpoints import in_mxfp4
 from safetensors.torch import load_file, save_file
 from thorough import covering
-from tiny_models import (
-    DELTA_NETS,
-    FAMILIES,
-    GGUF_FAMILIES,
-    GGUF_MODELS,
-    MODELS,
-    SHORT_CONVS,
-    make_tiny_model,
-    make_tiny_tokenizer,
-    round_as_gguf,
-    write_tiny_gguf,
-)
+from tiny_gguf import round_as_gguf, write_tiny_gguf
+from tiny_models import make_tiny_model
+from tiny_tokenizers import make_tiny_tokenizer
 
 from batchgen.core.errors import InputError
 from batchgen.models.checkpoint import dummy_checkpoint, open_checkpoint

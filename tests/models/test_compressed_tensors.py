@@ -7,9 +7,10 @@ import json
 
 import pytest
 import torch
+from model_tables import FAMILIES
 from quantized_checkpoints import CODED_SUFFIXES
 from safetensors.torch import load_file, save_file
-from tiny_models import FAMILIES, make_tiny_model
+from tiny_models import make_tiny_model
 
 import batchgen
 from batchgen.core.errors import InputError
@@ -47,12 +48,12 @@ WHOLE_HEADS = {
 }
 
 
-def make_quantized(family, path, scale_dtype=torch.float32, **fields):
+def make_quantized(family, path, scale_dtype=torch.float32, suffixes=CODED_SUFFIXES, **fields):
     """A tiny model as such a checkpoint; returns name -> (codes, scale) as they are in its file."""
     make_tiny_model(family, path, **WHOLE_HEADS.get(family, {}))
     tensors = load_file(path / "model.safetensors")
     made = {}
-    for name in [n for n in tensors if n.endswith(CODED_SUFFIXES)]:
+    for name in [n for n in tensors if n.endswith(suffixes)]:
         codes, scale = int8.to_codes(tensors[name])
         codes[0, 0] = -128  # such codes are allowed
         made[name] = codes, scale.to(scale_dtype)
@@ -101,6 +102,26 @@ def test_quantized_values_and_scales_are_those_of_the_file(tmp_path, family, sca
     kept = open_checkpoint(resolve_model(str(store.path))).load_int8_layer(1, torch.float32)
     again = checkpoint.load_int8_layer(1, torch.float32)
     assert kept.keys() == again.keys() and all(torch.equal(kept[name], again[name]) for name in kept)
+
+
+def test_matrices_before_and_after_the_layers_are_read(tmp_path):
+    """Gemma 4 has a projection of its per-layer embeddings, and quantizers may not leave out the output matrix."""
+    ends = ("per_layer_model_projection.weight", "lm_head.weight")
+    stored = {}
+    for family in ("gemma4", "llama"):
+        made = make_quantized(family, tmp_path / family, suffixes=(*CODED_SUFFIXES, *ends))
+        stored |= {name: codes * scale for name, (codes, scale) in made.items() if name.endswith(ends)}
+    assert len(stored) == 2
+    gemma, llama = (open_checkpoint(resolve_model(str(tmp_path / family))) for family in ("gemma4", "llama"))
+    projection = gemma.load_embeddings(torch.float32)["per_layer_proj.weight"]
+    assert torch.equal(projection, stored["model.per_layer_model_projection.weight"])
+    assert torch.equal(llama.load_head(torch.float32)["lm_head.weight"], stored["lm_head.weight"])
+
+
+def test_a_table_in_8_bits_is_refused_by_name(tmp_path):
+    make_quantized("gemma4", tmp_path, suffixes=(*CODED_SUFFIXES, "embed_tokens_per_layer.weight"))
+    with pytest.raises(InputError, match=r"embed_tokens_per_layer.weight in .* is I8; supported"):
+        open_checkpoint(resolve_model(str(tmp_path)))
 
 
 @pytest.mark.parametrize("family", MIXTURES)

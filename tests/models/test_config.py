@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tiny_models import DELTA_NETS, FAMILIES, GEMMA4, MODELS, classes_of, make_tiny_model
+from model_tables import DELTA_NETS, FAMILIES, GEMMA4, MODELS
+from tiny_models import classes_of, make_tiny_model
 
 from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig, RopeConfig

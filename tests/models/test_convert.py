@@ -16,7 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from tiny_models import FAMILIES, make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
+from model_tables import FAMILIES
+from tiny_gguf import write_tiny_gguf
+from tiny_models import make_tiny_model
+from tiny_tokenizers import make_tiny_tokenizer
 
 import batchgen
 from batchgen.cli import commands

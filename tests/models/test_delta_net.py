@@ -6,9 +6,11 @@ import json
 
 import pytest
 import torch
+from model_tables import DELTA_NETS
 from plain_model import PlainModel
 from safetensors.torch import load_file, save_file
-from tiny_models import DELTA_NETS, make_tiny_model, round_as_gguf, write_tiny_gguf
+from tiny_gguf import round_as_gguf, write_tiny_gguf
+from tiny_models import make_tiny_model
 
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.convert import convert

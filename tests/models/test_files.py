@@ -13,7 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tiny_models import make_tiny_model, write_tiny_gguf
+from tiny_gguf import write_tiny_gguf
+from tiny_models import make_tiny_model
 
 from batchgen.core import private_files
 from batchgen.core.cache_folder import cache_dir

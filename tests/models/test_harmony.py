@@ -1,7 +1,7 @@
 """gpt-oss's answers, with a tokenizer that has its marks."""
 
 import pytest
-from tiny_models import make_tiny_tokenizer
+from tiny_tokenizers import make_tiny_tokenizer
 
 from batchgen.models.tokenizers.harmony import Harmony
 from batchgen.models.tokenizers.parts import TokenizerParts

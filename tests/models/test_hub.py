@@ -12,7 +12,9 @@ from pathlib import Path
 import fake_hub
 import pytest
 from fake_hub import Repository
-from tiny_models import make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
+from tiny_gguf import write_tiny_gguf
+from tiny_models import make_tiny_model
+from tiny_tokenizers import make_tiny_tokenizer
 
 from batchgen.models import hub as hub_module
 from batchgen.models.hub import HubName

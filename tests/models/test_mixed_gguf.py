@@ -9,15 +9,10 @@ import numpy as np
 import pytest
 import torch
 from command_line import invoke
-from tiny_models import (
-    GGUF_FAMILIES,
-    MIXED_SIZES,
-    as_q4_k_m,
-    make_tiny_model,
-    make_tiny_tokenizer,
-    mixed_types,
-    write_tiny_gguf,
-)  # fmt: skip
+from model_tables import GGUF_FAMILIES, MIXED_SIZES
+from tiny_gguf import as_q4_k_m, mixed_types, write_tiny_gguf
+from tiny_models import make_tiny_model
+from tiny_tokenizers import make_tiny_tokenizer
 
 import batchgen
 from batchgen.core.dtypes import BLOCK_FORMATS, GGUF_FORMATS, MIXED

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from quantized_checkpoints import gptq, requantize
-from tiny_models import make_tiny_model, write_tiny_gguf
+from tiny_gguf import write_tiny_gguf
+from tiny_models import make_tiny_model
 
 from batchgen.core.errors import InputError
 from batchgen.models import convert as conversion

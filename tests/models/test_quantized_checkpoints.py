@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 from command_line import invoke
+from model_tables import DELTA_NETS, FAMILIES, GRANITE_MIXTURES
 from quantized_checkpoints import awq, compressed, e4m3, fp8, gptq, pack_quantized, requantize, state
 from safetensors.torch import load_file, save_file
 from thorough import covering
-from tiny_models import DELTA_NETS, FAMILIES, GRANITE_MIXTURES, make_tiny_model
+from tiny_models import make_tiny_model
 
 from batchgen.core.device import parse_device
 from batchgen.core.dtypes import DEQUANTIZED, FORMAT_BYTES, FP8_FORMATS, GROUP_FORMATS
@@ -20,7 +21,7 @@ from batchgen.core.errors import InputError
 from batchgen.engine.loader import choose_weights
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.convert import convert
-from batchgen.models.files import read_config, resolve_model, resolve_weights
+from batchgen.models.files import read_config, resolve_model, resolve_weights, weight_tensors
 from batchgen.models.formats.schemes import read_scheme
 from batchgen.models.layouts import is_quantized
 from batchgen.models.store.weight_store import load_extent
@@ -145,6 +146,21 @@ def test_layers_that_were_left_as_numbers_are_read(tmp_path):
     assert_same_model(files, resolve_model(str(tmp_path / "numbers")), None, tmp_path)
 
 
+def test_gptq_of_experts_alone_is_read(tmp_path):
+    """As the GPTQ checkpoints of Qwen3.5's mixtures are: what "dynamic" leaves out is stored as numbers."""
+    path = tmp_path / "model"
+    make_tiny_model("qwen3_5_moe", path, **SIZES | INNER["qwen3_5_moe"])
+    config, pack = gptq(32, symmetric=True)
+    left_out = ("lm_head", "model.language_model.embed_tokens", "-:.*attn.*", "-:.*shared_expert.*", "-:.*mtp.*")
+    config |= {"dynamic": {pattern: {} for pattern in left_out} | {"+:.*experts.*": {"bits": 4}}}
+    experts = tuple(f"experts.{e}.{part}_proj.weight" for e in range(8) for part in ("gate", "up", "down"))
+    requantize(path, (config, pack), numbers=tmp_path / "numbers", suffixes=experts)
+    files = resolve_model(str(path))
+    assert any(name.endswith("mlp.experts.0.gate_proj.qweight") for name in weight_tensors(files))
+    assert resolve_weights(files, "native") == "native"
+    assert_same_model(files, resolve_model(str(tmp_path / "numbers")), None, tmp_path)
+
+
 def test_scales_of_32_bits_are_not_cut(tmp_path):
     files, plain = make(tmp_path, "llama", pack_quantized(64, symmetric=True))
     path = files.path / "model.safetensors"
@@ -200,7 +216,8 @@ NOT_READ = {
     "AWQ checkpoints of 2 bits": awq(32)[0] | {"bits": 2},
     "version 'gemv'": awq(32)[0] | {"version": "GEMV"},
     "checkpoint_format 'marlin'": gptq(32)[0] | {"checkpoint_format": "marlin"},
-    "dynamic": gptq(32)[0] | {"dynamic": {"-:.*mlp.*": {}}},
+    "dynamic {'+:.*mlp.*': {'bits': 8}}": gptq(32)[0] | {"dynamic": {"+:.*mlp.*": {"bits": 8}, "-:.*attn.*": {}}},
+    "dynamic must be an object, not ['.*']": gptq(32)[0] | {"dynamic": [".*"]},
     "bits must be a whole number, not None": {"quant_method": "gptq", "group_size": 32},
     "group_size must be at least 1, or -1, not 0": gptq(32)[0] | {"group_size": 0},
     "fmt 'e5m2'": {"quant_method": "fp8", "fmt": "e5m2"},

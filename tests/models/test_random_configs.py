@@ -9,8 +9,10 @@ import dataclasses
 
 import pytest
 from config_draws import MODELS, draw, draws_of, try_draw
+from model_tables import FAMILIES, GEMMA4
 from thorough import SEED, quick_or
-from tiny_models import FAMILIES, GEMMA4, classes_of, make_tiny_tokenizer
+from tiny_models import classes_of
+from tiny_tokenizers import make_tiny_tokenizer
 
 from batchgen.models.hf import config as model_config
 

@@ -67,7 +67,7 @@ NEAREST = {
     "Llama4ForConditionalGeneration": "llama",
     "Ernie4_5_MoeForCausalLM": "qwen3_moe",
     "FalconForCausalLM": "llama",
-    "Qwen3VLMoeForConditionalGeneration": "qwen3_moe",
+    "Qwen3OmniMoeForConditionalGeneration": "qwen3_moe",
 }
 
 

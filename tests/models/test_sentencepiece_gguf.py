@@ -3,13 +3,9 @@
 import itertools
 
 import pytest
-from tiny_models import (
-    SENTENCEPIECE_STYLES,
-    TEXT,
-    make_sentencepiece_tokenizer,
-    make_tiny_model,
-    write_tiny_gguf,
-)
+from tiny_gguf import write_tiny_gguf
+from tiny_models import make_tiny_model
+from tiny_tokenizers import SENTENCEPIECE_STYLES, TEXT, make_sentencepiece_tokenizer
 
 from batchgen.models.convert import convert
 from batchgen.models.files import read_config, resolve_model

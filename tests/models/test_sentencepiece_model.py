@@ -7,7 +7,7 @@ import json
 import sys
 
 import pytest
-from tiny_models import TEXT
+from tiny_tokenizers import TEXT
 
 from batchgen.core.errors import InputError
 from batchgen.models.files import ModelFiles

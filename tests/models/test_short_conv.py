@@ -6,9 +6,11 @@ import json
 
 import pytest
 import torch
+from model_tables import SHORT_CONVS
 from plain_model import PlainModel
 from test_delta_net import assert_same_logits
-from tiny_models import SHORT_CONVS, make_tiny_model, round_as_gguf, write_tiny_gguf
+from tiny_gguf import round_as_gguf, write_tiny_gguf
+from tiny_models import make_tiny_model
 
 from batchgen.core.errors import InputError
 from batchgen.models.checkpoint import open_checkpoint

@@ -10,7 +10,9 @@ import struct
 import gguf
 import pytest
 import torch
-from tiny_models import make_tiny_model, make_tiny_tokenizer, mixed_types, write_tiny_gguf
+from tiny_gguf import mixed_types, write_tiny_gguf
+from tiny_models import make_tiny_model
+from tiny_tokenizers import make_tiny_tokenizer
 
 import batchgen
 from batchgen.core.errors import InputError

@@ -7,7 +7,8 @@ import os
 import numpy as np
 import pytest
 import torch
-from tiny_models import make_tiny_model, round_as_gguf, write_tiny_gguf
+from tiny_gguf import round_as_gguf, write_tiny_gguf
+from tiny_models import make_tiny_model
 
 from batchgen.core.errors import InputError
 from batchgen.models.checkpoint import open_checkpoint

@@ -1,7 +1,7 @@
 """Thoughts between tags: which models have them, and where an answer begins."""
 
 import pytest
-from tiny_models import make_tiny_tokenizer
+from tiny_tokenizers import make_tiny_tokenizer
 
 from batchgen.core.request import SamplingParams
 from batchgen.models.tokenizers.parts import TokenizerParts

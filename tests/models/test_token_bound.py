@@ -7,7 +7,7 @@ import random
 import unicodedata
 
 import pytest
-from tiny_models import TEXT, make_tiny_sentencepiece_tokenizer, make_tiny_tokenizer
+from tiny_tokenizers import TEXT, make_tiny_sentencepiece_tokenizer, make_tiny_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from batchgen.models.tokenizers.token_bound import TokenBound

@@ -12,16 +12,11 @@ import threading
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_tables import GGUF_FAMILIES
 from thorough import some_draws
-from tiny_models import (
-    GGUF_FAMILIES,
-    SPECIAL_TOKENS,
-    TEXT,
-    make_tiny_model,
-    make_tiny_sentencepiece_tokenizer,
-    make_tiny_tokenizer,
-    write_tiny_gguf,
-)
+from tiny_gguf import write_tiny_gguf
+from tiny_models import make_tiny_model
+from tiny_tokenizers import SPECIAL_TOKENS, TEXT, make_tiny_sentencepiece_tokenizer, make_tiny_tokenizer
 
 from batchgen.core.errors import InputError, RowError
 from batchgen.models.files import ModelFiles, resolve_model

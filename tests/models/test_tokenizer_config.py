@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from thorough import some_draws
-from tiny_models import SPECIAL_TOKENS, make_tiny_tokenizer
+from tiny_tokenizers import SPECIAL_TOKENS, make_tiny_tokenizer
 
 from batchgen.core.errors import InputError
 from batchgen.models.files import ModelFiles

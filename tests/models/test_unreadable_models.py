@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from tiny_models import make_tiny_model, write_tiny_gguf
+from tiny_gguf import write_tiny_gguf
+from tiny_models import make_tiny_model
 
 from batchgen.core.errors import InputError
 from batchgen.models.checkpoint import open_checkpoint

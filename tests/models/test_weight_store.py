@@ -9,10 +9,11 @@ import shutil
 import pytest
 import torch
 import xxhash
+from model_tables import FAMILIES
 from safetensors.torch import load_file
 from test_checkpoint import VARIANTS, expected_tensors
 from thorough import covering
-from tiny_models import FAMILIES, make_tiny_model
+from tiny_models import make_tiny_model
 
 from batchgen.core.direct_io import DirectFile, aligned_buffer
 from batchgen.core.errors import BatchgenError, InputError

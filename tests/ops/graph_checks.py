@@ -21,6 +21,7 @@ from batchgen.models.checkpoint import dummy_checkpoint
 from batchgen.models.hf.config import config_of_hf
 from batchgen.models.tokenizers.tokenizer import NoText
 from batchgen.ops import dispatch as ops
+from batchgen.ops import state_dispatch
 from batchgen.ops import triton as triton_kernels
 from batchgen.runtime import graphs
 from batchgen.runtime.in_memory import in_memory
@@ -69,8 +70,8 @@ def weights_as_on_a_card(monkeypatch):
 def kernels_as_on_a_card(monkeypatch):
     if DEVICE.type == "cpu":
         monkeypatch.setattr(ops, "_has_kernels", lambda *a: False)
-        monkeypatch.setattr(ops, "_device_kernels", lambda device: triton_kernels)
-        monkeypatch.setattr(ops, "_of_states", lambda x: triton_kernels)
+        monkeypatch.setattr(ops, "device_kernels", lambda device: triton_kernels)
+        monkeypatch.setattr(state_dispatch, "_kernels_of", lambda x: triton_kernels)
         monkeypatch.setattr(ops, "linear", linear_as_on_a_card)
         monkeypatch.setattr(
             ops,

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from thorough import some_draws
 
 from batchgen.ops import cpp as kernels
-from batchgen.ops import dispatch as ops
+from batchgen.ops import state_dispatch as ops
 from batchgen.ops import state_kernels
+from batchgen.ops.state_slots import StateSlots
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STATE_DTYPES = (torch.float32, torch.bfloat16)
@@ -78,7 +79,7 @@ def known(lengths, heads, dims, dtype, state_dtype, seed, decay=1.0):
 def check_delta_rule(lengths, heads, dims, dtype, state_dtype, seed, decay=1.0):
     operands, before, slots, (expected, after) = known(lengths, heads, dims, dtype, state_dtype, seed, decay)
     states = apart(before)
-    out = ops.delta_rule(*operands, states, *slots, key_heads=heads[0])
+    out = ops.delta_rule(*operands, states, StateSlots(*slots), key_heads=heads[0])
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), expected, atol=ROUNDING[dtype], rtol=ROUNDING[dtype])
     torch.testing.assert_close(states.double(), after, atol=ROUNDING[state_dtype], rtol=ROUNDING[state_dtype])
@@ -149,7 +150,7 @@ def test_gates_that_leave_nothing_make_no_nan(g):
     gates[100:] = -1e-3
     slots = (torch.tensor([0, 1]), torch.tensor([0, 1]))
     expected, after = delta_rule_in_float64(qkv, gates, beta, states, *slots, lengths, heads[0])
-    out = ops.delta_rule(qkv, gates, beta, states, *slots, starts_of(lengths), key_heads=heads[0])
+    out = ops.delta_rule(qkv, gates, beta, states, StateSlots(*slots, starts_of(lengths)), key_heads=heads[0])
     torch.testing.assert_close(out.double(), expected, atol=1e-3, rtol=1e-5)
     torch.testing.assert_close(states.double(), after, atol=1e-2, rtol=1e-5)
 
@@ -161,7 +162,7 @@ def test_what_is_no_number_stays_in_its_sequence(length):
     qkv[length] = float("nan")
     states = random(1, 3, heads[1], *dims)
     slots = torch.arange(3)
-    out = ops.delta_rule(qkv, g, beta, states, slots, slots, starts_of(lengths), key_heads=1)
+    out = ops.delta_rule(qkv, g, beta, states, StateSlots(slots, slots, starts_of(lengths)), key_heads=1)
     assert out[length : 2 * length].isnan().all() and states[1].isnan().all()
     others = [0, 2]
     assert out.view(3, length, -1)[others].isfinite().all() and states[others].isfinite().all()
@@ -176,8 +177,12 @@ def test_the_delta_rule_does_not_depend_on_the_batch_nor_on_threads():
     for i, (start, stop) in enumerate(itertools.pairwise(starts.tolist())):
         some, slot, bounds = slice(start, stop), slots[i : i + 1], torch.tensor([0, stop - start])
         with kernels.alone():
-            alone.append(ops.delta_rule(qkv[some], g[some], beta[some], alone_states, slot, slot, bounds, key_heads=2))
-    together = ops.delta_rule(qkv, g, beta, states, slots, slots, starts, key_heads=2)
+            alone.append(
+                ops.delta_rule(
+                    qkv[some], g[some], beta[some], alone_states, StateSlots(slot, slot, bounds), key_heads=2
+                )
+            )
+    together = ops.delta_rule(qkv, g, beta, states, StateSlots(slots, slots, starts), key_heads=2)
     assert torch.equal(torch.cat(alone), together) and torch.equal(alone_states, states)
 
 
@@ -198,7 +203,7 @@ def test_the_causal_convolution(lengths, channels, kernel, dtype, silu, with_bia
     source, target, slots = slots_of(lengths, seed)
     states = apart(random(seed + 3, slots, channels, kernel - 1, dtype=dtype))
     before, starts = states.clone(), starts_of(lengths)
-    out = ops.causal_conv(x, weight, bias, states, source, target, starts, silu=silu)
+    out = ops.causal_conv(x, weight, bias, states, StateSlots(source, target, starts), silu=silu)
     for i, (start, stop) in enumerate(itertools.pairwise(starts.tolist())):
         first = before[source[i]] if source[i] >= 0 else torch.zeros_like(before[0])
         inputs = torch.cat((first, x[start:stop].t()), 1)
@@ -256,15 +261,15 @@ def test_slots_and_tokens_that_are_not_there_are_refused():
     for source, target, starts in (([2], [0], [0, 2]), ([0], [-1], [0, 2]), ([0], [2], [0, 2]), ([0], [0], [0, 3])):
         slots = tuple(map(torch.tensor, (source, target, starts)))
         with pytest.raises(IndexError):
-            ops.delta_rule(qkv, g, beta, states, *slots, key_heads=1)
+            ops.delta_rule(qkv, g, beta, states, StateSlots(*slots), key_heads=1)
         with pytest.raises(IndexError):
-            ops.causal_conv(qkv, torch.ones(24, 4), None, conv, *slots, silu=True)
+            ops.causal_conv(qkv, torch.ones(24, 4), None, conv, StateSlots(*slots), silu=True)
 
 
 def test_larger_kernels_than_those_of_the_library_go_to_torch():
     x, weight, states = random(1, 30, 8), random(2, 8, 20), torch.zeros(1, 8, 19)
     assert not state_kernels.supports_kernel(20)
     slots = (torch.tensor([-1]), torch.tensor([0]), torch.tensor([0, 30]))
-    out = ops.causal_conv(x, weight, None, states, *slots, silu=False)
+    out = ops.causal_conv(x, weight, None, states, StateSlots(*slots), silu=False)
     expected = F.conv1d(F.pad(x.t(), (19, 0))[None], weight[:, None], groups=8)[0].t()
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)

@@ -12,8 +12,9 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
     torch_recurrent_gated_delta_rule,
 )
 
-from batchgen.ops import dispatch as ops
+from batchgen.ops import state_dispatch as ops
 from batchgen.ops import state_reference
+from batchgen.ops.state_slots import StateSlots
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, KERNEL = 2, 6, 16, 24, 4
 CHANNELS = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
@@ -44,7 +45,7 @@ def starts_of(lengths):
 def update(qkv, g, beta, states, source, target, lengths):
     source, target = torch.tensor(source), torch.tensor(target, dtype=torch.int32)
     starts = starts_of(lengths)
-    return state_reference.delta_rule(qkv, g, beta, states, source, target, starts, key_heads=KEY_HEADS)
+    return state_reference.delta_rule(qkv, g, beta, states, StateSlots(source, target, starts), key_heads=KEY_HEADS)
 
 
 @pytest.mark.parametrize("rule", [torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule])
@@ -103,7 +104,7 @@ def test_the_convolution_of_each_sequence_is_that_of_torch(silu, with_bias):
     before = states.clone()
     source, target = torch.tensor([-1, 3, 4, 4, 6, 7, -1, 9]), torch.tensor([0, 1, 2, 4, 6, 8, 7, 9])
     starts = starts_of(LENGTHS)
-    out = state_reference.causal_conv(x, weight, bias, states, source, target, starts, silu=silu)
+    out = state_reference.causal_conv(x, weight, bias, states, StateSlots(source, target, starts), silu=silu)
     for i, slot in enumerate(source.tolist()):
         first = torch.zeros_like(before[0]) if slot < 0 else before[slot]
         inputs = torch.cat((first, x[starts[i] : starts[i + 1]].t()), 1)
@@ -119,7 +120,9 @@ def test_a_sequence_without_tokens_has_its_state_copied():
     nothing = torch.tensor([0, 0])
     update(qkv, g, beta, states, [1], [2], [0])
     weight = random(3, CHANNELS, KERNEL)
-    state_reference.causal_conv(qkv, weight, None, conv, torch.tensor([1]), torch.tensor([2]), nothing, silu=True)
+    state_reference.causal_conv(
+        qkv, weight, None, conv, StateSlots(torch.tensor([1]), torch.tensor([2]), nothing), silu=True
+    )
     assert torch.equal(states[2], states[1]) and torch.equal(conv[2], conv[1])
 
 
@@ -153,9 +156,11 @@ def test_a_layer_of_these_operations_is_transformers_gated_delta_net():
     slots = (torch.tensor([-1]), torch.tensor([0]), torch.tensor([0, rows]))
     with torch.no_grad():
         z = layer.in_proj_z(x)
-        mixed = ops.causal_conv(layer.in_proj_qkv(x), layer.conv1d.weight.squeeze(1), None, conv, *slots, silu=True)
+        mixed = ops.causal_conv(
+            layer.in_proj_qkv(x), layer.conv1d.weight.squeeze(1), None, conv, StateSlots(*slots), silu=True
+        )
         g, beta = ops.delta_gates(layer.in_proj_a(x), layer.in_proj_b(x), layer.A_log, layer.dt_bias)
-        y = ops.delta_rule(mixed, g, beta, states, *slots, key_heads=KEY_HEADS)
+        y = ops.delta_rule(mixed, g, beta, states, StateSlots(*slots), key_heads=KEY_HEADS)
         y = ops.gated_norm(y, z, layer.norm.weight, layer.norm.variance_epsilon)
         torch.testing.assert_close(layer.out_proj(y.flatten(1)), expected, atol=2e-4, rtol=2e-4)
 

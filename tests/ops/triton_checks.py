@@ -874,7 +874,7 @@ def test_a_mixture_whose_experts_are_together_is_that_of_the_cpu(shared, monkeyp
     x = random(9, 21, 40)
     expected = experts(config, split_experts(config, tensors, 0), x)
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(ops, "_device_kernels", lambda device: triton_kernels)
+        monkeypatch.setattr(ops, "device_kernels", lambda device: triton_kernels)
     monkeypatch.setattr("batchgen.models.experts.chosen_experts", None)
     torch.backends.cuda.matmul.allow_tf32 = False
     got = experts(config, {name: tensor.to(DEVICE) for name, tensor in tensors.items()}, x.to(DEVICE))
@@ -882,14 +882,14 @@ def test_a_mixture_whose_experts_are_together_is_that_of_the_cpu(shared, monkeyp
 
 
 def test_experts_are_grouped_where_their_weights_are_numbers_of_the_inputs_kind_or_packed(monkeypatch):
-    monkeypatch.setattr(ops, "_device_kernels", lambda device: triton_kernels)
+    monkeypatch.setattr(ops, "device_kernels", lambda device: triton_kernels)
     x, weight = torch.zeros(2, 64), torch.zeros(8, 64)
     assert ops.groups_experts(x, weight, weight)
     for other in (torch.zeros(8, 72, dtype=torch.int8), torch.zeros(8, 36, dtype=torch.uint8)):
         assert ops.groups_experts(x, weight, other)
     for other in (weight.half(), ops.SplitWeight((weight,))):
         assert not ops.groups_experts(x, weight, other)
-    monkeypatch.setattr(ops, "_device_kernels", lambda device: None)
+    monkeypatch.setattr(ops, "device_kernels", lambda device: None)
     assert not ops.groups_experts(x, weight, weight)
 
 
@@ -1094,7 +1094,7 @@ def test_old_cards_leave_products_or_all_to_torch(monkeypatch):
         made = launching.Card(capability, 40, 64 << 10)
         for module in (attention, grouped, packed, rotary, triton_kernels):
             monkeypatch.setattr(module, "card", lambda device: made)
-        kernels = ops._device_kernels(there)
+        kernels = ops.device_kernels(there)
         capture = ops.can_capture(there, 64, 1, 16)
         return (
             kernels,

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from thorough import quick_or
 from triton_device import DEVICE
 
-from batchgen.ops import dispatch as ops
+from batchgen.ops import state_dispatch as ops
 from batchgen.ops import state_reference
 from batchgen.ops import triton as triton_kernels
+from batchgen.ops.state_slots import StateSlots
 from batchgen.ops.triton import conv, delta
 from batchgen.ops.triton.launch import SHARED_MEMORY, Card
 
@@ -119,7 +120,7 @@ def test_convolution(lengths, channels, kernel, dtype, biased, silu, in_place, s
     view = x.to(DEVICE)[:, 8:-8]
     operands = (None if t is None else t.to(DEVICE) for t in (weight, bias))
     got = triton_kernels.causal_conv(
-        view, *operands, states, source.to(DEVICE), target.to(DEVICE), starts.to(DEVICE), silu=silu
+        view, *operands, states, StateSlots(source.to(DEVICE), target.to(DEVICE), starts.to(DEVICE)), silu=silu
     )
     assert got.dtype == dtype
     tolerance = {"atol": 8 * ROUNDING[dtype], "rtol": 4 * ROUNDING[dtype]}
@@ -156,7 +157,7 @@ def updated(qkv, g, beta, states, source, target, starts, key_heads):
     wide[:, 8:-8] = qkv.to(DEVICE)
     operands = (t.to(DEVICE) for t in (g, beta))
     rows = (t.to(DEVICE) for t in (source, target, starts))
-    return triton_kernels.delta_rule(wide[:, 8:-8], *operands, states, *rows, key_heads=key_heads)
+    return triton_kernels.delta_rule(wide[:, 8:-8], *operands, states, StateSlots(*rows), key_heads=key_heads)
 
 
 def check_delta(
@@ -269,8 +270,8 @@ def test_states_beyond_the_reach_of_32_bits():
     weight = random(4, 128, 4, dtype=torch.bfloat16).to(DEVICE)
     results = []
     for states, windows in ((matrices, inputs), small):
-        y = triton_kernels.causal_conv(x, weight, None, windows, slots, slots, starts, silu=True)
-        results.append(triton_kernels.delta_rule(y, g, beta, states, slots, slots, starts, key_heads=1))
+        y = triton_kernels.causal_conv(x, weight, None, windows, StateSlots(slots, slots, starts), silu=True)
+        results.append(triton_kernels.delta_rule(y, g, beta, states, StateSlots(slots, slots, starts), key_heads=1))
     assert torch.equal(*results)
     assert torch.equal(matrices, small[0]) and torch.equal(inputs, small[1])
 
@@ -291,11 +292,10 @@ def test_rows_that_fill_a_graph_read_and_write_no_state():
     few = [t.clone() for t in (matrices, inputs)]
 
     def run(rows, matrices, inputs):
-        at = (t.to(DEVICE) for t in (slots[:rows], slots[:rows], starts[: rows + 1]))
-        source, target, first = at
-        y = triton_kernels.causal_conv(x[:rows].to(DEVICE), weight, None, inputs, source, target, first, silu=True)
+        at = StateSlots(*(t.to(DEVICE) for t in (slots[:rows], slots[:rows], starts[: rows + 1])))
+        y = triton_kernels.causal_conv(x[:rows].to(DEVICE), weight, None, inputs, at, silu=True)
         gates = (t[:rows].to(DEVICE) for t in (g, beta))
-        return triton_kernels.delta_rule(y, *gates, matrices, source, target, first, key_heads=1)
+        return triton_kernels.delta_rule(y, *gates, matrices, at, key_heads=1)
 
     assert torch.equal(run(8, matrices, inputs)[:3], run(3, *few))
     for whole, some in zip((matrices, inputs), few, strict=True):
@@ -311,8 +311,8 @@ def test_launches_depend_on_the_numbers_of_tokens_and_sequences_alone():
         made = []
         for starts in all_starts:
             rows = slots, slots, torch.tensor(starts)
-            launches = conv.conv_launches(x, weight.bfloat16(), None, inputs.bfloat16(), *rows, True, x)
-            launches += delta.delta_launches(x, gates, gates, matrices, *rows, 1, out, card)
+            launches = conv.conv_launches(x, weight.bfloat16(), None, inputs.bfloat16(), StateSlots(*rows), True, x)
+            launches += delta.delta_launches(x, gates, gates, matrices, StateSlots(*rows), 1, out, card)
             made.append([(launch.kernel, launch.grid, launch.constants) for launch in launches])
         assert made[0] == made[1]
 
@@ -326,8 +326,8 @@ def test_captured_updates_take_other_slots():
     pools = [(pool(5, 9, 2, 128, 128, dtype=torch.float32), pool(6, 9, 512, 3, dtype=torch.bfloat16)) for _ in range(2)]
 
     def run(matrices, inputs):
-        y = triton_kernels.causal_conv(x, weight, None, inputs, slots, slots, starts, silu=True)
-        return triton_kernels.delta_rule(y, g, beta, matrices, slots, slots, starts, key_heads=1)
+        y = triton_kernels.causal_conv(x, weight, None, inputs, StateSlots(slots, slots, starts), silu=True)
+        return triton_kernels.delta_rule(y, g, beta, matrices, StateSlots(slots, slots, starts), key_heads=1)
 
     run(*pools[0])  # compiled
     torch.cuda.synchronize()
@@ -400,14 +400,14 @@ def test_operations_of_a_state_layer_are_those_of_the_reference(dims, monkeypatc
         here = [t.to(device) for t in (x, weight, ab, z, scale, slots, starts, matrices, inputs)]
         a, b = here[2].split(2, 1)
         rows = here[5], here[5], here[6]
-        qkv = ops.causal_conv(here[0][:, 8:], here[1], None, here[8], *rows, silu=True)
+        qkv = ops.causal_conv(here[0][:, 8:], here[1], None, here[8], StateSlots(*rows), silu=True)
         g, beta = ops.delta_gates(a, b, here[2][0, :2], here[2][1, :2])
-        y = ops.delta_rule(qkv, g, beta, here[7], *rows, key_heads=1)
+        y = ops.delta_rule(qkv, g, beta, here[7], StateSlots(*rows), key_heads=1)
         y = ops.gated_norm(y, here[3], here[4], 1e-6)
         return [t.cpu() for t in (ops.gated(y.flatten(1), here[3]), here[7], here[8])]
 
-    monkeypatch.setattr(ops, "_of_states", lambda x: state_reference)
+    monkeypatch.setattr(ops, "_kernels_of", lambda x: state_reference)
     expected = run("cpu")
-    monkeypatch.setattr(ops, "_of_states", lambda x: triton_kernels)
+    monkeypatch.setattr(ops, "_kernels_of", lambda x: triton_kernels)
     for got, meant in zip(run(DEVICE), expected, strict=True):
         torch.testing.assert_close(got, meant, atol=1e-2, rtol=1e-2)

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 from known_plans import plan_problem
+from model_tables import MODELS
 from planner_cases import GIB, cpu_box
 from tiered import CPU, generate, make_parts, make_policy
-from tiny_models import MODELS
 
 from batchgen.core.dtypes import matmul_key
 from batchgen.core.plan import Plan, Policy, Prediction

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_cuda import CARD, T4, fake_card
+from model_tables import FAMILIES, MODELS
 from planner_cases import llama_8b
 from thorough import some_of
 from tiered import before_each_step, everything_moves, make_parts, make_policy, make_requests
-from tiny_models import FAMILIES, MODELS
 
 from batchgen.core.device import Device
 from batchgen.core.errors import BatchgenError, InputError

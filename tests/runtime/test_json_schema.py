@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import jsonschema
 import numpy as np
 import pytest
-from tiny_models import make_tiny_tokenizer
+from tiny_tokenizers import make_tiny_tokenizer
 
 from batchgen.core.errors import InputError
 from batchgen.core.request import SamplingParams

@@ -217,7 +217,7 @@ def test_nothing_waits_for_a_gpu_until_tokens_are_asked_for(monkeypatch):
 
     monkeypatch.setattr(sampler, "upload", upload)
     monkeypatch.setattr(sampler, "download", download)
-    monkeypatch.setattr(ops, "_device_kernels", lambda device: Kernels())
+    monkeypatch.setattr(ops, "device_kernels", lambda device: Kernels())
     with FakeTensorMode(), NoWaiting():
         chosen = sampler.sample(torch.empty(9, VOCAB, device="cuda"), of_all_kinds())
         assert chosen.token_ids.device.type == chosen.logprobs.device.type == "cuda"

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_models import DELTA_NETS, FAMILIES, GEMMA4, SHORT_CONVS, classes_of, randomize
+from model_tables import DELTA_NETS, FAMILIES, GEMMA4, SHORT_CONVS
+from tiny_models import classes_of, randomize
 
 from batchgen.core.errors import InputError
 from batchgen.core.request import Request, SamplingParams
@@ -226,7 +227,9 @@ def without_ignored(stated: dict[str, Any]) -> dict[str, Any]:
 
 
 # Transformers cannot collect what routers say where some layers have none.
-_NO_MORE_OUTPUTS = {model: {"output_router_logits": False} for model in ("granitemoehybrid", "qwen2_moe", "qwen3_moe")}
+_NO_MORE_OUTPUTS = {
+    model: {"output_router_logits": False} for model in ("granitemoehybrid", "qwen2_moe", "qwen3_moe", "qwen3_next")
+}
 
 
 def _compare(given: Draw, folder: Path, model) -> Outcome:

@@ -81,7 +81,9 @@ KINDS: dict[str, Kind] = {
 
 def prepare(folder: Path) -> dict[str, str]:
     """Write a whole file of every kind into a folder; returns the text that each prompt is continued with."""
-    from tiny_models import make_tiny_model, make_tiny_tokenizer, write_tiny_gguf
+    from tiny_gguf import write_tiny_gguf
+    from tiny_models import make_tiny_model
+    from tiny_tokenizers import make_tiny_tokenizer
     from transformers import AutoTokenizer
 
     model = make_tiny_model("llama", folder / "model")

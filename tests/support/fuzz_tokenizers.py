@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gguf_vocabularies import byte_level, sentencepiece, write
-from tiny_models import CHAT_TEMPLATE, TEXT, make_tiny_sentencepiece_tokenizer, make_tiny_tokenizer
+from tiny_tokenizers import CHAT_TEMPLATE, TEXT, make_tiny_sentencepiece_tokenizer, make_tiny_tokenizer
 
 from batchgen.core.errors import InputError, RowError
 from batchgen.models.files import ModelFiles

@@ -9,6 +9,7 @@ from batchgen.models.checkpoint import Checkpoint
 from batchgen.models.experts import split_experts
 from batchgen.models.state import StateViews, mix_state
 from batchgen.ops import dispatch as ops
+from batchgen.ops.state_slots import StateSlots
 
 
 class PlainModel:
@@ -56,7 +57,9 @@ class PlainModel:
         target = torch.tensor(slots)
         source = torch.tensor([slot if self.lengths[slot] else -1 for slot in slots])
         starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()])
-        return mix_state(self.config, self.layers[layer], projected, self.states[layer], source, target, starts)
+        return mix_state(
+            self.config, self.layers[layer], projected, self.states[layer], StateSlots(source, target, starts)
+        )
 
     def _positions(self, slots: list[int], counts: list[int]) -> torch.Tensor:
         return torch.cat([torch.arange(n) + self.lengths[slot] for slot, n in zip(slots, counts, strict=True)])

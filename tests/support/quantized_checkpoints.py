@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 CODED_SUFFIXES = (
     "_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight", "in_proj_qkvz.weight", "fc1.weight", "fc2.weight",
     "w1.weight", "w2.weight", "w3.weight", "per_layer_input_gate.weight", "per_layer_projection.weight",
+    "shared_mlp.input_linear.weight", "shared_mlp.output_linear.weight",
 )  # fmt: skip
 # rows and columns of a matrix, a generator -> (tensors by suffix, numbers fp32)
 Pack = Callable[[int, int, np.random.Generator], tuple[dict[str, torch.Tensor], torch.Tensor]]

@@ -10,7 +10,12 @@ from batchgen.models.formats.base import Tensors
 # Format -> columns and bytes of a block: `core.dtypes.GROUP_FORMATS` or `FP8_FORMATS`.
 Formats = Mapping[str, tuple[int, int]]
 # Matrices that are never quantized with the others of a layer: routers, and gates of few rows.
-ROUTERS = (".gate", ".router", ".shared_expert_gate", ".in_proj_a", ".in_proj_b", ".in_proj_ba")
+ROUTERS = (
+    *(".gate", ".router", ".router.layer", ".router.proj", ".shared_expert_gate"),
+    *(".in_proj_a", ".in_proj_b", ".in_proj_ba"),
+)
+# Suffixes of tensors that have the matrices of all experts of a layer.
+_STACKED = (".gate_up_proj", ".down_proj", ".input_linear.weight", ".output_linear.weight")
 
 
 def fitting_blocks(formats: Formats, columns: int, shared: int | None) -> list[str]:
@@ -39,13 +44,14 @@ def largest_blocks(formats: Formats, columns: Iterable[int], shared: int | None)
 
 def has_plain_matrices(tensors: Tensors) -> bool:
     """True if a matrix of a layer, other than a router, is stored as numbers of 16 bits or more."""
-    return any(
-        name.endswith(".weight")
-        and not name.removesuffix(".weight").endswith(ROUTERS)
-        and not info.dtype.startswith("F8_")
-        for name, info in tensors.items()
-        if is_of_layer_matrix(name, len(info.shape))
-    )
+    return any(_is_plain(name, len(info.shape)) for name, info in tensors.items() if not info.dtype.startswith("F8_"))
+
+
+def _is_plain(name: str, ndim: int) -> bool:
+    """True for a matrix of a layer under a name of numbers, unless it is a router, and for the matrices of experts."""
+    if not is_of_layer_matrix(name, 2 if ndim == 3 and name.endswith(_STACKED) else ndim):
+        return False
+    return name.endswith(_STACKED) or (name.endswith(".weight") and not name.removesuffix(".weight").endswith(ROUTERS))
 
 
 def is_of_layer_matrix(name: str, ndim: int) -> bool:

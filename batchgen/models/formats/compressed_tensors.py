@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _INT8_WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 _INT8_ACTIVATIONS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+_TABLES = ("embed_tokens", "embed_tokens_per_layer")  # looked up by row, which are no linear layers
 _STRATEGIES = {
     "pack-quantized": ("group", "channel"),
     "float-quantized": ("tensor", "channel", "block"),
@@ -79,9 +80,9 @@ class Int8(Scheme):
     def find(self, tensors: Tensors, stem: str, shape: tuple[int, int], *, in_layer: bool) -> StoredPart | None:
         from batchgen.models.tensor_files.reading import check_stored
 
-        if not in_layer:
-            return None
         name, scale_name = f"{stem}.weight", f"{stem}.weight_scale"
+        if not in_layer and (name not in tensors or tensors[name].dtype != "I8" or stem.endswith(_TABLES)):
+            return None
         if stem.endswith(ROUTERS) and tensors[name].dtype != "I8":
             return None
         info, scale = tensors[name], tensors[scale_name]

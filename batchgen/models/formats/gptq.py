@@ -7,13 +7,18 @@
 | `scales` | [groups, rows] | |
 
 In checkpoint_format "gptq" stored zero points are one less than they count.
+
+"dynamic" has values for modules whose names match a pattern. Those of a pattern after "-:" are not quantized, and have
+plain numbers in the file, so that the pattern need not be read. Other values than those of all modules are refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from batchgen.core.errors import InputError
 from batchgen.models.formats.base import NamedTensor
 from batchgen.models.formats.groups import GroupScheme, ReadQuants
 from batchgen.models.formats.stated import Stated, flag, group_size, refuse, require_four_bits, whole_number
@@ -46,7 +51,7 @@ class Gptq(GroupScheme):
         version = config.get("checkpoint_format", "gptq")
         refuse("GPTQ", {
             "checkpoint_format": version not in ("gptq", "gptq_v2") and (version or repr(version)),
-            "is_marlin_format": flag(config, "is_marlin_format", False), "dynamic": config.get("dynamic"),
+            "is_marlin_format": flag(config, "is_marlin_format", False), "dynamic": _overrides(config),
         })  # fmt: skip
         size, act_order = group_size(config, "group_size"), flag(config, "desc_act", False)
         return cls(size, act_order=act_order, zero_offset=1 if version == "gptq" else 0)
@@ -66,3 +71,20 @@ class Gptq(GroupScheme):
 
         # A number that lacks 1 is kept in four bits, so 15 stands for 0.
         return (nibbles(words) + self.zero_offset) & 15
+
+
+def _overrides(config: Stated) -> dict[str, Any]:
+    """The patterns of "dynamic" that give modules other values than all have, with these values.
+
+    Raises:
+        InputError: "dynamic" is no object of objects.
+    """
+    stated = config.get("dynamic") or {}
+    if not isinstance(stated, Mapping) or not all(isinstance(each, Mapping | None) for each in stated.values()):
+        raise InputError(f"quantization_config: dynamic must be an object, not {stated!r}: fetch the model again")
+    quantized = {pattern: each or {} for pattern, each in stated.items() if not pattern.startswith("-:")}
+    others = {
+        pattern: {name: value for name, value in each.items() if name not in config or config[name] != value}
+        for pattern, each in quantized.items()
+    }
+    return {pattern: each for pattern, each in others.items() if each}

@@ -2,17 +2,24 @@
 
 Checkpoints of Qwen3.5 and Gemma 4 have "experts.gate_up_proj" [experts, gate and up rows, columns] and
 "experts.down_proj" in place of a gate, an up and a down projection for each expert. Scales of FP8 are stacked in the
-same way. Those of Granite have "input_linear.weight" and "output_linear.weight".
+same way. Those of Granite have "input_linear.weight" and "output_linear.weight". Published ones of Qwen3-VL's
+mixtures have "experts.gate_up_proj" [experts, columns, gate and up rows], and "experts.down_proj" likewise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
 
 from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig
+from batchgen.models.formats.base import StoredPart
+from batchgen.models.tensor_files import reading
 from batchgen.models.tensor_files.headers import TensorInfo
+from batchgen.models.tensor_files.reading import NUMBERS, check_stored, read_numbers
 
 # Suffix of a stacked tensor, and of the tensors of its experts.
 _SUFFIXES = {"": ".weight", ".weight": ".weight", "_scale_inv": ".weight_scale_inv", "_weight_scale": ".weight_scale"}
@@ -57,3 +64,64 @@ def _cut(
         expert, part = divmod(i, len(parts))
         place = replace(info, shape=shape, offset=info.offset + i * size, num_bytes=size)
         yield f"{stem}.{expert}.{parts[part]}{suffix}", place
+
+
+@dataclass(frozen=True)
+class StackedExpert(StoredPart):
+    """A matrix of one expert in a tensor [experts, rows of all parts, columns], or with columns before rows.
+
+    Where both have the same shape it is the first one, as transformers takes it.
+
+    Attributes:
+        name: Name of the tensor.
+        info: Place of the tensor.
+        expert: Number of the expert.
+        part: Number of the matrix among the expert's parts in the tensor.
+        parts: Number of these parts.
+    """
+
+    name: str
+    info: TensorInfo
+    expert: int
+    part: int
+    parts: int
+
+    def check(self, experts: int, shape: tuple[int, ...]) -> None:
+        """Raise InputError unless the tensor has so many experts' matrices of a shape (rows, columns) as numbers."""
+        rows, columns = shape
+        sizes = (self.parts * rows, columns)
+        check_stored(self.name, self.info, (experts, *(sizes if self.info.shape[1:] == sizes else sizes[::-1])))
+
+    def fill(self, out: Tensor) -> None:
+        rows, columns = out.shape
+        width = self.parts * rows
+        if self.info.shape[1:] == (width, columns):
+            return read_numbers(self.name, self.info, out, (self.expert * width + self.part * rows) * columns)
+        step = max(1, reading.CHUNK_VALUES // width)
+        for start in range(0, columns, step):
+            count = min(step, columns - start)
+            values = torch.empty(count, width, dtype=NUMBERS[self.info.dtype])
+            read_numbers(self.name, self.info, values, (self.expert * columns + start) * width)
+            out[:, start : start + count] = values[:, self.part * rows : (self.part + 1) * rows].t()
+
+
+def either_way_stacked(
+    config: ModelConfig, tensors: Mapping[str, TensorInfo], stem: str, stacked: Mapping[str, tuple[str, ...]]
+) -> dict[str, StackedExpert]:
+    """The matrices of experts that are stacked with rows or columns first, by the names that single matrices have.
+
+    Args:
+        config: Configuration of the model.
+        tensors: All tensors of the checkpoint.
+        stem: Name of a layer's experts, with {} for the number of the layer.
+        stacked: Names of the stacked tensors within a layer, and the parts of each expert in them.
+    """
+    of_layers = stem[: stem.index("{}") + 2]
+    return {
+        f"{stem.format(layer)}.{expert}.{part}.weight": StackedExpert(name, info, expert, number, len(parts))
+        for layer in range(config.num_layers)
+        for stack, parts in stacked.items()
+        if (info := tensors.get(name := f"{of_layers.format(layer)}.{stack}")) is not None
+        for expert in range(config.num_experts)
+        for number, part in enumerate(parts)
+    }

@@ -78,6 +78,11 @@ _LFM_NAMES = _LLAMA_NAMES | {
     "router": "layers.{}.feed_forward.gate",
     "feed_forward": "layers.{}.feed_forward",
 }
+# The tensors of Qwen3-VL's mixtures that have all experts of a layer, and each expert's parts in them.
+EXPERTS_OF_QWEN3_VL = {
+    "mlp.experts.gate_up_proj": ("gate_proj", "up_proj"),
+    "mlp.experts.down_proj": ("down_proj",),
+}
 _OPT_NAMES = {
     "embed": "embed_tokens",
     "positions": "embed_positions",

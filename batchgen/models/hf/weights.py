@@ -6,6 +6,7 @@ All parts are found, and their shapes checked, before any is read.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +19,8 @@ from batchgen.models.formats import fused_experts
 from batchgen.models.formats.base import Scheme, StoredPart, Tensors
 from batchgen.models.formats.head_order import in_head_order, in_sections
 from batchgen.models.formats.numbers import Numbers
-from batchgen.models.hf.stacked_experts import single_experts
-from batchgen.models.hf.tensor_names import stacked_experts, tensor_names
+from batchgen.models.hf.stacked_experts import StackedExpert, either_way_stacked, single_experts
+from batchgen.models.hf.tensor_names import EXPERTS_OF_QWEN3_VL, stacked_experts, tensor_names
 from batchgen.models.hf.weight_files import ModelTensors, missing_tensor
 from batchgen.models.layouts import Part, all_parts
 from batchgen.models.tensor_files.headers import TensorInfo
@@ -52,12 +53,14 @@ def hf_parts(
         InputError: A tensor is missing, has a wrong shape or dtype, or is not used by the model.
     """
     names = _part_names(config, model, tensors)
+    stem = names.get("experts.0.gate", "").removesuffix(".0.gate_proj")
     if stacked := stacked_experts(config):
-        stem = names["experts.0.gate"].removesuffix(".0.gate_proj")
         tensors = ModelTensors(model, {**tensors, **single_experts(config, tensors, stem, stacked)})
+    of_qwen3_vl = EXPERTS_OF_QWEN3_VL if config.family == "qwen3_moe" else {}
+    stacked_either_way = either_way_stacked(config, tensors, stem, of_qwen3_vl) if of_qwen3_vl else {}
     parts: dict[tuple[str, int], StoredPart] = {}
     for part in all_parts(config):
-        stored = _find(config, model, names, tensors, scheme, part)
+        stored = _find(config, model, names, tensors, stacked_either_way, scheme, part)
         parts[part.name, part.layer] = in_head_order(config, part.name, in_sections(config, part.name, stored))
     _refuse_unread(config, names, tensors)
     if config.tied_embeddings and f"{names['lm_head']}.weight" in tensors:
@@ -76,11 +79,20 @@ def _part_names(config: ModelConfig, model: Path, tensors: Tensors) -> dict[str,
 
 
 def _find(
-    config: ModelConfig, model: Path, names: dict[str, str], tensors: Tensors, scheme: Scheme | None, part: Part
+    config: ModelConfig,
+    model: Path,
+    names: dict[str, str],
+    tensors: Tensors,
+    stacked_either_way: Mapping[str, StackedExpert],
+    scheme: Scheme | None,
+    part: Part,
 ) -> StoredPart:
     stem, suffix = part.name.rsplit(".", 1)
     stem = names[stem].format(part.layer)
     name = f"{stem}.{suffix}"
+    if (expert := stacked_either_way.get(name)) is not None:
+        expert.check(config.num_experts, part.shape)
+        return expert
     if fused_experts.is_fused(part.name):
         return fused_experts.find(config, model, tensors, part.name, name)
     is_convolution = part.name in _CONVOLUTIONS

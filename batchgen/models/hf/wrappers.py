@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from batchgen.core.errors import InputError
@@ -20,12 +20,14 @@ class Wrapper:
             beside those of the tower.
         usual: The text model's `model_type` where the file does not state it.
         defaults: Values of keys that the text model's own configuration class has other defaults for.
+        fixed: Values that keys of the text model cannot change within the wrapper.
     """
 
     model_type: str
     texts: Mapping[str, str]
     usual: str
     defaults: Mapping[str, Any]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
 
 
 _ANY_TEXT = {
@@ -49,6 +51,10 @@ _QWEN2_VL = {
     "num_attention_heads": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
     "max_window_layers": 80, "bos_token_id": 151643, "eos_token_id": 151645,
 }  # fmt: skip
+_QWEN3_VL_MOE = {
+    "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 16, "moe_intermediate_size": 1408,
+    "num_experts": 60, "num_experts_per_tok": 4, "max_position_embeddings": 128000, "rope_theta": 5e5,
+}  # fmt: skip
 WRAPPERS = {
     "LlavaForConditionalGeneration": Wrapper("llava", _ANY_TEXT, "llama", {}),
     "LlavaNextForConditionalGeneration": Wrapper("llava_next", _ANY_TEXT, "llama", {}),
@@ -65,7 +71,19 @@ WRAPPERS = {
         "qwen3_vl_text",
         {"rope_theta": 5e5, "max_position_embeddings": 128000},
     ),
+    "Qwen3VLMoeForConditionalGeneration": Wrapper(
+        "qwen3_vl_moe",
+        {"qwen3_vl_moe_text": "Qwen3MoeForCausalLM"},
+        "qwen3_vl_moe_text",
+        _QWEN3_VL_MOE,
+        {"norm_topk_prob": True},
+    ),
+    "Lfm2VlForConditionalGeneration": Wrapper(
+        "lfm2_vl", {"lfm2": "Lfm2ForCausalLM", "lfm2_moe": "Lfm2MoeForCausalLM"}, "lfm2", {}
+    ),
 }
+# Key of the text model -> its other name, under which a file may state it.
+_OTHER_NAMES = {"num_experts": "num_local_experts"}
 # Keys that a file with a text_config states outside of it; they are what transformers takes.
 OUTER_KEYS = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
 # Keys of rotary positions for images: a text's positions are the same in all sections of a head.
@@ -114,8 +132,19 @@ def unwrapped(config: Mapping[str, Any]) -> Mapping[str, Any]:
             f"architecture {name} with a text model of model_type {shown(text_type)} is not supported; supported: "
             f"{', '.join(wrapper.texts)}"
         )
+    for key, value in wrapper.fixed.items():
+        if text.get(key, value) != value:
+            raise InputError(f"{key} {shown(text[key])} is not supported: within {name} it is {shown(value)}")
     outer = {key: config[key] for key in OUTER_KEYS if key in config}
-    plain = {**wrapper.defaults, **text, **outer, "architectures": [wrapper.texts[text_type]], "model_type": None}
+    defaults = {key: value for key, value in wrapper.defaults.items() if _OTHER_NAMES.get(key) not in text}
+    plain = {
+        **defaults,
+        **wrapper.fixed,
+        **text,
+        **outer,
+        "architectures": [wrapper.texts[text_type]],
+        "model_type": None,
+    }
     if config.get("text_config") is not None and "eos_token_id" in config and "eos_token_id" in text:
         plain["eos_token_id"] = [*_ids(config["eos_token_id"]), *_ids(text["eos_token_id"])]
     return {**plain, **{key: _of_text(plain[key]) for key in ("rope_scaling", "rope_parameters") if key in plain}}

@@ -28,6 +28,7 @@ from batchgen.core.dtypes import KV_CODE_BITS, KVFormat
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.ops import quant
 from batchgen.ops.attention_plan import AttentionPlan, DecodeGroup, PrefillItem, SharedItem
+from batchgen.ops.state_slots import StateSlots
 from batchgen.ops.triton import attention, conv, delta, grouped, packed, plan, rotary, sampling, weights
 from batchgen.ops.triton.launch import SHARED_MEMORY, Card, Launch, attention_tiles
 from batchgen.ops.triton.norm import gate_launch, gated_launch, gated_norm_launch, norm_launch
@@ -197,12 +198,13 @@ def _row_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
 def _state_launches(dtype: torch.dtype, card: Card) -> Iterator[tuple[str, Launch]]:
     sequences, tokens = 3, 300
     where = {"dtype": dtype, "device": "meta"}
-    slots, starts = (torch.zeros(sequences + i, dtype=torch.int64) for i in (0, 1))
+    first, starts = (torch.zeros(sequences + i, dtype=torch.int64) for i in (0, 1))
+    slots = StateSlots(first, first, starts)
     for count in (sequences, tokens):
         for kernel, channels in ((4, 8192), (3, 2048)):
             x, inputs = torch.empty(count, channels, **where), torch.empty(8, channels, kernel - 1, **where)
-            weight, rows = torch.empty(channels, kernel, **where), (inputs, slots, slots, starts)
-            for launch in conv.conv_launches(x, weight, None, *rows, True, x):
+            weight = torch.empty(channels, kernel, **where)
+            for launch in conv.conv_launches(x, weight, None, inputs, slots, True, x):
                 yield f"{launch.kernel.__name__}, {_short(dtype)}, {count} tokens, kernel {kernel}", launch
         for (key_heads, value_heads, key_dim, value_dim), states in itertools.product(_DELTA_NETS, _STATE_DTYPES):
             if states == torch.bfloat16 and card.capability < 80:
@@ -211,8 +213,7 @@ def _state_launches(dtype: torch.dtype, card: Card) -> Iterator[tuple[str, Launc
             gates = torch.empty(count, value_heads, device="meta")
             matrices = torch.empty(8, value_heads, key_dim, value_dim, dtype=states, device="meta")
             out = torch.empty(count, value_heads, value_dim, **where)
-            rows = matrices, slots, slots, starts
-            for launch in delta.delta_launches(qkv, gates, gates, *rows, key_heads, out, card):
+            for launch in delta.delta_launches(qkv, gates, gates, matrices, slots, key_heads, out, card):
                 name = f"{_short(dtype)}, states in {_short(states)}, {key_dim} by {value_dim}, {count} tokens"
                 yield f"{launch.kernel.__name__}, {name}", launch
     a, rates, gates = torch.empty(tokens, 64, **where), torch.empty(32), torch.empty(tokens, 32)

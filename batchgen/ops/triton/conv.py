@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchgen.ops.state_slots import StateSlots
 from batchgen.ops.triton.launch import Launch, power_of_two
 from batchgen.ops.triton.sequences import sequence_of_tile
 
@@ -25,19 +26,17 @@ def causal_conv(  # the operands of one kernel
     weight: Tensor,
     bias: Tensor | None,
     states: Tensor,
-    source: Tensor,
-    target: Tensor,
-    starts: Tensor,
+    slots: StateSlots,
     *,
     silu: bool,
     out: Tensor | None = None,
 ) -> Tensor:
     """Compute the causal convolution of each channel over the tokens of each sequence, and keep the last inputs.
 
-    `dispatch.causal_conv` describes the arguments. The host does not wait for the GPU.
+    `state_dispatch.causal_conv` describes the arguments. The host does not wait for the GPU.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    for launch in conv_launches(x, weight, bias, states, source, target, starts, silu, out):
+    for launch in conv_launches(x, weight, bias, states, slots, silu, out):
         launch()
     return out
 
@@ -47,25 +46,21 @@ def conv_launches(  # the operands of one kernel
     weight: Tensor,
     bias: Tensor | None,
     states: Tensor,
-    source: Tensor,
-    target: Tensor,
-    starts: Tensor,
+    slots: StateSlots,
     silu: bool,
     out: Tensor,
 ) -> list[Launch]:
     """The kernel launches of a convolution. They depend on the numbers of tokens and of sequences alone."""
-    (tokens, channels), sequences, kernel = x.shape, len(source), weight.shape[1]
+    (tokens, channels), sequences, kernel = x.shape, len(slots.source), weight.shape[1]
     assert x.stride(1) == 1 and out.is_contiguous() and weight.is_contiguous()
     assert states.shape[1:] == (channels, kernel - 1) and states[0].is_contiguous()
-    assert len(target) == sequences and len(starts) == sequences + 1
+    assert len(slots.target) == sequences and len(slots.starts) == sequences + 1
     args = {
         "x": x,
         "weight": weight,
         "bias": bias,
         "states": states,
-        "source": source,
-        "target": target,
-        "starts": starts,
+        **slots._asdict(),
         "out": out,
         "num_sequences": sequences,
         "x_stride": x.stride(0),

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from batchgen.ops.state_chunks import CHUNK
+from batchgen.ops.state_slots import StateSlots
 from batchgen.ops.triton.launch import Card, Launch, card, power_of_two
 from batchgen.ops.triton.sequences import sequence_of_tile
 
@@ -37,21 +38,19 @@ def delta_rule(  # the operands of one kernel
     g: Tensor,
     beta: Tensor,
     states: Tensor,
-    source: Tensor,
-    target: Tensor,
-    starts: Tensor,
+    slots: StateSlots,
     *,
     key_heads: int,
     out: Tensor | None = None,
 ) -> Tensor:
     """Update the states of Gated DeltaNet by each token, and read each token's result from them.
 
-    `dispatch.delta_rule` describes the arguments. The host does not wait for the GPU.
+    `state_dispatch.delta_rule` describes the arguments. The host does not wait for the GPU.
     """
     _, value_heads, _, value_dim = states.shape
     if out is None:
         out = torch.empty(len(qkv), value_heads, value_dim, dtype=qkv.dtype, device=qkv.device)
-    for launch in delta_launches(qkv, g, beta, states, source, target, starts, key_heads, out, card(qkv.device)):
+    for launch in delta_launches(qkv, g, beta, states, slots, key_heads, out, card(qkv.device)):
         launch()
     return out
 
@@ -61,9 +60,7 @@ def delta_launches(  # the operands of one kernel
     g: Tensor,
     beta: Tensor,
     states: Tensor,
-    source: Tensor,
-    target: Tensor,
-    starts: Tensor,
+    slots: StateSlots,
     key_heads: int,
     out: Tensor,
     this: Card,
@@ -75,10 +72,10 @@ def delta_launches(  # the operands of one kernel
     other sequences return at once.
     """
     _, value_heads, key_dim, value_dim = states.shape
-    sequences = len(source)
+    sequences = len(slots.source)
     assert qkv.shape[1] == 2 * key_heads * key_dim + value_heads * value_dim and qkv.stride(1) == 1
     assert states[0].is_contiguous() and out.is_contiguous() and g.is_contiguous() and beta.is_contiguous()
-    assert len(target) == sequences and len(starts) == sequences + 1
+    assert len(slots.target) == sequences and len(slots.starts) == sequences + 1
     has_products = this.has_products and qkv.dtype in _CHUNKED_DTYPES and key_dim <= _MOST_BLOCKS * _KEY_BLOCK
     in_chunks = has_products and len(qkv) > sequences
     args = {
@@ -86,9 +83,7 @@ def delta_launches(  # the operands of one kernel
         "g": g,
         "beta": beta,
         "states": states,
-        "source": source,
-        "target": target,
-        "starts": starts,
+        **slots._asdict(),
         "out": out,
         "qkv_stride": qkv.stride(0),
         "state_stride": states.stride(0),
@@ -427,7 +422,7 @@ def _product(a, b):
 
 
 def delta_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the log decay and the strength of each update (`dispatch.delta_gates`), both in fp32."""
+    """Compute the log decay and the strength of each update (`state_dispatch.delta_gates`), both in fp32."""
     g, beta = (torch.empty(a.shape, dtype=torch.float32, device=a.device) for _ in range(2))
     gates_launch(a, b, a_log, dt_bias, g, beta)()
     return g, beta

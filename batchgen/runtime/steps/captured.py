@@ -6,9 +6,9 @@ from functools import partial
 
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.ops import dispatch as ops
+from batchgen.ops.state_slots import StateSlots
 from batchgen.runtime.batch_state import BatchPart, BatchState
 from batchgen.runtime.graphs import DecodeGraphs, StaticBuffers
-from batchgen.runtime.state_indices import StateIndices
 from batchgen.runtime.steps.context import StepContext
 from batchgen.runtime.streams import Driver
 from batchgen.schedule.packed_batch import empty_batch
@@ -50,7 +50,7 @@ def _launch_layers(context: StepContext, buffers: StaticBuffers) -> None:
     """Launch all layers over static buffers."""
     launched = context.layer_steps(len(buffers.hidden))
     context.expands = any(step.kind == "expand_weight" for _, step in launched)
-    states = None if buffers.states is None else StateIndices(*buffers.states)
+    states = None if buffers.states is None else StateSlots(*buffers.states)
     part = BatchPart(slice(0, len(buffers.hidden)), buffers.slots, {}, buffers.plans, states)
     parts = {KVPlacement.DEVICE: part}
     positions = buffers.positions

@@ -5,7 +5,9 @@ import weakref
 
 import pytest
 import torch
-from tiny_models import MIXED_SIZES, make_tiny_model, mixed_types, write_tiny_gguf
+from model_tables import MIXED_SIZES
+from tiny_gguf import mixed_types, write_tiny_gguf
+from tiny_models import make_tiny_model
 
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.files import read_config, resolve_model, resolve_weights
