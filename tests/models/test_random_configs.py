@@ -14,6 +14,7 @@ from thorough import SEED, quick_or
 from tiny_models import classes_of
 from tiny_tokenizers import make_tiny_tokenizer
 
+from batchgen.core.errors import InputError
 from batchgen.models.hf import config as model_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -45,6 +46,22 @@ def test_every_key_is_drawn_stated_left_out_and_null(family):
     if family not in ("opt", *GEMMA4):
         for spelling in ("rope_parameters", "rope_scaling", "rope_theta"):
             assert sum(spelling in given.stated for given in draws) > 400
+
+
+# What transformers fails at in a forward pass.
+BROKEN_ROPES = {
+    "ministral3": ({"rope_parameters": {}}, "rope_parameters"),
+    "qwen3_5_moe": ({"rope_scaling": {"type": "default", "mrope_section": 2.0}}, "mrope_section must be a list"),
+}
+
+
+@pytest.mark.parametrize("family", BROKEN_ROPES)
+def test_rotary_parameters_without_a_meaning_are_refused(family):
+    ordinary = next(given.stated for seed in range(100) if not (given := draw(family, seed)).odd)
+    change, named = BROKEN_ROPES[family]
+    stated = {key: value for key, value in ordinary.items() if not key.startswith("rope_")} | change
+    with pytest.raises(InputError, match=named):
+        model_config.config_of_hf(stated)
 
 
 def test_a_wrong_answer_is_noticed(tokenizer, tmp_path, monkeypatch):

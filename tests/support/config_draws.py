@@ -393,10 +393,9 @@ def _windows(family: str, layers: int, rng: random.Random) -> dict[str, Any]:
     if family.startswith(("qwen", "smollm3")):
         used = rng.choice((_LEFT_OUT, True, False))
         drawn = {"use_sliding_window": used, "sliding_window": window}
-        if family == "smollm3":
-            drawn["layer_types"] = types
-        elif family != "qwen3_moe":
+        if family not in ("smollm3", "qwen3_moe"):
             drawn["max_window_layers"] = rng.choice((_LEFT_OUT, 0, 1, 2))
+        if family != "qwen3_moe":
             drawn["layer_types"] = types if used is True else rng.choice((_LEFT_OUT, None, ["full_attention"] * layers))
         return drawn
     if family in ("gemma2", "gemma3", "gpt_oss", "olmo3"):

@@ -109,6 +109,8 @@ def read_query_growth(config: Mapping[str, Any], family: str) -> dict[str, Any]:
     if family != "ministral3":
         return {}
     old, new = (_table(config, name) for name in ("rope_scaling", "rope_parameters"))
+    if not (old or new) and {} in (config.get("rope_scaling"), config.get("rope_parameters")):
+        raise InputError("rope_parameters {} state no original_max_position_embeddings: leave the key out")
     params = {**(old or new or _MINISTRAL3_ROPE)}
     beta, period = params.get("llama_4_scaling_beta"), params.get("original_max_position_embeddings")
     if beta is None or not is_number(beta) or beta < 0:
@@ -233,6 +235,8 @@ def _delta_net_rope(params: dict[str, Any], max_position: int, original: int | N
     """
     if (kind := _kind(params)) == "proportional":
         raise InputError(f"rope_type {kind!r} is not supported for this family")
+    if not isinstance(sections := params.get("mrope_section"), list | None):
+        raise InputError(f"mrope_section must be a list of sizes, not {shown(sections)}")
     rotated = _rotated(params, 0.25, head_dim)
     plain = {name: value for name, value in params.items() if name not in OF_IMAGES}
     return _rope({**plain, "partial_rotary_factor": 1.0}, max_position, original, rotated)
