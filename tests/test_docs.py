@@ -161,7 +161,7 @@ def test_the_api_page_has_every_public_name():
 
 def test_benchmarks_name_every_result_and_their_commands_exist():
     page = (DOCS / "benchmarks.md").read_text()
-    assert set(re.findall(r"`([\w-]+\.json)`", page)) == {
+    assert set(re.findall(r"`([\w.-]+\.json)`", page)) == {
         p.name for p in (ROOT / "benchmarks" / "results").glob("*.json")
     }
     for script in re.findall(r"`python (benchmarks/\w+\.py|tests/support/\w+\.py)", page):

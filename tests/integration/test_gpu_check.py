@@ -88,7 +88,8 @@ class TestParts:
         }
         assert marked <= named
         checks = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("*_checks.py")}
-        assert checks - named == {"tests/ops/launch_checks.py"}  # of a card that is not there
+        # Those of a card that is not there, and of one that is played.
+        assert checks - named == {"tests/ops/launch_checks.py", "tests/runtime/cuda_checks.py"}
 
     def test_scripts_understand_their_arguments(self):
         """Also those that a rehearsal adds."""

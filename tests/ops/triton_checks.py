@@ -972,7 +972,7 @@ def test_a_nan_spoils_its_group_and_nothing_else():
 def test_nothing_to_do():
     x, weight = torch.empty(0, 64, device=DEVICE), torch.ones(64, device=DEVICE)
     assert triton_kernels.norm(x, weight, None, 1e-5).shape == (0, 64)
-    assert triton_kernels.gated(x, "silu_mul").shape == (0, 32)
+    assert triton_kernels.gate(x, "silu_mul").shape == (0, 32)
     routes = torch.empty(0, 2, device=DEVICE), torch.empty(0, 2, dtype=torch.int64, device=DEVICE)
     assert triton_kernels.grouped_experts(
         x, *routes, *(w if w is None else w.to(DEVICE) for w in mixture(0, 4, 64, 8)), "silu_mul"

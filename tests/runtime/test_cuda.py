@@ -37,7 +37,7 @@ _MOVED = {
     "send_qkv", "cpu_attention", "load_attention",
 }  # fmt: skip
 STEPS = {
-    "resident": _COMPUTED | {"layers"},  # captured sweeps, and the first one
+    "resident": {"embed", "layers", "head"},
     "everything moves": _COMPUTED | _MOVED | {"load_head"},
     "4 bits": _COMPUTED | _MOVED | {"expand_weight"},
 }
@@ -112,8 +112,7 @@ def test_every_operation_finds_its_tensors_on_one_device(
         run(engine)
         config = engine.parts.config
         has_experts = config.num_experts > 0
-    # Rows of per-layer embeddings are read on the host in every sweep: such sweeps are not captured.
-    assert kinds == STEPS[kind] - ({"layers"} if config.per_layer_size else set())
+    assert kinds == STEPS[kind]
     launched = {name for name, *_ in card.launched}
     assert {"_attend", "_norm", "_rotary_store"} <= launched
     assert has_experts == ({"_sort", "_multiply", "_add"} <= launched)
