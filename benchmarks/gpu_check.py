@@ -5,7 +5,7 @@
     python benchmarks/gpu_check.py --parts rates,overlap
     python benchmarks/gpu_check.py --merge a.json b.json    # what calls on different machines have written, as one
 
-The calls are for a machine that is lent for half an hour: fire one after the other, and read afterwards. Each part
+The calls are for a machine that is rented for half an hour: fire one after the other, and read afterwards. Each part
 (`gpu_parts.py`) is a process of its own with a time limit, so none stops another. Results are written after each part.
 
 It needs no network, and nothing installed but torch, triton, transformers, pyarrow, safetensors, click, tqdm, pybind11,
