@@ -34,7 +34,7 @@ def carried_files(triton_cache: Path, module: Path) -> dict[str, Path]:
 
 
 def stamp(files: Mapping[str, Path]) -> list:
-    """What tells whether files are those that were packed: names and times of their last changes."""
+    """The names of files and the times of their last changes, which show whether they were packed already."""
     times = []
     for name, path in files.items():
         with contextlib.suppress(OSError):  # replaced meanwhile

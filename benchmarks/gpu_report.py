@@ -34,7 +34,7 @@ def tests_result(tests: list[dict]) -> dict:
 
 
 def first_lines(result: dict) -> list[str]:
-    """What happened: the card, how many parts went how, and one line for each part that did not go well."""
+    """The first lines of the report: the card, the numbers of parts by outcome, and a line for each that failed."""
     parts = result["parts"]
     device = parts.get("device", {}).get("result", {})
     ok = [name for name, part in parts.items() if part["outcome"] == "ok"]

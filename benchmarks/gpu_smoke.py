@@ -218,7 +218,7 @@ def _completions(path: str, prompts: list[list[int]], args: argparse.Namespace, 
 
 
 def _alike(expected, actual) -> bool:
-    """Whether tokens are the same up to the first place where the two most likely ones are as likely."""
+    """Tell if tokens are the same up to the first place where the two most likely ones are as likely."""
     for a, b, likely in zip(expected.token_ids, actual.token_ids, expected.logprobs, strict=True):
         if a != b:
             first, second = likely.top[:2]

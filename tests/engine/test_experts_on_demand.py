@@ -35,7 +35,7 @@ def stores(tmp_path_factory):
 @pytest.mark.parametrize("weight_format", ["float32", "int4"])
 @pytest.mark.parametrize("model", ["qwen3_moe, 8 of 128, shares as they are", "qwen2_moe, a dense layer, windows"])
 def test_bytes_are_those_of_the_pages_of_what_is_touched(model, weight_format, tiny_models, stores, monkeypatch):
-    """What all tokens need and experts that are likely, then with each micro-batch what has not been read."""
+    """First come what all tokens need and likely experts, then with each micro-batch what has not been read."""
     family, fields = MODELS[model]
     path = tiny_models(family, **fields)[0]
     store = find_or_convert(

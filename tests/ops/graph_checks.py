@@ -81,7 +81,7 @@ def kernels_as_on_a_card(monkeypatch):
 
 
 def linear_as_on_a_card(x, weight, bias=None, **options):
-    """Of numbers it is that of the CPU."""
+    """Multiply packed rows by a card's kernels, and weights that are numbers as the CPU does."""
     packed = isinstance(weight, torch.Tensor) and weight.dtype == torch.uint8
     return (triton_kernels.packed_linear if packed else _linear)(x, weight, bias, **options)
 

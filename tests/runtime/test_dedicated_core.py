@@ -154,7 +154,7 @@ class TestThrottle:
 
     @pytest.mark.parametrize("waited_s", [0.0, 0.004, 0.05])
     def test_waiting_is_a_part_of_it(self, waited_s, played):
-        """Of a thread that waited while another had its core, only its own work counts."""
+        """Only a thread's own work counts, not the time in which another had its core."""
         clock = played()
         with Throttle(4.0).held():
             clock.wait(waited_s)
