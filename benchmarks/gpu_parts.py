@@ -63,12 +63,12 @@ def _smoke(check: str, limit_s: float, *arguments: str, **options) -> Part:
     return _script("gpu_smoke", limit_s, check, *arguments, **options)
 
 
-def _tests(limit_s: float, workers: int, *which: str, marked: bool = True, **options) -> Part:
-    """Tests in several processes where pytest-xdist is there."""
+def _tests(limit_s: float, workers: int, *which: str, marked: bool = True, part: float = 0.1, **options) -> Part:
+    """Tests in several processes where pytest-xdist is there; a part of them in a rehearsal."""
     command = ("python", "-m", "pytest", "-p", "gpu_tests", "-p", "no:cacheprovider", "--tb=short")
     packages = {"xdist": ("-n", str(workers), "--dist", "worksteal"), "pytest_timeout": ("--timeout", "400")}
     marks = ("-m", "gpu") if marked else ()
-    return Part((*command, *marks, *which), limit_s, with_packages=packages, small=("--maxfail=1",), **options)
+    return Part((*command, *marks, *which), limit_s, with_packages=packages, small=("--part", str(part)), **options)
 
 
 def _case(shape: str, policy: str, limit_s: float, *arguments: str, **options) -> Part:
@@ -124,7 +124,7 @@ PARTS: dict[str, Part] = {
     # Engines that compile kernels for the first time, and FlashInfer's compiler.
     "demo": _smoke("model", 100, small=("--layers", "2")),
     "demo, int4": _smoke("model", 100, "--weights", "int4", small=("--layers", "2"), needs=("xxhash",)),
-    "everything moves": _tests(100, 1, _ENGINE, "-k", "everything_moves"),
+    "everything moves": _tests(100, 1, _ENGINE, "-k", "everything_moves", part=1),
     "memcheck": Part(
         ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", *_SWEEP),
         100,

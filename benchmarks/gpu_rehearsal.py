@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.metadata
-import os
 import re
 import sys
 import tempfile
@@ -69,20 +68,33 @@ def made_small(part: Part) -> Part:
     return replace(part, command=command, programs=(), limit_s=_LIMIT_S, environment=environment)
 
 
+class Rehearsal(gpu_check.Check):
+    """The check, with packages from folders of links."""
+
+    def __init__(self, results: Path, folder: Path) -> None:
+        super().__init__(results, folder / "work", small=True)
+        self.packages, self.wheels = folder / "packages", folder / "wheels"
+
+    def _has(self, package: str) -> bool:
+        return any((place / package).exists() for place in (self.packages, self.site) if place)
+
+    def environment(self) -> dict[str, str]:
+        return super().environment() | {"PLAYED_SITE_PACKAGES": str(self.packages), "BATCHGEN_TEST_ALL": "0"}
+
+
 def rehearse(names: Iterable[str], results: Path, folder: Path, wheels: Path | None) -> dict:
     """Run parts, those without needs first. Returns their results by name."""
     has_own_kernels = Path(find_spec("batchgen.ops._kernels").origin).is_relative_to(gpu_check.ROOT)
-    link_packages(with_required(PACKAGES) | (set() if has_own_kernels else {"batchgen"}), folder / "packages")
-    link_packages(WHEELS, folder / "wheels")
-    os.environ["PLAYED_SITE_PACKAGES"] = str(folder / "packages")
+    check = Rehearsal(results, folder)
+    link_packages(with_required(PACKAGES) | (set() if has_own_kernels else {"batchgen"}), check.packages)
+    link_packages(WHEELS, check.wheels)
     parts = {name: made_small(PARTS[name]) for name in names}
     PARTS.update(parts)
-    check = gpu_check.Check(results, folder / "work", small=True)
     check.run([(name,) for name, part in parts.items() if not part.needs])
     if wheels:
         check.use_wheels(wheels)
     else:
-        check.site = folder / "wheels"
+        check.site = check.wheels
     check.run([(name,) for name, part in parts.items() if part.needs])
     return {name: check.result["parts"][name] for name in parts}
 

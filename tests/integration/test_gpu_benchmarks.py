@@ -270,7 +270,7 @@ class TestOffload:
         assert summary.startswith("summary: flexgen failed: out of memory, accelerate ")
         assert summary.endswith(" generated tokens/s")
         offload.ran.clear()
-        with pytest.raises(SystemExit, match="^gpu_offload: flexgen failed: out of memory$"):
+        with pytest.raises(SystemExit, match=r"^gpu_offload: flexgen failed: out of memory$"):
             offload("--engines", "flexgen", "--rounds", 1, "--variants", 1)
 
     def test_engines_with_other_limits_are_no_comparison(self, offload):
