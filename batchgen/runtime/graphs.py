@@ -48,7 +48,7 @@ Replay = Callable[[], None]
 
 @dataclass(frozen=True)
 class Size:
-    """What the launches of a sweep depend on.
+    """The numbers that the launches of a sweep depend on.
 
     Attributes:
         tokens: Number of tokens.

@@ -73,4 +73,4 @@ class ScheduledSequence(NamedTuple):  # one for each sequence in flight, in ever
 
 def next_tokens(sequences: Iterable[Sequence]) -> Iterable[ScheduledSequence]:
     """One token of each sequence, made without a call of a Python function for each."""
-    return map(tuple.__new__, repeat(ScheduledSequence), zip(sequences, repeat(1)))  # type: ignore[arg-type]
+    return map(tuple.__new__, repeat(ScheduledSequence), zip(sequences, repeat(1)))

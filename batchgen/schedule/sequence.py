@@ -190,4 +190,4 @@ class LogitsRow(NamedTuple):
 
 def logits_rows(sequences: Iterable[Sequence], positions: Iterable[int]) -> list[LogitsRow]:
     """Rows of logits at a position of each sequence, made without a call of a Python function for each."""
-    return list(map(tuple.__new__, repeat(LogitsRow), zip(sequences, positions, strict=True)))  # type: ignore[arg-type]
+    return list(map(tuple.__new__, repeat(LogitsRow), zip(sequences, positions, strict=True)))

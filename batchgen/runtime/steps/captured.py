@@ -31,15 +31,13 @@ def sweep_graphs(context: StepContext, driver: Driver, most_tokens: int) -> Swee
     config = context.config
     if config.per_layer_size:  # rows of a table that only the host has
         return None
-    for layer in config.attention_layers:
-        shape = context.kv_cache.shape_of(layer)
-        group = config.num_heads // shape.kv_heads
-        if not ops.can_capture(context.device, shape.head_dim, group, shape.kv_block_size):
-            return None
+    windows = {config.windows[layer] for layer in config.attention_layers}
+    if not all(ops.can_capture(context.attention_operands(window), context.device) for window in windows):
+        return None
     return SweepGraphs(
         partial(_launch_layers, context),
         driver.capture,
-        lambda plan, window: ops.cut_attention(plan, *context.attention_shape(window), device=context.device),
+        lambda plan, window: ops.cut_attention(plan, context.attention_operands(window), device=context.device),
         most_tokens,
         config.hidden_size,
         context.weights.dtype,
@@ -51,7 +49,8 @@ def _launch_layers(context: StepContext, buffers: StaticBuffers) -> None:
     """Launch all layers over static buffers."""
     launched = context.layer_steps(len(buffers.hidden))
     context.expands = any(step.kind == "expand_weight" for _, step in launched)
-    states = None if buffers.states is None else StateSlots(*buffers.state_slots)
+    slots = buffers.state_slots
+    states = None if slots is None else StateSlots(*slots)
     part = BatchPart(slice(0, len(buffers.hidden)), buffers.slots, {}, buffers.plans, states)
     parts = {KVPlacement.DEVICE: part}
     positions = buffers.positions
