@@ -101,7 +101,7 @@ def test_a_card_that_would_not_hold_dequantized_weights_has_them_as_they_are_fou
     make_tiny_model("llama", tmp_path, hidden_size=256, intermediate_size=512, head_dim=128)
     requantize(tmp_path, gptq(64))
     files = resolve_model(str(tmp_path))
-    options = JobOptions(str(tmp_path), None, None, gpu_memory=gpu_memory)
+    options = JobOptions(str(tmp_path), None, None, dtype="bfloat16", gpu_memory=gpu_memory)
     job = resolve_for(shipped_profile(card), options, files, read_config(files))
     assert (job.options.weights, job.native_format) == (weights, "w4_g64")
     workload = Workload(16, Lengths.of([1]), Lengths.of([32]), 32)  # decoding, of which memory bounds products

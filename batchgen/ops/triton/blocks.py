@@ -133,6 +133,6 @@ def _scales(
 
 @triton.jit
 def _spread(scale, COLUMNS: tl.constexpr):
-    """What belongs to runs, [R, runs], for each of COLUMNS values of them, [R, COLUMNS]."""
+    """Numbers of runs, [R, runs], repeated for each of COLUMNS values of them, [R, COLUMNS]."""
     shape: tl.constexpr = (scale.shape[0], scale.shape[1], COLUMNS // scale.shape[1])
     return tl.reshape(tl.broadcast_to(scale[:, :, None], shape), (scale.shape[0], COLUMNS))

@@ -31,9 +31,10 @@ from batchgen.ops.triton.launch import Card
 WeightKind = Literal["numbers", "int8", "int4"] | BlockCoding
 # Bytes of a value, without its scale, where it has fewer than x's dtype.
 _VALUE_BYTES: dict[WeightKind, float] = {"int8": 1, "int4": 0.5, "fp8": 1, "w4": 0.5, "mxfp4": 0.5}
+_BLOCK_KINDS = set(BLOCK_CODINGS.values())
 # Rows of a tile: of a product with few rows, with some, and of one whose time is that of multiplying.
 _FEW, _SOME, _MANY = 16, 64, 128
-_OF_MANY = 160 << 10  # bytes of shared memory from which a tile of many rows has weights that are unpacked
+_ROOMY = 200 << 10  # bytes of shared memory of cards whose products take both operands from there
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Storage:
     """The way in which a weight matrix is stored.
 
     Attributes:
-        kind: What its rows are.
+        kind: The kind of its rows.
         weight_format: Format of the blocks, a key of `BLOCK_CODINGS`; "": its rows are not in blocks.
     """
 
@@ -118,14 +119,14 @@ def product_tile(
     if kind == "numbers":
         tile_rows, across, depth = _SOME, 128, 64
     else:
-        # Unpacked weights take shared memory beside what is loaded.
-        has_many = kind == "int8" or (kind != "int4" and on.shared_memory >= _OF_MANY)
+        is_blocks, is_roomy = kind in _BLOCK_KINDS, on.shared_memory >= _ROOMY
+        has_many = kind == "int8" or (is_blocks and is_roomy)
         tile_rows = _FEW if rows <= _FEW else _MANY if rows > _SOME and has_many else _SOME
-        # Bytes that become floats take registers: a tile of few rows has no more of them than one of nibbles.
-        of_bytes = kind == "fp8" and tile_rows == _FEW
-        widest = next((n for n in ((64,) if of_bytes else (128, 64)) if columns * matrices // n >= on.num_sms), 32)
+        # Blocks that become floats take registers; where operands are in shared memory, a tile of some rows has them.
+        widths = (64,) if is_blocks and (tile_rows == _FEW or not is_roomy) else (128, 64)
+        widest = next((n for n in widths if columns * matrices // n >= on.num_sms), 32)
         across = 128 if tile_rows == _MANY else widest
-        depth = (4 if tile_rows == _FEW and not of_bytes else 2) * CODE_GROUP
+        depth = (4 if tile_rows == _FEW and not is_blocks else 2) * CODE_GROUP
     of_x = 1 if kind == "int8" else dtype.itemsize
     step_bytes = int((tile_rows * of_x + across * _VALUE_BYTES.get(kind, dtype.itemsize)) * depth)
     warps = 8 if tile_rows == _MANY else 4
@@ -159,7 +160,7 @@ def sums_of_products(
         inside: Mask of the rows of the weight to load, [BLOCK].
         up_offset: Distance from a row of the gate to that of the up projection, in elements.
         DEPTH: Number of columns.
-        KIND: What the weight's rows are (`WeightKind`).
+        KIND: The kind of the weight's rows (`WeightKind`).
         VALUES: Values of a block; 0 where rows are not in blocks.
         HEAD: Bytes of a block before its values.
         ALIGNED: Whether tables of scales of int4 rows are at multiples of 4 bytes.
