@@ -16,7 +16,7 @@ from batchgen.ops import cpp as kernels
 from batchgen.ops import dispatch as ops
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-EVEN_PAIRS = ("zen4", "zen4_plain")  # sets that multiply codes of 4 bits as pairs of bf16
+EVEN_PAIRS = ("zen4",)  # sets that multiply codes of 4 bits as pairs of bf16
 PAIRS = ("avx512_bf16", "avx512_bf16_plain", *EVEN_PAIRS)  # those that multiply codes of FP8 so
 CODES = (*PAIRS, "avx512_vnni", "avx_vnni")  # those that multiply codes that are integers in any way
 OF_4_BITS = ("q4_0", "q4_1", "q4_k", "iq4_nl", "iq4_xs", "mxfp4", "w4_g32", "w4_g64", "w4_g128")
