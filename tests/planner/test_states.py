@@ -181,6 +181,7 @@ def test_a_plan_says_what_states_take_and_what_smaller_ones_would_save():
     assert smaller_states_s(problem, smaller, lambda other: 0.0) is None
     said = "\n".join(explain(plan, explanation_of(plan, smaller_states_s=saved_s)))
     assert "KV float16, states float32" in said and "\nstate " in said and "KV and states" in said
+    assert "\nSome layers keep a state of fixed size for each sequence, in place of KV.\n" in said
     assert "states of a sequence take 3.1 MiB (float32), as much as the KV of 393 tokens" in said
     assert f"--state-dtype bfloat16 would save {format_seconds(saved_s)}" in said
     assert "states bfloat16" in "\n".join(explain(smaller)) and "--state-dtype" not in "\n".join(explain(smaller))
