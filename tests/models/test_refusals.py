@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import (
 
 from batchgen.core.errors import InputError
 from batchgen.models.families import ARCHITECTURES
-from batchgen.models.files import resolve_for_planning
+from batchgen.models.files import resolve_for_planning, resolve_model
 from batchgen.models.formats.gguf.fields import GGUF_ARCHITECTURES, check_architecture
 from batchgen.models.hf.fields import read_architecture
 from batchgen.models.hf.rope import read_ropes
@@ -119,6 +119,8 @@ def test_a_text_model_is_called_supported_only_where_it_is():
     for text_type, nearest in {"qwen3": "Qwen3ForCausalLM", "gemma3_text": "Gemma3ForCausalLM"}.items():
         with pytest.raises(InputError, match=rf"supported \({text_type}\): take a GGUF of it; the nearest .*{nearest}"):
             read_architecture({**wrapper, "text_config": {"model_type": text_type}})
+    with pytest.raises(InputError, match=r"its text model is supported \(qwen2\)"):
+        read_architecture({"architectures": ["InternVLChatModel"], "llm_config": {"model_type": "qwen2"}})
     for text in ({"text_config": {"model_type": "llama4_text"}}, {"text_config": {"model_type": []}}, {}):
         with pytest.raises(InputError) as caught:
             read_architecture({**wrapper, **text})
@@ -128,8 +130,9 @@ def test_a_text_model_is_called_supported_only_where_it_is():
 def test_it_is_refused_before_any_weight_is_looked_for(tmp_path):
     """A directory with a config.json alone: nothing is said of weights that are missing."""
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"]}))
-    with pytest.raises(InputError, match="MambaForCausalLM is not supported"):
-        resolve_for_planning(str(tmp_path))
+    for resolve in (resolve_for_planning, resolve_model):
+        with pytest.raises(InputError, match="MambaForCausalLM is not supported"):
+            resolve(str(tmp_path))
 
 
 def test_a_further_factor_of_yarn_multiplies_that_of_its_formula():

@@ -185,7 +185,7 @@ def _instead(config: Mapping[str, Any], name: str) -> str:
         config: Values of `config.json`.
         name: Name of the model's class in transformers, or its `model_type`.
     """
-    text = config.get("text_config")
+    text = config.get("text_config", config.get("llm_config"))  # the latter in InternVL's files
     text_type = text.get("model_type") if isinstance(text, Mapping) else None
     families = {_MODEL_TYPES.get(known, family): family for known, family in ARCHITECTURES.items()}
     of_text = families.get(text_type) if isinstance(text_type, str) else None
