@@ -34,8 +34,8 @@ PACKAGES = (
 WHEELS = ("accelerate", "attrs", "flexgen", "gguf", "highspy", "psutil", "pulp", "xxhash")
 _LIMIT_S = 900  # of a part: it has the CPU for everything
 _EMPTY = {"PLAYED_CUDA_KERNELS": "0", "PLAYED_CUDA_EMPTY": "1"}
-# What asks the card for numbers: checks of tokens by gpu_smoke.py, routes that torch waits for, and an engine that looks
-# after each token if all rows have ended.
+# What asks the card for numbers: checks of tokens by gpu_smoke.py, routes that torch waits for, and an engine that
+# looks after each token if all rows have ended.
 _READS_NUMBERS = {"model", "sweep", "benchmarks/gpu_experts.py", "accelerate"}
 
 
