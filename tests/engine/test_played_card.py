@@ -159,8 +159,8 @@ def test_tests_for_a_card_pass(play, which):
     check(play(*pytest_on("-m", "gpu", "--all", *(HERE / name for name in ON_CARDS[which])), devices=2))
 
 
-# A check of tokens, a job that is measured, and the card itself.
-QUICK = ("device", "memcheck", "opt-30b, KV streamed")
+# A few sweeps, and a job that is measured.
+QUICK = ("memcheck", "opt-30b, KV streamed")
 REHEARSAL = played_card.ROOT / "benchmarks" / "gpu_rehearsal.py"
 
 
