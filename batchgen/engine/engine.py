@@ -485,9 +485,8 @@ class Engine:
         on_sweep: Callable[[EngineStats], None],
     ) -> Iterator:
         self._running = scheduler
-        source: Prefetch | PromptOrder = Prefetch(handler.prepare(requests), ahead=_INPUT_AHEAD)
-        if scheduler.tables.share_prefixes:
-            source = PromptOrder(source)
+        ahead = Prefetch(handler.prepare(requests), ahead=_INPUT_AHEAD)
+        source = PromptOrder(ahead) if scheduler.tables.share_prefixes else ahead
         drop, in_flight = self.parts.executor.drop, self.parts.sweeps_in_flight
         call = _Call(handler, scheduler, source, adaptation, in_flight, drop=drop)
         self._lanes_before, self._collected_s = self._lanes_s(), time.perf_counter()
