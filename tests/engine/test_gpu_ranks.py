@@ -28,11 +28,32 @@ def tokens_of(parts):
     return [done[k].samples[0].token_ids for k in range(8)]
 
 
+def on_host(path):
+    """Weights of all layers in host memory."""
+    config = read_config(resolve_model(str(path)))
+    return {"weight_layers": dict.fromkeys(config.layer_tensors, (0, config.num_layers, 0))}
+
+
+# Fields of a policy.
+PLACES = {
+    "all on the card": lambda path: {},
+    "weights and KV stream": lambda path: {"kv_seqs": {"streamed": 8}, **on_host(path)},
+    "CPU attention": lambda path: {"kv_seqs": {"cpu": 5, "gpu": 3}, "activation_batches": (0, 1)},
+    "two batches": lambda path: {
+        "gpu_batch_size": 4, "num_gpu_batches": 2, "kv_seqs": {"cpu": 3, "streamed": 3, "gpu": 2}, **on_host(path),
+        "activation_batches": (1, 1), "head_tier": "cpu",
+    },
+}  # fmt: skip
+# Each family with a card in one of the places; one rank is what a machine with a single card can show.
+CELLS = [(1, "llama", "all on the card"), (1, "qwen3_moe", "two batches")] + [
+    (2, family, list(PLACES)[i % len(PLACES)]) for i, family in enumerate(FAMILIES)
+]
+
+
 @pytest.mark.gpu
 @on_cards
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("size", [1, 2])
-def test_tokens_of_ranks_with_a_card_each_are_those_of_the_cpu(size, family, tiny_models, tmp_path):
+@pytest.mark.parametrize(("size", "family", "place"), CELLS)
+def test_tokens_of_ranks_with_a_card_each_are_those_of_the_cpu(size, family, place, tiny_models, tmp_path):
     if size > NUM_CARDS:
         pytest.skip(f"{size} ranks need as many cards")
     path, _ = tiny_models(family)
@@ -40,11 +61,10 @@ def test_tokens_of_ranks_with_a_card_each_are_those_of_the_cpu(size, family, tin
     wanted = tokens_of(
         loader.load_parts(make_request(path, CPU, make_policy(path, CPU), tmp_path), lambda: load_tokenizer(files))
     )
-    policy = make_policy(path, device)
     request = make_request(
         path,
         device,
-        policy,
+        make_policy(path, device, **PLACES[place](path)),
         tmp_path,
         shard=shard_of(read_config(files), 0, size),
         budgets={"gpu": GIB, "cpu": 4 * GIB, "disk": 0},

@@ -219,7 +219,7 @@ def _divided(sums: Tensor, weights: Tensor, most: Tensor, sinks: Tensor | None) 
 
 def _merge(out, partial, stats, tokens, starts, rows, sinks, **_):
     bounds = starts.tolist()
-    for token, start, stop in zip(tokens.tolist(), bounds, bounds[1:], strict=False):
+    for token, (start, stop) in zip(tokens.tolist(), itertools.pairwise(bounds), strict=False):
         if token < 0:
             continue
         parts = rows[start:stop].long()
@@ -269,7 +269,7 @@ def _state(states: Tensor, slot: int) -> Tensor:
 
 def _convolve_tiles(x, weight, bias, states, source, starts, out, SILU, **_):
     bounds = starts.tolist()
-    for slot, start, stop in zip(source.tolist(), bounds, bounds[1:], strict=True):
+    for slot, (start, stop) in zip(source.tolist(), itertools.pairwise(bounds), strict=True):
         inputs = torch.cat((_state(states, slot).t().float(), x[start:stop].float()))
         if stop > start:
             y = torch.einsum("tck,ck->tc", inputs.unfold(0, weight.shape[1], 1), weight.float())
@@ -283,7 +283,7 @@ def _convolve_sequences(x, states, source, target, starts, COMPUTES, **others):
     bounds = starts.tolist()
     after = [
         torch.cat((_state(states, slot).t(), x[start:stop].to(states.dtype)))[stop - start :].t()
-        for slot, start, stop in zip(source.tolist(), bounds, bounds[1:], strict=True)
+        for slot, (start, stop) in zip(source.tolist(), itertools.pairwise(bounds), strict=True)
     ]
     _keep(states, target, after)
 
@@ -296,16 +296,17 @@ def _keep(states: Tensor, target: Tensor, after: list[Tensor]) -> None:
 
 def _update_tokens(qkv, g, beta, states, source, target, starts, out, few_tokens, KEY_HEADS, **_):
     from batchgen.ops import state_reference
+    from batchgen.ops.state_slots import StateSlots
 
     bounds, first = starts.tolist(), torch.zeros(1, dtype=torch.int64)
-    for slot, to, start, stop in zip(source.tolist(), target.tolist(), bounds, bounds[1:], strict=True):
+    for slot, to, (start, stop) in zip(source.tolist(), target.tolist(), itertools.pairwise(bounds), strict=True):
         if stop - start <= few_tokens:
             state, tokens = _state(states, slot)[None], slice(start, stop)
             if stop > start:
+                slots = StateSlots(first, first, torch.tensor([0, stop - start]))
                 state_reference.delta_rule(
-                    qkv[tokens], g[tokens], beta[tokens], state, first, first, torch.tensor([0, stop - start]),
-                    key_heads=KEY_HEADS, out=out[tokens],
-                )  # fmt: skip
+                    qkv[tokens], g[tokens], beta[tokens], state, slots, key_heads=KEY_HEADS, out=out[tokens]
+                )
             if to >= 0:
                 states[to] = state[0]
 
