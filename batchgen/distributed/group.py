@@ -13,6 +13,7 @@ import json
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -101,6 +102,7 @@ class Group:
         self._on_one_host, self._nccl_name = place.on_one_host, nccl_name
         self._links, self._hub, self._line, self._processes = links, hub, line, processes
         self._nccl: Any = None  # once there is a sum on a CUDA device
+        self._aborting, self._is_aborted = threading.Lock(), False
 
     # Tensors.
 
@@ -153,8 +155,11 @@ class Group:
         return self._nccl
 
     def _abort_nccl(self) -> None:
-        if (nccl := self._nccl) is not None:
-            nccl.abort()
+        """End the sums that are under way. Called by the thread that finds a rank lost, or by that of the sums."""
+        with self._aborting:
+            if self._nccl is not None and not self._is_aborted:
+                self._is_aborted = True
+                self._nccl.abort()
 
     def _end_nccl(self) -> None:
         """End NCCL, where no sum is under way, and threads of torch's with it.

@@ -619,13 +619,14 @@ def _make_executor(
     config, policy, accelerated = request.config, request.policy, request.device.accelerated
     options = SweepOptions(
         max_positions=policy.max_model_len,
+        num_batches=policy.num_gpu_batches,
         batches_on_host=policy.activation_batches[1] if accelerated else 0,
         batch_tokens=memory.batch_tokens,
         delegated_seqs=policy.batch_seqs if accelerated and policy.kv_seqs.get("cpu") else 0,
         deferred_seqs=policy.kv_seqs.get(KVPlacement.DEFERRED, 0) if accelerated else 0,
         chunk_tokens=chunk_tokens(request.config, int(FORMAT_BYTES[request.dtype]), on_gpu=accelerated),
         logit_rows=memory.logit_rows,
-        captured_tokens=policy.gpu_batch_size if policy.all_on_gpu and not request.reduce else 0,
+        captured_tokens=policy.gpu_batch_size if policy.all_on_gpu and not (request.reduce or adjacent_ranks) else 0,
         attention_isa=attention_isas(config, request.kernels, request.dtype),
         reduce=request.reduce,
         makes_logits=request.shard is None or request.shard.rank == 0,

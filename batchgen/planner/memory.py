@@ -168,6 +168,9 @@ def _activation_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
     yield Item("gpu", "activations", work + DEVICE_WORKSPACE_BYTES, "compute")
     yield Item("gpu", "activations", held.act_gpu * waiting, "compute")
     yield Item("gpu", "activations", held.acts_wait * (HIDDEN_SLOTS * hidden))
+    received, sent = (batches.num_gpu_batches * hidden * (not at_end) for at_end in (model.embeds, model.has_head))
+    yield Item("gpu", "activations", received)  # of a stage of a pipeline
+    yield Item("cpu", "activations", received + sent)
     yield Item("gpu", "activations", held.delegates * sent_bytes(model, element, batches.batch_seqs), "d2h")
     exchanged = batches.batch_seqs * exchanged_values(model, kv=True) * element
     yield Item("cpu", "activations", WORKSPACE_BYTES + PINNED_BYTES)

@@ -35,6 +35,7 @@ class SweepOptions:
 
     Attributes:
         max_positions: most tokens of a sequence.
+        num_batches: micro-batches of a sweep.
         batches_on_host: micro-batches, the last ones of a sweep, whose activations wait in host memory between layers.
         batch_tokens: most tokens of a micro-batch.
         delegated_seqs: most sequences of a micro-batch that the CPU attends to; 0: it attends to none.
@@ -53,6 +54,7 @@ class SweepOptions:
     """
 
     max_positions: int
+    num_batches: int = 1
     batches_on_host: int = 0
     batch_tokens: int = 0
     delegated_seqs: int = 0

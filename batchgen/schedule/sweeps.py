@@ -72,7 +72,11 @@ class Sweeps:
         # Per layer, the last Step of each lane that stored KV in an earlier sweep; those before it in its lane have
         # ended too. Kept over sweeps in which nothing is stored.
         self._stored: list[dict[Lane, int]] = [{} for _ in range(streams.num_layers)]
-        self._posted: dict[int, tuple[int, ...]] = {}  # per batch, the last `post` of the sweep before
+        # Of a stage of a pipeline, per batch: the last Step on its activations in the sweep before, the Step that
+        # took them from where they are received, and the one that sent them from where they are left.
+        self._posted: dict[int, tuple[int, ...]] = {}
+        self._fetched: dict[int, tuple[int, ...]] = {}
+        self._sent: dict[int, tuple[int, ...]] = {}
         self._num_deferred_batches = 0
         # Of sweeps in which nothing moves, by whether weights are expanded; numbered from 0.
         self._alike: dict[tuple[BatchFlow, bool], list[Step]] = {}
@@ -127,14 +131,14 @@ class Sweeps:
         layers, last_batch = self.streams.num_layers, len(batches) - 1
         yield from self._load_weights(0)
         hidden: list[int] = []  # per batch, the Step that made its latest activations
-        for k in range(len(batches)):
+        for k, batch in enumerate(batches):
             # Small copies that compute waits for do not queue behind the weights of layers to come.
-            received = self.streams.receives  # to where the last sweep's activations may have waited in host memory
-            step = self._step(
-                "receive" if received else "embed", 0, k, after=self._posted.get(k, ()) if received else ()
-            )
+            if not self.streams.receives:
+                step = self._step("embed", 0, k)
+                yield step
+            for step in self._received(k, batch) if self.streams.receives else ():
+                yield step
             hidden.append(step.id)
-            yield step
         order = [(j, k) for j in range(layers) for k in range(len(batches))]
         to_stage = deque(
             (j, k) for j, k in order if KVPlacement.STREAMED in batches[k].placements and self.streams.stages_kv(j)
@@ -161,6 +165,20 @@ class Sweeps:
         for j, stored in flow.stored.items():
             self._stored[j] |= stored
         yield from self._head(batches, flow)
+
+    def _received(self, k: int, batch: BatchFlow) -> Iterator[Step]:
+        """Activations from the previous stage: to where they wait between layers, of the host or of an accelerator.
+
+        What an accelerator gets comes through memory of the host.
+        """
+        passes = self.streams.accelerated and not batch.hidden_on_host
+        posted = self._posted.get(k, ())
+        receive = self._step("receive", 0, k, after=self._fetched.get(k, ()) if passes else posted)
+        yield receive
+        if passes:
+            load = self._step("load_hidden", 0, k, after=(receive.id, *posted))
+            self._fetched[k] = (load.id,)
+            yield load
 
     @property
     def are_resident(self) -> bool:
@@ -301,16 +319,20 @@ class Sweeps:
         post = self._step("post", j, k, weight_slot=weight_slot, after=after)
         yield post
         flow.hidden[k] = flow.hidden_made[k] = post.id
+        is_last = j == self.streams.num_layers - 1
+        sends = is_last and self.streams.sends
+        if self.streams.accelerated if sends else batch.hidden_on_host and not is_last:
+            store = self._step("store_hidden", j, k, after=(post.id, *(self._sent.get(k, ()) if is_last else ())))
+            yield store
+            flow.hidden[k] = store.id
         if batch.hidden_on_host:
-            if j < self.streams.num_layers - 1:
-                store = self._step("store_hidden", j, k, after=(post.id,))
-                yield store
-                flow.hidden[k] = store.id
             flow.left.append(flow.hidden[k])
-        if j == self.streams.num_layers - 1:
-            self._posted[k] = (post.id,)
-            if self.streams.sends:
-                yield self._step("send", j, k, after=(post.id,))
+        if is_last:
+            self._posted[k] = (flow.hidden[k],)
+        if sends:
+            send = self._step("send", j, k, after=(flow.hidden[k],))
+            self._sent[k] = (send.id,)
+            yield send
 
     def _head(self, batches: Sequence[BatchFlow], flow: _Flow) -> Iterator[Step]:
         """Logits of the last tokens; where the output matrix is not on the compute device, chunk by chunk."""

@@ -5,12 +5,15 @@
 
 import ctypes
 import itertools
+import random
 from dataclasses import replace
 
 import pytest
+import test_pipeline as pipelines
 import test_token_identity as identity
 import torch
 from model_tables import DELTA_NETS, GGUF_FAMILIES, MODELS
+from stages import make_pipeline
 from test_token_identity import (
     DTYPE,
     EMULATED,
@@ -132,7 +135,7 @@ _OF_CODES = [
 
 @pytest.mark.parametrize(
     ("model", "tier", "launches", "formats", "packed_tokens"),
-    quick_or(rotating("codes on a card").sample(_OF_CODES, 3), cover(_OF_CODES, 80, "codes on a card")),
+    quick_or(rotating("codes on a card").sample(_OF_CODES, 2), cover(_OF_CODES, 80, "codes on a card")),
 )
 def test_tokens_of_codes_equal_those_of_torch(
     model,
@@ -180,6 +183,23 @@ def test_tokens_in_16_bits_are_those_of_32(
         path, tier, stores, *schedules_of(model, tier, launches)[0], **given, max_num_batched_tokens=sweep_tokens
     )
     are_those(tokens_of(parts, prompts), wanted)
+
+
+# All sequences in one KV placement; None: in each a few.
+_OF_STAGES = [(model, placement) for model in MODELS for placement in (*pipelines.PLACEMENTS, None)]
+
+
+@pytest.mark.parametrize(
+    ("model", "placement"),
+    quick_or(rotating("stages on a card").sample(_OF_STAGES, 1), cover(_OF_STAGES, 50, "stages on a card")),
+)
+def test_stages_give_the_tokens_of_transformers(model, placement, expected, stores):
+    path, prompts, wanted = expected(model)
+    if pipelines.is_refused(path):
+        return
+    stages = pipelines.stages_anywhere(path, CARD, placement, random.Random(f"{model} {placement}"))
+    parts = make_pipeline(path, CARD, stages, stores, longest_tokens=80)
+    assert tokens_of(parts, prompts) == wanted
 
 
 _AS_FOUND = [(weight_format, "llama", tier) for weight_format in NATIVE_FORMATS for tier in ON_CARD] + [

@@ -1,20 +1,24 @@
-"""Tensor parallelism on CUDA: sums by NCCL of as many ranks as there are cards; without one, the ranks' warm-up."""
+"""Ranks with a CUDA device each: sums by NCCL, and stages of a pipeline; without a card, the ranks' warm-up."""
 
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from model_tables import FAMILIES
+from model_tables import FAMILIES, GEMMA4
 from tiered import CPU, GIB, make_policy, make_request
 
 from batchgen import Engine, Request, SamplingParams
 from batchgen.core.device import Device
+from batchgen.distributed.group import lead
 from batchgen.engine import loader
 from batchgen.engine import tensor_parallel as ranks
+from batchgen.engine.messages import WORK
+from batchgen.engine.pipeline import Stage, load_pipeline
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.shard import shard_of
 from batchgen.models.tokenizers.loading import load_tokenizer
+from batchgen.planner.parallel import split_layers, stage_policy
 
 NUM_CARDS = torch.cuda.device_count()
 on_cards = pytest.mark.skipif(
@@ -50,6 +54,9 @@ CELLS = [(1, "llama", "all on the card"), (1, "qwen3_moe", "two batches")] + [
 ]
 
 
+STAGED = [(family, list(PLACES)[i % len(PLACES)]) for i, family in enumerate(FAMILIES) if family not in GEMMA4]
+
+
 @pytest.mark.gpu
 @on_cards
 @pytest.mark.parametrize(("size", "family", "place"), CELLS)
@@ -70,6 +77,27 @@ def test_tokens_of_ranks_with_a_card_each_are_those_of_the_cpu(size, family, pla
         budgets={"gpu": GIB, "cpu": 4 * GIB, "disk": 0},
     )
     assert tokens_of(ranks.load_on_ranks(request, lambda: load_tokenizer(files))) == wanted
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(NUM_CARDS < 2, reason="fewer than two CUDA devices")
+@pytest.mark.parametrize(("family", "place"), STAGED)
+def test_tokens_of_stages_with_a_card_each_are_those_of_the_cpu(family, place, tiny_models, tmp_path):
+    path, _ = tiny_models(family)
+    files, device = resolve_model(str(path)), Device("cuda")
+    wanted = tokens_of(
+        loader.load_parts(make_request(path, CPU, make_policy(path, CPU), tmp_path), lambda: load_tokenizer(files))
+    )
+    policy = make_policy(path, device, **PLACES[place](path))
+    request = make_request(path, device, policy, tmp_path, budgets={"gpu": GIB, "cpu": 4 * GIB, "disk": 0})
+    stages = [
+        Stage(first, stop, stage_policy(policy, stop - first)) for first, stop in split_layers(read_config(files), 2)
+    ]
+    group = lead(2, work=WORK)
+    try:
+        assert tokens_of(load_pipeline(request, stages, group, lambda: load_tokenizer(files))) == wanted
+    finally:
+        group.close(done=False)
 
 
 def test_every_rank_warms_its_device_up(tiny_models, tmp_path, monkeypatch):

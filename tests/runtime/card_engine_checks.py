@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from planner_cases import llama_8b
+from thorough import some_of
 from tiered import before_each_step, everything_moves, make_parts, make_policy, make_requests
 
 from batchgen.core.device import Device
@@ -177,7 +178,7 @@ def test_large_copies_are_made_in_pieces(tiny_models, tmp_path, cold, monkeypatc
     assert max(sizes) == 1000 and moved["h2d"] > 100_000
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_5"])
+@pytest.mark.parametrize("family", some_of(["llama", "gpt_oss", "qwen3_5"], 1, "warm"))
 def test_after_warming_up_nothing_is_new(tiny_models, tmp_path, monkeypatch, family):
     """Every kind of Step has run, every variant of a kernel is loaded, and nothing has waited for the host."""
     path = tiny_models(family, **LAYERS)[0]

@@ -556,6 +556,39 @@ def test_a_stage_receives_and_sends():
     assert [s.kind for s in alone] == ["embed", *layer, "send"]
 
 
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_stage_on_an_accelerator_receives_and_sends_through_memory_of_the_host(on_host):
+    """Buffers on both sides are filled again only when what was in them has been taken."""
+    made = Sweeps(Streams(True, (False, False), (False, False), receives=True, sends=True))
+    flow = BatchFlow(hidden_on_host=on_host)
+    first, second = (list(made.steps([flow, flow])) for _ in range(2))
+    kinds = [s.kind for s in first if s.batch == 0]
+    between = ["store_hidden", "load_hidden"] if on_host else []
+    layer = ["pre", "attention", "post"]
+    assert kinds == ["receive", "load_hidden", *layer, *between, *layer, "store_hidden", "send"]
+    by_id = {s.id: s for s in (*first, *second)}
+
+    def waits_for(step):
+        return {(by_id[i].kind, by_id[i].layer, by_id[i].sweep) for i in step.after if by_id[i].batch == step.batch}
+
+    for step in (*first, *second):
+        before = {
+            (kind, layer, step.sweep - 1) for kind, layer in (("load_hidden", 0), ("store_hidden", 1), ("send", 1))
+        }
+        earlier = before if step.sweep else set()
+        if step.kind == "receive":
+            taken = ("store_hidden", 1) if on_host else ("load_hidden", 0)
+            assert waits_for(step) == {w for w in earlier if w[:2] == taken}
+        if step.kind == "load_hidden" and step.layer == 0:
+            assert waits_for(step) >= {("receive", 0, step.sweep)}
+            if not on_host:
+                assert waits_for(step) == {("receive", 0, step.sweep), *(w for w in earlier if w[0] == "store_hidden")}
+        if step.kind == "store_hidden" and step.layer == 1:
+            assert waits_for(step) == {("post", 1, step.sweep), *(w for w in earlier if w[0] == "send")}
+        if step.kind == "send":
+            assert waits_for(step) == {("store_hidden", 1, step.sweep)}
+
+
 @pytest.mark.parametrize("dequantized", [False, True])
 def test_layers_that_are_captured_have_all_steps_of_a_sweep_that_is_not(dequantized):
     streams = Streams(accelerated=True, weights=(False,) * 3, disk_weights=(False,) * 3, dequantized=dequantized)

@@ -28,6 +28,7 @@ class Activations:
         batch_tokens: int,
         delegated_seqs: int,
         deferred_seqs: int = 0,
+        batches_of_stage: int = 0,
     ) -> None:
         """Make the buffers.
 
@@ -39,6 +40,8 @@ class Activations:
             batch_tokens: Most tokens of a micro-batch.
             delegated_seqs: Most sequences of a micro-batch that the CPU attends to; 0: it attends to none.
             deferred_seqs: Most sequences in flight whose attention is deferred.
+            batches_of_stage: Micro-batches that an accelerator gets from the previous stage of a pipeline, or hands to
+                the next one; 0: there is one stage.
         """
         self.batches_on_host = batches_on_host
         host, device = arenas["cpu"].memory, arenas["gpu"].memory
@@ -62,6 +65,10 @@ class Activations:
             host.zeros((deferred_seqs, width), dtype) if deferred_seqs else torch.empty(0, width, dtype=dtype)
             for width in widths
         )
+        received = batches_of_stage if not config.embeds else 0
+        self._arriving = [host.zeros(hidden, dtype) for _ in range(received)]
+        self._arrived = [device.zeros(hidden, dtype) for _ in range(received)]
+        self._leaving = [host.zeros(hidden, dtype) for _ in range(batches_of_stage if not config.has_head else 0)]
         self._fetched, self._exchanged = cycle(self.on_device), cycle(self._exchange)
 
     @property
@@ -71,6 +78,9 @@ class Activations:
             *self._waiting,
             *self._inputs,
             *self.on_device,
+            *self._arriving,
+            *self._arrived,
+            *self._leaving,
             *(t for pair in self._exchange for t in pair),
             *self.deferred,
         )
@@ -88,6 +98,18 @@ class Activations:
     def fetched(self, tokens: int) -> Tensor:
         """Memory of the accelerator for activations in one layer, [tokens, hidden]: at every call the next buffer."""
         return next(self._fetched)[:tokens]
+
+    def arriving(self, batch: int, tokens: int) -> Tensor:
+        """Host memory for what comes from the previous stage, for a micro-batch that does not wait there."""
+        return self._arriving[batch][:tokens]
+
+    def arrived(self, batch: int, tokens: int) -> Tensor:
+        """Memory of the accelerator for the same activations, in all layers: [tokens, hidden]."""
+        return self._arrived[batch][:tokens]
+
+    def leaving(self, batch: int, tokens: int) -> Tensor:
+        """Host memory for what goes to the next stage: [tokens, hidden]."""
+        return self._leaving[batch][:tokens]
 
     def exchange(self, seqs: int, sent_width: int, mixed_size: int) -> tuple[Tensor, Tensor]:
         """Host memory for what the CPU gets, [seqs, sent_width], and for its results, [seqs, mixed_size].

@@ -47,6 +47,7 @@ class StepContext:
         on_logits: function that takes the sweep's logits.
         vocabulary_chunks: Whether it takes chunks of the vocabulary.
         one_batch: Whether the sweep has one micro-batch.
+        is_alone: Whether nothing is received from other stages of a pipeline, or sent to them.
         expands: Whether the sweep dequantizes 4-bit weights layer by layer; otherwise they are multiplied as stored.
     """
 
@@ -72,6 +73,7 @@ class StepContext:
             options.batch_tokens,
             options.delegated_seqs,
             options.deferred_seqs,
+            options.num_batches if tiers.links and options.adjacent_ranks else 0,
         )
         self.routing = RoutingCounts(config.num_experts, config.experts_per_token, config.expert_layers)
         self.ropes = rope_tables(config, options.max_positions, self.device)
@@ -82,7 +84,7 @@ class StepContext:
         self.tokens: TokenTable | None = None
         self.deferred_of: dict[int, DeferredBatchState] = {}
         self.on_logits: OnLogits = nobody_takes_logits
-        self.vocabulary_chunks = self.one_batch = self.expands = False
+        self.vocabulary_chunks = self.one_batch = self.is_alone = self.expands = False
         self._logits: Tensor | None = None
 
     def layer(self, step: Step) -> Tensors:

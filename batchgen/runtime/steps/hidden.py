@@ -57,30 +57,41 @@ def _per_layer_inputs(context: StepContext, step: Step, batch: BatchState, hidde
 
 def receive(context: StepContext, step: Step, batch: BatchState) -> None:
     """Receive activations from the previous stage."""
-    shape = batch.packed.num_tokens, context.config.hidden_size
-    links = context.tiers.links
-    waits = links and batch.on_host
-    if waits:
-        hidden = context.activations.waiting(step.batch, shape[0])
+    num_tokens = batch.packed.num_tokens
+    if not context.tiers.links:
+        hidden = torch.empty(num_tokens, context.config.hidden_size, dtype=context.weights.dtype)
+    elif batch.on_host:
+        hidden = context.activations.waiting(step.batch, num_tokens)
     else:
-        hidden = torch.empty(shape, dtype=context.weights.dtype)
-    context.options.ranks.receive_from_previous(hidden)
-    batch.hidden = links[0].bring(hidden) if links and not waits else hidden
+        hidden = context.activations.arriving(step.batch, num_tokens)
+    if context.is_alone:
+        hidden.zero_()
+    else:
+        context.options.ranks.receive_from_previous(hidden)
+    batch.hidden = hidden
 
 
 def send(context: StepContext, step: Step, batch: BatchState) -> None:
-    """Send activations to the next stage."""
+    """Send activations, which are in host memory, to the next stage."""
     hidden, batch.hidden = batch.hidden, RELEASED
-    if context.tiers.links:
-        hidden = context.tiers.d2h.copy(torch.empty(hidden.shape, dtype=hidden.dtype), hidden)
-    context.options.ranks.send_to_next(hidden)
+    if not context.is_alone:
+        context.options.ranks.send_to_next(hidden)
 
 
 def load_hidden(context: StepContext, step: Step, batch: BatchState) -> None:
     """Copy activations that wait in host memory to the accelerator."""
-    batch.hidden = context.tiers.h2d.copy(context.activations.fetched(len(batch.hidden)), batch.hidden)
+    num_tokens = len(batch.hidden)
+    if batch.on_host:
+        target = context.activations.fetched(num_tokens)
+    else:
+        target = context.activations.arrived(step.batch, num_tokens)
+    batch.hidden = context.tiers.h2d.copy(target, batch.hidden)
 
 
 def store_hidden(context: StepContext, step: Step, batch: BatchState) -> None:
-    """Copy activations to host memory, where they wait for the next layer."""
-    batch.hidden = context.tiers.d2h.copy(context.activations.waiting(step.batch, len(batch.hidden)), batch.hidden)
+    """Copy activations to host memory, where they wait for the next layer, or for the next stage."""
+    hidden, is_last = batch.hidden, step.layer == context.config.num_layers - 1
+    if is_last:
+        context.tiers.d2h.borrow(hidden)  # of compute's stream, which may use its memory again
+    choose = context.activations.leaving if is_last else context.activations.waiting
+    batch.hidden = context.tiers.d2h.copy(choose(step.batch, len(hidden)), hidden)
