@@ -58,10 +58,20 @@ def result_path(name: str, *, by_cpu: bool = False) -> Path:
 
 def write(path: Path, result: dict[str, Any]) -> None:
     """Writes a result with the command, without paths, the machine and the versions that it is of."""
-    arguments = ["PATH" if os.sep in argument else argument for argument in sys.argv[1:]]
-    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *arguments])
+    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *_without_paths(sys.argv[1:])])
     about = {"command": command, "machine": machine(), "versions": versions()}
+    if "arguments" in result:
+        result = result | {"arguments": _without_paths(result["arguments"])}
     path.write_text(json.dumps(about | result, indent=1) + "\n")
+
+
+def _without_paths(value: Any) -> Any:
+    """Arguments in which each path is replaced by a word."""
+    if isinstance(value, dict):
+        return {name: _without_paths(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_without_paths(part) for part in value]
+    return "PATH" if isinstance(value, str | os.PathLike) and os.sep in str(value) else value
 
 
 def joined(path: Path, key: str, named: dict[str, Any], order: list[str]) -> dict[str, Any]:

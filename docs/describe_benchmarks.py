@@ -116,6 +116,26 @@ def perplexities(*names: str) -> Callable[[dict], str]:
     return words
 
 
+def state_decode(dtype: str) -> Callable[[dict], str]:
+    def words(d: dict) -> str:
+        shares = []
+        for sequences in (1, 4, 16, 64):
+            named = [
+                found["ratio"]
+                for name, found in d["medians"].items()
+                if name.startswith(f"decode, {dtype} ") and name.endswith(f" {sequences} sequences")
+            ]
+            shares.append(span((100 * ratio for ratio in named), 0))
+        return f"{', '.join(shares[:-1])} and {shares[-1]} %"
+
+    return words
+
+
+def state_prefill(d: dict) -> str:
+    ratios = [found["ratio"] for name, found in d["medians"].items() if name.startswith("avx512_bf16: prefill")]
+    return f"{span((100 * ratio for ratio in ratios), 0)} %"
+
+
 def plan_accuracy(d: dict) -> str:
     errors = [abs(job["error"]) for job in d["jobs"]]
     return f"off by {percent(statistics.median(errors))} at the median, and by {percent(max(errors))} at most"
@@ -278,8 +298,9 @@ WORKLOADS = {
 OSS, QWEN = "gpt-oss-20b's shape in MXFP4 (12.8 GB)", "Qwen3-30B-A3B's shape in Q4_0 (18.1 GB)"
 OSS_COMMAND = "larger_than_memory.py --shape gpt-oss-20b --work-dir DIR"
 QWEN_COMMAND = "larger_than_memory.py --shape qwen3-30b-a3b --work-dir DIR"
-HYBRID = "Qwen3.6-35B-A3B's shape in Q4_0 (21.0 GB)"
+HYBRID, GEMMA = "Qwen3.6-35B-A3B's shape in Q4_0 (21.0 GB)", "Gemma 4 26B-A4B's shape in Q4_0 (15.3 GB)"
 HYBRID_COMMAND = "larger_than_memory.py --shape qwen3.6-35b-a3b --work-dir DIR"
+GEMMA_COMMAND = "larger_than_memory.py --shape gemma-4-26b-a4b --engines batchgen --work-dir DIR"
 STATES_COMMAND = "cpu_engines.py --shape qwen3.5-2b --workloads fixed --engines batchgen,vllm --repeats 1"
 POLICIES = "twenty policies drawn at random, median and worst error"
 
@@ -332,6 +353,12 @@ TABLES: dict[str, list[Row]] = {
             f"{HYBRID} within 10 GiB",
             f"larger_than_memory-qwen3.6-35b-a3b-10GiB-{A}",
             HYBRID_COMMAND,
+            larger_than_memory,
+        ),
+        Row(
+            f"{GEMMA} within 10 GiB",
+            f"larger_than_memory-gemma-4-26b-a4b-10GiB-{A}",
+            GEMMA_COMMAND,
             larger_than_memory,
         ),
     ],
@@ -453,6 +480,25 @@ TABLES: dict[str, list[Row]] = {
             f"kernels-{A}",
             "kernel_rates.py",
             decode_shares,
+        ),
+        Row(
+            "Gated DeltaNet, one token of 1, 4, 16 and 64 sequences, states in fp32: bytes per second over scaling in"
+            " place",
+            f"state_kernels-{A}",
+            "state_kernels.py",
+            state_decode("float32"),
+        ),
+        Row(
+            "the same with states in bf16",
+            f"state_kernels-{A}",
+            "state_kernels.py",
+            state_decode("bfloat16"),
+        ),
+        Row(
+            "Gated DeltaNet, prompts of 64 to 2,048 tokens: FLOPs per second over those of fp32 products",
+            f"state_kernels-{A}",
+            "state_kernels.py",
+            state_prefill,
         ),
         Row(
             "4-bit weights dequantized, against a copy",

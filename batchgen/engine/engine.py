@@ -29,6 +29,7 @@ from batchgen.engine.loader import (
     resolve_budgets,
     resolve_context,
     resolve_dtype,
+    with_fitting_states,
 )
 from batchgen.engine.non_finite import NonFiniteSequences
 from batchgen.engine.parts import EngineParts, EngineStats
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ON_OVERLONG = ("error", "truncate-left", "truncate-right")
+_MAX_NUM_SEQS = 256
 _INPUT_AHEAD = 512  # tokenized requests waiting for the scheduler
 
 
@@ -213,7 +215,7 @@ class Engine:
         admission: "continuous", or "static" (each block of samples runs to its end before the next one starts).
         tensor_parallel: Number of processes that share every layer, each with its part of the weights, the KV and the
             CPU cores. This process starts the others. Each has the whole memory budget.
-        max_num_seqs: The most samples in flight.
+        max_num_seqs: The most samples in flight; None: 256, or fewer where each has a state and memory is short.
         max_num_batched_tokens: The most tokens in one sweep.
         max_model_len: Longest prompt plus output, in tokens; None: the model's context.
         share_prefixes: Whether a prompt prefix that several rows share is computed once.
@@ -243,7 +245,7 @@ class Engine:
         gpu_memory: int | str | None = None,
         tensor_parallel: int = 1,
         admission: str = "continuous",
-        max_num_seqs: int = 256,
+        max_num_seqs: int | None = None,
         max_num_batched_tokens: int = 2048,
         max_model_len: int | None = None,
         share_prefixes: bool = True,
@@ -277,7 +279,7 @@ class Engine:
             where,
             dtype=dtype,
             admission=admission,
-            max_num_seqs=max_num_seqs,
+            max_num_seqs=_MAX_NUM_SEQS if max_num_seqs is None else max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=resolve_context(config, max_model_len),
             share_prefixes=share_prefixes,
@@ -303,6 +305,8 @@ class Engine:
             on_load=on_load,
             shard=shard,
         )
+        if max_num_seqs is None:
+            request = with_fitting_states(request)
         parts = load_on_ranks(request, lambda: load_tokenizer(files, chat_template=chat_template))
         self._init(parts, expected_output_len, None, on_overlong, sampling)
         try:

@@ -520,6 +520,24 @@ def load_words(request: LoadRequest, tokenizer: Callable[[], Tokenizer]) -> Word
     return Words(loaded, eos_token_ids, grammars, grammar, started_s)
 
 
+def with_fitting_states(request: LoadRequest) -> LoadRequest:
+    """The request with so few sequences in flight that memory holds their states and, for KV, half as much again.
+
+    Models without states keep `request.policy`: there, KV of as many sequences as fit is shared out while rows run.
+    """
+    tier = "gpu" if request.device.accelerated else "cpu"
+    while request.config.state is not None and request.policy.max_num_seqs > 1:
+        try:
+            parts = plan_load(request).parts[tier]
+            if request.budgets[tier] - sum(parts.values()) + parts.get("KV", 0) >= parts["state"] / 2:
+                break
+        except InputError:
+            pass  # what is missing even with one sequence is said when it is loaded
+        fewer = request.policy.max_num_seqs // 2
+        request = replace(request, policy=replace(request.policy, gpu_batch_size=fewer, kv_seqs={tier: fewer}))
+    return request
+
+
 def plan_load(request: LoadRequest) -> MemoryPlan:
     """The bytes of each tier and the KV blocks of a model to load. Raises InputError if budgets are too small."""
     # With a KV block fewer than planned, one sequence would be left to run in a block by itself.

@@ -258,3 +258,18 @@ def test_log_probabilities_of_prompts_are_those_without_sharing(model, alone, st
 
     plain = logprobs(parts_at(model, "memory", stores, share_prefixes=False))
     assert logprobs(parts_at(model, "all", stores)) == [pytest.approx(row, abs=1e-4) for row in plain]
+
+
+def test_an_engine_has_no_more_sequences_in_flight_than_memory_holds_states_of(tiny_models):
+    heads = {"linear_num_value_heads": 64, "linear_num_key_heads": 2, "linear_key_head_dim": 64}
+    path = tiny_models("qwen3_5", num_hidden_layers=4, layer_types=LAYERS, linear_value_head_dim=64, **heads)[0]
+    with Engine(str(path), dtype="float32", max_num_seqs=8, max_model_len=64) as engine:
+        parts = engine.parts.memory.parts["cpu"]
+        seq_state_bytes = parts["state"] // engine.parts.memory.state_slots["cpu"]
+    spare = 100 * seq_state_bytes  # bytes for states and KV, some of which what the process has grown by takes
+    budget = sum(parts.values()) - parts["state"] - parts["KV"] + spare
+    with Engine(str(path), dtype="float32", cpu_memory=budget, max_model_len=64) as engine:
+        assert 4 <= engine.policy.max_num_seqs <= 100
+        assert engine.parts.memory.parts["cpu"]["KV"] + engine.parts.memory.parts["cpu"]["state"] <= spare
+        sampling = SamplingParams(max_tokens=2, ignore_eos=True)
+        assert len(list(engine.generate([Request([5, 6, 7 + n], sampling) for n in range(40)]))) == 40

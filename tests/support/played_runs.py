@@ -8,15 +8,22 @@ import pytest
 needs_a_played_card = pytest.mark.skipif(played_card.missing() is not None, reason=str(played_card.missing()))
 
 
-@pytest.fixture
-def play(tmp_path):
+# By day with the newest torch.
+VENVS = [
+    pytest.param(venv, id=venv.name, marks=[pytest.mark.thorough] * (number > 0))
+    for number, venv in enumerate(played_card.venvs())
+]
+
+
+@pytest.fixture(params=VENVS)
+def play(tmp_path, request):
     """A function that runs Python on a played card: play(arguments..., options) -> what it prints, counts, faults."""
 
     def play(*arguments, **options):
         report = tmp_path / "report"
         report.write_text("")
-        environment = played_card.environment(report=report, **options)
-        command = [played_card.python(), *map(str, arguments)]
+        environment = played_card.environment(request.param, report=report, **options)
+        command = [played_card.python(request.param), *map(str, arguments)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=played_card.ROOT)
         lines = report.read_text().splitlines()
         faults = [line for line in lines if line.startswith("FAULT")]
