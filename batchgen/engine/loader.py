@@ -637,7 +637,6 @@ def _make_executor(
     config, policy, accelerated = request.config, request.policy, request.device.accelerated
     options = SweepOptions(
         max_positions=policy.max_model_len,
-        num_batches=policy.num_gpu_batches,
         batches_on_host=policy.activation_batches[1] if accelerated else 0,
         batch_tokens=memory.batch_tokens,
         delegated_seqs=policy.batch_seqs if accelerated and policy.kv_seqs.get("cpu") else 0,
@@ -648,6 +647,7 @@ def _make_executor(
         attention_isa=attention_isas(config, request.kernels, request.dtype),
         reduce=request.reduce,
         makes_logits=request.shard is None or request.shard.rank == 0,
+        stage_tokens=policy.num_gpu_batches * policy.batch_tokens if adjacent_ranks else 0,
         adjacent_ranks=adjacent_ranks,
         serial=request.serial,
         shared_cores=request.device.shares_cores,

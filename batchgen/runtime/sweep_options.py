@@ -35,7 +35,6 @@ class SweepOptions:
 
     Attributes:
         max_positions: most tokens of a sequence.
-        num_batches: micro-batches of a sweep.
         batches_on_host: micro-batches, the last ones of a sweep, whose activations wait in host memory between layers.
         batch_tokens: most tokens of a micro-batch.
         delegated_seqs: most sequences of a micro-batch that the CPU attends to; 0: it attends to none.
@@ -47,6 +46,7 @@ class SweepOptions:
         attention_isa: instruction set that attends on the CPU, by the shape of attention; others: the process's.
         reduce: all-reduce over the ranks, on tensors of the compute device; None: there is one rank.
         makes_logits: Whether this rank is asked for logits.
+        stage_tokens: most tokens of a sweep of a pipeline's stage; 0: there is one stage.
         adjacent_ranks: ranks of the previous and the next pipeline stage; None: there is one stage.
         serial: Whether Steps run one after the other in the caller's thread (`Lanes`).
         shared_cores: Whether compute and CPU attention take turns on the same cores (`Lanes`).
@@ -54,7 +54,6 @@ class SweepOptions:
     """
 
     max_positions: int
-    num_batches: int = 1
     batches_on_host: int = 0
     batch_tokens: int = 0
     delegated_seqs: int = 0
@@ -65,6 +64,7 @@ class SweepOptions:
     attention_isa: Mapping[AttentionShape, str] = field(default_factory=dict)
     reduce: Reduce | None = None
     makes_logits: bool = True
+    stage_tokens: int = 0
     adjacent_ranks: AdjacentRanks | None = None
     serial: bool = False
     shared_cores: bool = False

@@ -13,6 +13,7 @@ from batchgen.core.dtypes import KVFormat
 from batchgen.models import experts
 from batchgen.ops import dispatch as ops
 from batchgen.ops import int8, torch_attention
+from batchgen.ops.attention_operands import AttentionOperands
 from batchgen.ops.attention_plan import SweepTables, plan_attention
 from batchgen.ops.long_steps import MOST_AT_ONCE, LongStep, note, noted_in
 
@@ -85,9 +86,8 @@ def test_attention_notes_all_operations_of_its_parts(kv_format, monkeypatch):
     monkeypatch.setattr(torch_attention, "_MOST_KEYS", 32)  # so that results are merged
     slices, groups, num_blocks = laid_out(4, [(40, 100, True), (1, 90, True), (7, 0, False), (1, 30, True)], 16, 3)
     plan = plan_attention(SweepTables.of(slices), groups, kv_block_size=16, key_bytes=1024, window=70)
-    prepared = torch_attention.prepare_attention(
-        plan, 4, 2, 64, 16, torch.float32, KVFormat.of(kv_format), torch.device("cpu")
-    )
+    operands = AttentionOperands(4, 2, 64, 16, torch.float32, KVFormat.of(kv_format))
+    prepared = torch_attention.prepare_attention(plan, operands, torch.device("cpu"))
     assert prepared.merges
     kv, _ = paged(torch.randn(num_blocks, 2, 2, 16, 64), kv_format)
     q, bits = torch.randn(sum(s.num_queries for s in slices), 4, 64), KVFormat.of(kv_format).bits

@@ -558,35 +558,29 @@ def test_a_stage_receives_and_sends():
 
 @pytest.mark.parametrize("on_host", [False, True])
 def test_a_stage_on_an_accelerator_receives_and_sends_through_memory_of_the_host(on_host):
-    """Buffers on both sides are filled again only when what was in them has been taken."""
+    """Which a sweep fills again only when all that the sweep before had there has been taken."""
     made = Sweeps(Streams(True, (False, False), (False, False), receives=True, sends=True))
     flow = BatchFlow(hidden_on_host=on_host)
-    first, second = (list(made.steps([flow, flow])) for _ in range(2))
-    kinds = [s.kind for s in first if s.batch == 0]
-    between = ["store_hidden", "load_hidden"] if on_host else []
-    layer = ["pre", "attention", "post"]
-    assert kinds == ["receive", "load_hidden", *layer, *between, *layer, "store_hidden", "send"]
-    by_id = {s.id: s for s in (*first, *second)}
-
-    def waits_for(step):
-        return {(by_id[i].kind, by_id[i].layer, by_id[i].sweep) for i in step.after if by_id[i].batch == step.batch}
-
-    for step in (*first, *second):
-        before = {
-            (kind, layer, step.sweep - 1) for kind, layer in (("load_hidden", 0), ("store_hidden", 1), ("send", 1))
-        }
-        earlier = before if step.sweep else set()
-        if step.kind == "receive":
-            taken = ("store_hidden", 1) if on_host else ("load_hidden", 0)
-            assert waits_for(step) == {w for w in earlier if w[:2] == taken}
-        if step.kind == "load_hidden" and step.layer == 0:
-            assert waits_for(step) >= {("receive", 0, step.sweep)}
-            if not on_host:
-                assert waits_for(step) == {("receive", 0, step.sweep), *(w for w in earlier if w[0] == "store_hidden")}
-        if step.kind == "store_hidden" and step.layer == 1:
-            assert waits_for(step) == {("post", 1, step.sweep), *(w for w in earlier if w[0] == "send")}
-        if step.kind == "send":
-            assert waits_for(step) == {("store_hidden", 1, step.sweep)}
+    sweeps = [list(made.steps([flow] * count)) for count in (3, 2, 3)]
+    layer, between = ["pre", "attention", "post"], ["store_hidden", "load_hidden"] if on_host else []
+    for sweep in sweeps:
+        kinds = [s.kind for s in sweep if s.batch == 1]
+        assert kinds == ["receive", "load_hidden", *layer, *between, *layer, "store_hidden", "send"]
+    by_id = {s.id: s for sweep in sweeps for s in sweep}
+    for before, sweep in zip([[], *sweeps], sweeps, strict=False):
+        loads = [s.id for s in before if s.kind == "load_hidden" and s.layer == 0]
+        sends = [s.id for s in before if s.kind == "send"]
+        for step in sweep:
+            others = {i for i in step.after if by_id[i].sweep < step.sweep or by_id[i].batch != step.batch}
+            own = {(by_id[i].kind, by_id[i].layer) for i in {*step.after} - others}
+            if step.kind == "receive":
+                assert others == {*loads[-1:]} and not own
+            elif step.kind == "load_hidden" and step.layer == 0:
+                assert own == {("receive", 0)}
+            elif step.kind == "store_hidden" and step.layer == 1:
+                assert others == {*sends[-1:]} and own == {("post", 1)}
+            elif step.kind == "send":
+                assert own == {("store_hidden", 1)} and not others
 
 
 @pytest.mark.parametrize("dequantized", [False, True])

@@ -28,7 +28,7 @@ class Activations:
         batch_tokens: int,
         delegated_seqs: int,
         deferred_seqs: int = 0,
-        batches_of_stage: int = 0,
+        stage_tokens: int = 0,
     ) -> None:
         """Make the buffers.
 
@@ -40,8 +40,8 @@ class Activations:
             batch_tokens: Most tokens of a micro-batch.
             delegated_seqs: Most sequences of a micro-batch that the CPU attends to; 0: it attends to none.
             deferred_seqs: Most sequences in flight whose attention is deferred.
-            batches_of_stage: Micro-batches that an accelerator gets from the previous stage of a pipeline, or hands to
-                the next one; 0: there is one stage.
+            stage_tokens: Most tokens of a sweep whose activations an accelerator gets from the previous stage of a
+                pipeline, or hands to the next one; 0: there is one stage.
         """
         self.batches_on_host = batches_on_host
         host, device = arenas["cpu"].memory, arenas["gpu"].memory
@@ -65,10 +65,11 @@ class Activations:
             host.zeros((deferred_seqs, width), dtype) if deferred_seqs else torch.empty(0, width, dtype=dtype)
             for width in widths
         )
-        received = batches_of_stage if not config.embeds else 0
-        self._arriving = [host.zeros(hidden, dtype) for _ in range(received)]
-        self._arrived = [device.zeros(hidden, dtype) for _ in range(received)]
-        self._leaving = [host.zeros(hidden, dtype) for _ in range(batches_of_stage if not config.has_head else 0)]
+        # Of a stage of a pipeline, what comes from the previous one and goes to the next one in a sweep.
+        self._arriving, self._leaving = (
+            host.zeros((0 if is_end else stage_tokens, config.hidden_size), dtype)
+            for is_end in (config.embeds, config.has_head)
+        )
         self._fetched, self._exchanged = cycle(self.on_device), cycle(self._exchange)
 
     @property
@@ -78,9 +79,8 @@ class Activations:
             *self._waiting,
             *self._inputs,
             *self.on_device,
-            *self._arriving,
-            *self._arrived,
-            *self._leaving,
+            self._arriving,
+            self._leaving,
             *(t for pair in self._exchange for t in pair),
             *self.deferred,
         )
@@ -99,17 +99,13 @@ class Activations:
         """Memory of the accelerator for activations in one layer, [tokens, hidden]: at every call the next buffer."""
         return next(self._fetched)[:tokens]
 
-    def arriving(self, batch: int, tokens: int) -> Tensor:
-        """Host memory for what comes from the previous stage, for a micro-batch that does not wait there."""
-        return self._arriving[batch][:tokens]
+    def arriving(self, first: int, tokens: int) -> Tensor:
+        """Host memory for what the previous stage sends, [tokens, hidden], from the token `first` of a sweep on."""
+        return self._arriving[first : first + tokens]
 
-    def arrived(self, batch: int, tokens: int) -> Tensor:
-        """Memory of the accelerator for the same activations, in all layers: [tokens, hidden]."""
-        return self._arrived[batch][:tokens]
-
-    def leaving(self, batch: int, tokens: int) -> Tensor:
-        """Host memory for what goes to the next stage: [tokens, hidden]."""
-        return self._leaving[batch][:tokens]
+    def leaving(self, first: int, tokens: int) -> Tensor:
+        """Host memory for what goes to the next stage, [tokens, hidden], from the token `first` of a sweep on."""
+        return self._leaving[first : first + tokens]
 
     def exchange(self, seqs: int, sent_width: int, mixed_size: int) -> tuple[Tensor, Tensor]:
         """Host memory for what the CPU gets, [seqs, sent_width], and for its results, [seqs, mixed_size].

@@ -73,7 +73,7 @@ class StepContext:
             options.batch_tokens,
             options.delegated_seqs,
             options.deferred_seqs,
-            options.num_batches if tiers.links and options.adjacent_ranks else 0,
+            options.stage_tokens if tiers.links else 0,
         )
         self.routing = RoutingCounts(config.num_experts, config.experts_per_token, config.expert_layers)
         self.ropes = rope_tables(config, options.max_positions, self.device)

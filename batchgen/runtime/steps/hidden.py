@@ -57,18 +57,24 @@ def _per_layer_inputs(context: StepContext, step: Step, batch: BatchState, hidde
 
 def receive(context: StepContext, step: Step, batch: BatchState) -> None:
     """Receive activations from the previous stage."""
-    num_tokens = batch.packed.num_tokens
-    if not context.tiers.links:
-        hidden = torch.empty(num_tokens, context.config.hidden_size, dtype=context.weights.dtype)
-    elif batch.on_host:
-        hidden = context.activations.waiting(step.batch, num_tokens)
-    else:
-        hidden = context.activations.arriving(step.batch, num_tokens)
+    hidden = _received(context, batch)
     if context.is_alone:
         hidden.zero_()
     else:
         context.options.ranks.receive_from_previous(hidden)
-    batch.hidden = hidden
+    if not context.tiers.links:
+        batch.hidden = hidden
+
+
+def _received(context: StepContext, batch: BatchState) -> Tensor:
+    """Memory of the host for activations of the previous stage, [tokens, hidden].
+
+    For an accelerator it is known before anything is received, so that what copies it can be launched.
+    """
+    num_tokens = batch.packed.num_tokens
+    if not context.tiers.links:
+        return torch.empty(num_tokens, context.config.hidden_size, dtype=context.weights.dtype)
+    return context.activations.arriving(batch.first_token, num_tokens)
 
 
 def send(context: StepContext, step: Step, batch: BatchState) -> None:
@@ -80,18 +86,18 @@ def send(context: StepContext, step: Step, batch: BatchState) -> None:
 
 def load_hidden(context: StepContext, step: Step, batch: BatchState) -> None:
     """Copy activations that wait in host memory to the accelerator."""
-    num_tokens = len(batch.hidden)
-    if batch.on_host:
-        target = context.activations.fetched(num_tokens)
-    else:
-        target = context.activations.arrived(step.batch, num_tokens)
-    batch.hidden = context.tiers.h2d.copy(target, batch.hidden)
+    comes_first = step.layer == 0 and not context.config.embeds
+    source = _received(context, batch) if comes_first else batch.hidden
+    target = context.activations.fetched(len(source)) if batch.on_host else batch.hidden
+    batch.hidden = context.tiers.h2d.copy(target, source)
 
 
 def store_hidden(context: StepContext, step: Step, batch: BatchState) -> None:
     """Copy activations to host memory, where they wait for the next layer, or for the next stage."""
-    hidden, is_last = batch.hidden, step.layer == context.config.num_layers - 1
-    if is_last:
+    hidden = batch.hidden
+    if step.layer < context.config.num_layers - 1:
+        target = context.activations.waiting(step.batch, len(hidden))
+    else:
         context.tiers.d2h.borrow(hidden)  # of compute's stream, which may use its memory again
-    choose = context.activations.leaving if is_last else context.activations.waiting
-    batch.hidden = context.tiers.d2h.copy(choose(step.batch, len(hidden)), hidden)
+        target = context.activations.leaving(batch.first_token, len(hidden))
+    batch.hidden = context.tiers.d2h.copy(target, hidden)

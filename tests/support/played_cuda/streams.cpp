@@ -35,6 +35,8 @@ Function* of_python(const char* name) {
     return (Function*)dlsym(RTLD_DEFAULT, name);
 }
 
+// Kernels of torch's that this thread is in. torch calls them without the interpreter's lock, which those who play the
+// card have there.
 thread_local int in_torch = 0;
 
 bool has_interpreter() {

@@ -77,8 +77,7 @@ void begin_capture(Stream* stream);
 std::shared_ptr<Graph> end_capture(Stream* stream);
 void replay(std::shared_ptr<Graph> graph, Stream* stream);
 
-// Notes that this thread enters (1) or leaves (-1) a kernel of torch's. torch calls them without the interpreter's lock,
-// which those who play the card have there.
+// Notes that this thread enters (1) or leaves (-1) a kernel of torch's.
 void note_in_torch(int change);
 
 // Notes a fault where something is used that may wait for the whole device while a stream waits for the host.
