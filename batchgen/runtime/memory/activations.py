@@ -66,8 +66,9 @@ class Activations:
             for width in widths
         )
         # Of a stage of a pipeline, what comes from the previous one and goes to the next one in a sweep.
+        exchanged = stage_tokens, config.hidden_size
         self._arriving, self._leaving = (
-            host.zeros((0 if is_end else stage_tokens, config.hidden_size), dtype)
+            host.zeros(exchanged, dtype) if stage_tokens and not is_end else torch.empty(0, dtype=dtype)
             for is_end in (config.embeds, config.has_head)
         )
         self._fetched, self._exchanged = cycle(self.on_device), cycle(self._exchange)
