@@ -25,7 +25,7 @@ from batchgen.runtime.memory.kv_cache import KVCache
 from batchgen.runtime.memory.state_cache import StateCache
 from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.weights import Weights
-from batchgen.runtime.steps.captured import decode_graphs
+from batchgen.runtime.steps.captured import sweep_graphs
 from batchgen.runtime.steps.context import Handler, StepContext
 from batchgen.runtime.steps.handlers import HANDLERS
 from batchgen.runtime.streams import Driver, StreamLanes
@@ -90,20 +90,20 @@ class Executor:
             self.context = StepContext(config, weights, kv_cache, tiers, options, states)
         self.context.layer_steps = _layer_steps(self._sweeps)
         self.routing = self.context.routing
-        if options.captured_tokens and tiers.driver:
+        if options.captured_tokens and tiers.driver and options.is_whole:
             self.capture_sweeps(tiers.driver, options.captured_tokens)
-        # Tokens can be taken over from one sweep to the next where embeddings need nothing of the host, and the last
-        # layer is here.
+        # Tokens can be taken over from one sweep to the next where they are sampled, if embeddings need nothing of the
+        # host.
         on_device = weights.embeds_on_device and weights.per_layer is None
-        if tiers.driver is not None and not options.serial and on_device and options.adjacent_ranks is None:
+        if tiers.driver is not None and not options.serial and on_device and options.is_whole:
             self.context.tokens = TokenTable(tiers.device)
         self._batch_of: dict[int, BatchState] = {}  # Step -> the micro-batch that it works on
         self._deferred_batches: dict[int, DeferredBatchState] = {}  # under way, by number
         self._closed = False
 
     def capture_sweeps(self, driver: Driver, most_tokens: int) -> None:
-        """Have decode sweeps of at most `most_tokens` tokens captured from now on, where kernels can be."""
-        self.context.graphs = decode_graphs(self.context, driver, most_tokens)
+        """Have sweeps of at most `most_tokens` tokens captured from now on, where kernels can be."""
+        self.context.graphs = sweep_graphs(self.context, driver, most_tokens)
 
     @property
     def compute_tier(self) -> str:

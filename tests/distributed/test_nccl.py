@@ -9,13 +9,27 @@ from played_runs import check, needs_a_played_card, pytest_on
 
 from batchgen.distributed.launch import own_device
 
+HERE = Path(__file__).parent
 play = played_runs.play
 
 
 @pytest.mark.slow
 @needs_a_played_card
 def test_sums_on_played_cards(play):
-    check(play(*pytest_on(Path(__file__).parent / "nccl_checks.py"), devices=2))
+    check(play(*pytest_on(HERE / "nccl_checks.py"), devices=2))
+
+
+@pytest.mark.slow
+@needs_a_played_card
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tokens_of_ranks_with_a_card_each_are_those_of_the_cpu[2-gemma3-CPU attention]",  # embeddings on the card
+        "tokens_of_stages_with_a_card_each_are_those_of_the_cpu[lfm2-weights and KV stream]",
+    ],
+)
+def test_engines_over_two_played_cards(play, name):
+    check(play(*pytest_on(f"{HERE.parent / 'engine' / 'test_gpu_ranks.py'}::test_{name}"), devices=2))
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,8 @@ _SOME = [cell for cells in _OF_MODELS for cell in rotating("card", cells[0]).sam
 
 
 def parts_of(path, tier, stores, *schedule, dtype=DTYPE, kv_format=DTYPE, weight_format=DTYPE, **changes):
-    policy = replace(policy_of(path, tier, kv_format, *schedule, weight_format, ON_CARD), **changes)
+    policy = policy_of(path, tier, kv_format, *schedule, weight_format, ON_CARD)
+    policy = replace(policy, captured_tokens=policy.max_num_batched_tokens, **changes)
     return make_parts(path, CARD, policy, stores, longest_tokens=80, dtype=dtype)
 
 
