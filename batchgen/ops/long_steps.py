@@ -49,13 +49,14 @@ class LongStep:
 
 
 @contextlib.contextmanager
-def noted_in(step: LongStep) -> Iterator[None]:
-    """Within a `with` block, note this thread's operations in a Step."""
+def noted_in(step: LongStep | None) -> Iterator[None]:
+    """Within a `with` block, note this thread's operations in a Step; None: note none."""
+    before = getattr(_of_thread, "step", None)
     _of_thread.step = step
     try:
         yield
     finally:
-        _of_thread.step = None
+        _of_thread.step = before
 
 
 def note(operations: int) -> None:

@@ -105,7 +105,7 @@ class CudaDriver:
         torch.cuda.graph would first wait for the device, and give back all memory that streams keep.
         """
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self.streams["compute"]):
+        with torch.cuda.stream(self.streams["compute"]), noted_in(None):
             # Other threads may go on with what is theirs meanwhile.
             graph.capture_begin(pool=self._graph_pool, capture_error_mode="thread_local")
             try:

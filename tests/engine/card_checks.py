@@ -75,7 +75,7 @@ NEVER = 10**9
 # Tokens of the sweeps that multiply int4 weights as they are stored: some sweeps, or all.
 PACKED_TOKENS = (6, NEVER)
 # As `CLOSE` of the table, where activations and KV have 16 bits.
-CLOSE_IN_16_BITS = 0.5
+CLOSE_IN_16_BITS = 0.2
 # Sweeps of one size before it is captured. All that is on the card alone is captured.
 UNCAPTURED = {"captured": 0, "launched": NEVER}
 # A captured sweep, and each tier launched Step by Step; of these two of each model, others every day.
@@ -107,9 +107,9 @@ def captured_sweeps(monkeypatch, launches):
     return captured
 
 
-def are_those(found, wanted):
+def are_those(found, wanted, least_frac=0.4):
     """Tokens are the wanted ones, as far as these are clear."""
-    assert sum(map(len, wanted)) > 0.4 * sum(map(len, found))
+    assert sum(map(len, wanted)) > least_frac * sum(map(len, found))
     assert [tokens[: len(clear)] for tokens, clear in zip(found, wanted, strict=True)] == wanted
 
 
@@ -183,7 +183,7 @@ def test_tokens_in_16_bits_are_those_of_32(
     parts = parts_of(
         path, tier, stores, *schedules_of(model, tier, launches)[0], **given, max_num_batched_tokens=sweep_tokens
     )
-    are_those(tokens_of(parts, prompts), wanted)
+    are_those(tokens_of(parts, prompts), wanted, least_frac=0.25)
 
 
 # All sequences in one KV placement; None: in each a few.
