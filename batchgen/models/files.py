@@ -271,6 +271,7 @@ def _check_directory(files: ModelFiles) -> None:
         raise InputError(f"{files.path} is a conversion that has not finished: run its `batchgen convert` again")
     if not (files.path / "config.json").exists():
         raise no_config(files.path)
+    _config_without_weights(files.path / "config.json")  # a model that is not supported is told so first
     weight_paths(files)
 
 
