@@ -28,7 +28,7 @@ from thorough import cover, quick_or, rotating
 from tiered import CPU, make_parts
 
 from batchgen.core.device import Device
-from batchgen.core.dtypes import INT4, INT5, INT8, MIXED, NATIVE_FORMATS, STATE_DTYPES
+from batchgen.core.dtypes import GPU_FORMATS, INT4, INT5, INT8, MIXED, NATIVE_FORMATS, STATE_DTYPES
 from batchgen.ops.long_steps import LongStep
 from batchgen.runtime import graphs
 from batchgen.runtime.cuda import CudaDriver
@@ -203,15 +203,36 @@ def test_stages_give_the_tokens_of_transformers(model, placement, expected, stor
     assert tokens_of(parts, prompts) == wanted
 
 
-_AS_FOUND = [(weight_format, "llama", tier) for weight_format in NATIVE_FORMATS for tier in ON_CARD] + [
+_EXPANDED = [(weight_format, "llama", tier) for weight_format in NATIVE_FORMATS for tier in ON_CARD] + [
     (MIXED, family, tier) for family in GGUF_FAMILIES for tier in ON_CARD
 ]
 
 
 @pytest.mark.parametrize(
     ("weight_format", "family", "tier"),
-    quick_or(rotating("files on a card").sample(_AS_FOUND, 1), cover(_AS_FOUND, 40, "files on a card")),
+    quick_or(rotating("files on a card").sample(_EXPANDED, 1), cover(_EXPANDED, 40, "files on a card")),
 )
 def test_weights_of_every_format_of_files_are_expanded(weight_format, family, tier, expected_as_found, stores):
     path, prompts, wanted = expected_as_found(weight_format, family)
     are_those(tokens_of(parts_of(path, tier, stores, *schedules(family, tier)[0]), prompts), wanted)
+
+
+_AS_FOUND = [
+    (weight_format, tier, launches)
+    for weight_format in GPU_FORMATS
+    for model, tier, launches in _CELLS
+    if model == "llama"
+]
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "tier", "launches"),
+    quick_or(rotating("as found on a card").sample(_AS_FOUND, 2), cover(_AS_FOUND, 20, "as found on a card")),
+)
+def test_weights_as_found_give_the_tokens_of_expanded_ones(
+    weight_format, tier, launches, expected_as_found, stores, monkeypatch
+):
+    captured_sweeps(monkeypatch, launches)
+    path, prompts, wanted = expected_as_found(weight_format)
+    parts = parts_of(path, tier, stores, *schedules_of("llama", tier, launches)[0], weight_format=weight_format)
+    are_those(tokens_of(parts, prompts), wanted)
