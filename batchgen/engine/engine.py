@@ -194,9 +194,9 @@ class _Call:
 class Engine:
     """A model held in memory, which generates completions for any number of requests, or scores texts.
 
-    An engine does not measure the machine. On a CPU all kernels use the first of the instruction sets amx, avx512_bf16,
-    avx512, avx2 and scalar that the CPU has, or the one that BATCHGEN_ISA names. (A job, in contrast, uses for each
-    matrix shape the set that is fastest in the machine's profile.)
+    An engine does not measure the machine. On a CPU all kernels use the first of the instruction sets amx, zen4,
+    avx512_bf16, avx512, avx2 and scalar that the CPU has, or the one that BATCHGEN_ISA names. (A job, in contrast, uses
+    for each matrix shape the set that is fastest in the machine's profile.)
 
     Args:
         model: A local Hugging Face directory, a `.gguf` file, a hub id, or "demo".
@@ -272,7 +272,8 @@ class Engine:
         budgets = resolve_budgets(
             where, cpu_memory=cpu_memory, gpu_memory=gpu_memory, processes=ranks_of_host(tensor_parallel)
         )
-        weights = choose_weights(files, config, weights, dtype, where, lambda: budgets["cpu"])
+        tier = "gpu" if where.kind == "cuda" else "cpu"
+        weights = choose_weights(files, config, weights, dtype, where, lambda: budgets[tier])
         if shard is not None:
             weights = shard_weights(shard, weights)
         policy = in_memory_policy(
