@@ -107,7 +107,8 @@ def _offload(engine: str) -> Part:
     job = ("--engines", engine, "--rounds", "1", "--variants", "1", "--gen-len", "8", "--num-prompts", "48")
     limits = ("--host-memory", _HOST_MEMORY, "--limit-s", "95")
     small = ("--shape", f"{SHAPES}/opt-1.3b", "--host-memory", "8GiB", "--prompt-len", "16", "--gen-len", "3")
-    return _script("gpu_offload", 120, *job, *limits, needs=(engine,), small=(*small, "--limit-s", "600"))
+    small += ("--gpu-memory", "3GiB", "--limit-s", "600")
+    return _script("gpu_offload", 120, *job, *limits, needs=(engine,), small=small)
 
 
 _ENGINE = "tests/engine/test_gpu_engine.py"

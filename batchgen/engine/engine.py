@@ -36,6 +36,7 @@ from batchgen.engine.non_finite import NonFiniteSequences
 from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.engine.prefetch import Prefetch
 from batchgen.engine.preparation import KnownAnswers
+from batchgen.engine.prompt_order import PromptOrder
 from batchgen.engine.scoring import Scoring
 from batchgen.engine.tensor_parallel import first_shard, load_on_ranks, shard_weights
 from batchgen.models.files import read_config, resolve_model
@@ -138,7 +139,7 @@ class _Call:
     Attributes:
         handler: The handler of the call's requests.
         scheduler: The scheduler of the call's sequences.
-        source: The prepared requests, read ahead in a thread.
+        source: The prepared requests, read ahead in a thread, in the order in which they start.
         adaptation: Adaptation of the policy to measurements; None: the policy stays.
         sweeps_in_flight: The most sweeps that may be in flight at once.
         under_way: Sweeps that were launched and whose results have not been taken.
@@ -148,7 +149,7 @@ class _Call:
 
     handler: RequestHandler[Any]
     scheduler: Scheduler
-    source: Prefetch
+    source: Prefetch | PromptOrder
     adaptation: Adaptation | None = None
     sweeps_in_flight: int = 1
     under_way: deque[_Sweep] = field(default_factory=deque)
@@ -486,7 +487,8 @@ class Engine:
         on_sweep: Callable[[EngineStats], None],
     ) -> Iterator:
         self._running = scheduler
-        source = Prefetch(handler.prepare(requests), ahead=_INPUT_AHEAD)
+        ahead = Prefetch(handler.prepare(requests), ahead=_INPUT_AHEAD)
+        source = PromptOrder(ahead) if scheduler.tables.share_prefixes else ahead
         drop, in_flight = self.parts.executor.drop, self.parts.sweeps_in_flight
         call = _Call(handler, scheduler, source, adaptation, in_flight, drop=drop)
         self._lanes_before, self._collected_s = self._lanes_s(), time.perf_counter()
