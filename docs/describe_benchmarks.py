@@ -253,6 +253,11 @@ def memory_flat(d: dict) -> str:
     return f"{many:.0f} MB against {few:.0f} MB"
 
 
+def host_time(d: dict) -> str:
+    now, before = (d["million_rows_cpu_s"][side] for side in ("this", "other"))
+    return f"{now:.0f} CPU seconds; {before:.0f} before"
+
+
 def sweep_host_time(seqs: int) -> Callable[[dict], str]:
     def words(d: dict) -> str:
         now, before = (d["least_of_rounds"][side][str(seqs)] for side in ("this", "other"))
@@ -558,6 +563,12 @@ TABLES: dict[str, list[Row]] = {
             "memory_flat",
             "memory_flat.py",
             memory_flat,
+        ),
+        Row(
+            "host time of a million rows of 10 tokens, 4 out, through two layers of 64 columns, reading to joining",
+            "host_time",
+            "host_time.py --other DIR",
+            host_time,
         ),
         *(
             Row(
