@@ -14,6 +14,7 @@ from batchgen.core.device import parse_device
 from batchgen.core.dtypes import AUTO, STATE_DTYPES
 from batchgen.core.errors import InputError
 from batchgen.core.kv_placement import KVPlacement
+from batchgen.core.lane_costs import NOT_KNOWN, LaneCosts
 from batchgen.core.machine import trim_freed_memory
 from batchgen.core.partial import PartialCompletion
 from batchgen.core.plan import Policy
@@ -47,6 +48,7 @@ from batchgen.schedule.from_policy import kv_pools, scheduler_limits
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
 from batchgen.schedule.scheduler import Scheduler
 from batchgen.schedule.sequence import Sequence
+from batchgen.schedule.sweep_choice import sweep_choice
 from batchgen.schedule.token_slots import TokenSlots
 
 if TYPE_CHECKING:
@@ -308,7 +310,7 @@ class Engine:
         if max_num_seqs is None:
             request = with_fitting_states(request)
         parts = load_on_ranks(request, lambda: load_tokenizer(files, chat_template=chat_template))
-        self._init(parts, expected_output_len, None, on_overlong, sampling)
+        self._init(parts, expected_output_len, None, NOT_KNOWN, on_overlong, sampling)
         try:
             check_unchanged(versions)
         except InputError:
@@ -322,6 +324,7 @@ class Engine:
         *,
         expected_output_len: int | None = None,
         planned_output_len: float | None = None,
+        lane_costs: LaneCosts | None = None,
         on_overlong: str = "error",
         sampling: SamplingParams | None = None,
     ) -> Engine:
@@ -332,11 +335,14 @@ class Engine:
             expected_output_len: Tokens that a sample is expected to generate; None: its max_tokens.
             planned_output_len: Mean output length of the plan, in tokens; with it the engine adapts the block and the
                 streamed fraction to its measurements (`batchgen.schedule.adaptation`). None: the policy stays.
+            lane_costs: Seconds of a sweep of the plan, by which an engine that adapts leaves late CPU attention out of
+                sweeps (`batchgen.schedule.sweep_choice`). None: it leaves out none.
             on_overlong: "error", "truncate-left" or "truncate-right", for prompts that do not fit the context.
             sampling: Sampling parameters of requests that have none.
         """
         engine = cls.__new__(cls)
-        engine._init(parts, expected_output_len, planned_output_len, on_overlong, sampling)
+        costs = lane_costs or NOT_KNOWN
+        engine._init(parts, expected_output_len, planned_output_len, costs, on_overlong, sampling)
         return engine
 
     def _init(
@@ -344,6 +350,7 @@ class Engine:
         parts: EngineParts,
         expected_output_len: int | None,
         planned_output_len: float | None,
+        lane_costs: LaneCosts,
         on_overlong: str,
         sampling: SamplingParams | None,
     ) -> None:
@@ -357,6 +364,7 @@ class Engine:
         self._sampling = sampling or SamplingParams()
         self._expected_output_len = expected_output_len
         self._planned_output_len = planned_output_len
+        self._lane_costs = lane_costs
         self._on_overlong = on_overlong
         self.changes: list[Change] = []  # made by adaptation
         self._running: Scheduler | None = None  # of the newest call
@@ -429,9 +437,11 @@ class Engine:
         adaptation = None
         if self._planned_output_len is not None and self.policy.admission == "continuous":
             adaptation = Adaptation(
-                scheduler, planned_output_len=self._planned_output_len, expected_output_len=expected
+                scheduler,
+                planned_output_len=self._planned_output_len,
+                expected_output_len=expected,
+                sweep_choice=sweep_choice(self.policy, self._lane_costs) if self.parts.compute_tier == "gpu" else None,
             )
-            scheduler.expected_output_len = lambda s: adaptation.expected_output_len(s.sampling.max_tokens)
             self.changes = adaptation.changes
         self._generation = handler = Generation(self.parts, self._sampling, self._on_overlong, known)
         return self._run_all(handler, requests, scheduler, adaptation, should_stop, on_sweep)
@@ -551,7 +561,8 @@ class Engine:
         call.scheduler.commit(scheduled)
         stats.peak_kv_blocks = max(stats.peak_kv_blocks, self.used_kv_blocks)
         stats.sweeps += 1
-        stats.preempted = call.scheduler.num_preempted
+        stats.preempted, stats.moved = call.scheduler.num_preempted, call.scheduler.num_moved
+        stats.left_out = call.scheduler.num_left_out
         stats.computed_tokens += sum(batch.num_tokens for batch in batches)
         stats.busy_s["compute"] += time.perf_counter() - started_s - sampling_s
         stats.busy_s["sampling"] += sampling_s

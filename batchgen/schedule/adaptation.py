@@ -17,6 +17,7 @@ from typing import Any
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.schedule.scheduler import Scheduler
 from batchgen.schedule.scheduler_limits import SchedulerLimits
+from batchgen.schedule.sweep_choice import SweepChoice
 
 _WINDOW_SWEEPS = 8  # measured together
 _SATURATED, _WAITING = 0.9, 0.05  # parts of a window's time
@@ -75,7 +76,14 @@ class Adaptation:
         changes: Changes made so far.
     """
 
-    def __init__(self, scheduler: Scheduler, *, planned_output_len: float, expected_output_len: int | None) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        planned_output_len: float,
+        expected_output_len: int | None,
+        sweep_choice: SweepChoice | None = None,
+    ) -> None:
         """Leave everything as planned.
 
         Args:
@@ -83,7 +91,10 @@ class Adaptation:
             planned_output_len: Mean output length that the plan counted on, tokens.
             expected_output_len: The user's expected output length, which stands, tokens; None: it follows what is
                 measured.
+            sweep_choice: Chooses the sequences of each sweep that the CPU attends to; None: all of them.
         """
+        scheduler.expected_output_len = lambda s: self.expected_output_len(s.sampling.max_tokens)
+        scheduler.sweep_choice = self._sweep_choice = sweep_choice
         self.changes: list[Change] = []
         self._scheduler = scheduler
         self._planned = scheduler.limits
@@ -118,6 +129,8 @@ class Adaptation:
     def after_sweep(self, measured: Measured) -> None:
         """Take the times of a sweep, and act at the end of each window of sweeps."""
         self._sweep += 1
+        if self._sweep_choice:
+            self._sweep_choice.measured(measured.busy_s)
         self._window.append(measured)
         if len(self._window) < _WINDOW_SWEEPS:
             return
