@@ -82,7 +82,7 @@ def _prepared_plans(context: StepContext, segment: Segment, device: torch.device
 
     def prepared(plan: AttentionPlan, window: int | None) -> ops.PreparedAttention:
         isa = context.options.attention_isa.get(context.config.attention_within(window), "")
-        return ops.prepare_attention(plan, *context.attention_shape(window), device=device, isa=isa)
+        return ops.prepare_attention(plan, context.attention_operands(window), device=device, isa=isa)
 
     return {window: prepared(plan, window) for window, plan in _of_layers(context, segment.plans).items()}
 

@@ -76,7 +76,7 @@ def kernels_as_on_a_card(monkeypatch):
         monkeypatch.setattr(
             ops,
             "prepare_attention",
-            lambda plan, *shape, device, **_: triton_kernels.prepare_attention(plan, *shape, device),
+            lambda plan, operands, device, **_: triton_kernels.prepare_attention(plan, operands, device),
         )
 
 

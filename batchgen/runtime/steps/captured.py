@@ -30,15 +30,13 @@ def decode_graphs(context: StepContext, driver: Driver, most_tokens: int) -> Dec
     config = context.config
     if config.per_layer_size:  # rows of a table that only the host has
         return None
-    for layer in config.attention_layers:
-        shape = context.kv_cache.shape_of(layer)
-        group = config.num_heads // shape.kv_heads
-        if not ops.can_capture(context.device, shape.head_dim, group, shape.kv_block_size):
-            return None
+    windows = {config.windows[layer] for layer in config.attention_layers}
+    if not all(ops.can_capture(context.attention_operands(window), context.device) for window in windows):
+        return None
     return DecodeGraphs(
         partial(_launch_layers, context),
         driver.capture,
-        lambda plan, window: ops.cut_attention(plan, *context.attention_shape(window), device=context.device),
+        lambda plan, window: ops.cut_attention(plan, context.attention_operands(window), device=context.device),
         most_tokens,
         config.hidden_size,
         context.weights.dtype,

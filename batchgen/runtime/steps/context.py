@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchgen.core.dtypes import KVFormat
 from batchgen.core.routing import RoutingCounts
 from batchgen.models import layers
 from batchgen.models.config import ModelConfig
 from batchgen.models.rope import RopeConfig
 from batchgen.ops import dispatch as ops
+from batchgen.ops.attention_operands import AttentionOperands
 from batchgen.runtime.batch_state import BatchState
 from batchgen.runtime.deferred import DeferredBatchState
 from batchgen.runtime.graphs import DecodeGraphs
@@ -89,15 +89,11 @@ class StepContext:
         """The tensors of a Step's layer, as the sweep multiplies them."""
         return self.weights.layer(step.layer, step.weight_slot, expanded=self.expands)
 
-    def attention_shape(self, window: int | None) -> tuple[int, int, int, int, torch.dtype, KVFormat]:
-        """The shape that attention plans are prepared for: heads, KV heads, head size, KV block, dtype, KV format.
-
-        Args:
-            window: Sliding window of the layers, or None.
-        """
+    def attention_operands(self, window: int | None) -> AttentionOperands:
+        """The operands of attention in layers with a sliding window, or in those without one (None)."""
         shape = self.kv_cache.shape_in(window)
-        heads = self.config.num_heads, shape.kv_heads, shape.head_dim
-        return *heads, shape.kv_block_size, self.weights.dtype, shape.format
+        heads, dtype = self.config.num_heads, self.weights.dtype
+        return AttentionOperands(heads, shape.kv_heads, shape.head_dim, shape.kv_block_size, dtype, shape.format)
 
     @property
     def states(self) -> StateCache:
