@@ -21,6 +21,7 @@ class LaneCosts:
         cpu_batch_s: Seconds of CPU attention of each micro-batch, however few sequences it has.
         cpu_seq_s: Seconds of CPU attention for each sequence.
         cpu_key_s: Seconds of CPU attention for each token that a sequence attends to.
+        streamed_key_s: Seconds in which the KV of one token comes over the link.
         sent_seq_s: Seconds in which queries and results of a sequence with CPU attention pass the link.
     """
 
@@ -35,6 +36,7 @@ class LaneCosts:
     cpu_batch_s: float = 0.0
     cpu_seq_s: float = 0.0
     cpu_key_s: float = 0.0
+    streamed_key_s: float = 0.0
     sent_seq_s: float = 0.0
 
 

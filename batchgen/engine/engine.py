@@ -125,11 +125,13 @@ class _Sweep:
         result: The sweep's result; None: it is known only when the sweep has run.
         wait: Function that returns when the sweep has run; None: the sweep has run already.
         started_s: Time of time.perf_counter at which the sweep's scheduling began.
+        has_prompts: Whether it has tokens of prompts.
     """
 
     result: SweepResult | None
     wait: Callable[[], None] | None
     started_s: float
+    has_prompts: bool
 
 
 @dataclass
@@ -440,6 +442,7 @@ class Engine:
                 scheduler,
                 planned_output_len=self._planned_output_len,
                 expected_output_len=expected,
+                lane_costs=self._lane_costs,
                 sweep_choice=sweep_choice(self.policy, self._lane_costs) if self.parts.compute_tier == "gpu" else None,
             )
             self.changes = adaptation.changes
@@ -557,6 +560,7 @@ class Engine:
         wait = parts.executor.run(
             batches, on_logits, vocabulary_chunks=handler.vocabulary_chunks, deferred_batches=call.deferred_batches
         )
+        prefilled = stats.prefilled_tokens
         self._count(scheduled)
         call.scheduler.commit(scheduled)
         stats.peak_kv_blocks = max(stats.peak_kv_blocks, self.used_kv_blocks)
@@ -569,7 +573,7 @@ class Engine:
         result = handler.end_sweep() if call.sweeps_in_flight == 1 else None
         for sequence in [one.sequence for one in scheduled if one.sequence.is_complete]:
             call.scheduler.finish(sequence)
-        return _Sweep(result, wait, started_s)
+        return _Sweep(result, wait, started_s, stats.prefilled_tokens > prefilled)
 
     def _count(self, scheduled: list[ScheduledSequence]) -> None:
         """Count the tokens of a sweep that has been launched and not been committed."""
@@ -607,7 +611,8 @@ class Engine:
                 adaptation.finished(sequence.num_generated, len(sequence.tokens))
         now, lanes = time.perf_counter(), self._lanes_s()
         spent = [{lane: a[lane] - b[lane] for lane in a} for a, b in zip(lanes, self._lanes_before, strict=True)]
-        adaptation.after_sweep(Measured(now - max(sweep.started_s, self._collected_s), tokens, *spent))
+        seconds = now - max(sweep.started_s, self._collected_s)
+        adaptation.after_sweep(Measured(seconds, tokens, *spent, has_prompts=sweep.has_prompts))
         self._lanes_before, self._collected_s = lanes, now
 
     def _lanes_s(self) -> tuple[dict[str, float], dict[str, float]]:

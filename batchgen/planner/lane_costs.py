@@ -60,6 +60,7 @@ def lane_costs(s: CostInputs, at: Placement) -> LaneCosts:
         cpu_batch_s=layers * (hardware.cpu.waking_overhead_s + copies_s),
         cpu_seq_s=layers * cpu_seq_s,
         cpu_key_s=layers * cpu_key_s,
+        streamed_key_s=transfer_s(s.read_kv_bytes(1, 1), hardware.h2d_bytes_per_s),
         sent_seq_s=layers * sent_s,
     )
 

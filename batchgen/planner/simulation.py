@@ -247,9 +247,11 @@ class SimulatedJob:
                 self._scheduler,
                 planned_output_len=plan.workload.output_len.mean,
                 expected_output_len=expected,
+                lane_costs=costs,
                 sweep_choice=sweep_choice(policy, costs) if self._compute_tier == "gpu" else None,
             )
         self._generated = 0  # tokens since the last call of `adapt`
+        self._had_prompts = False  # the last sweep
         nothing: dict[str, float] = dict.fromkeys(LANES, 0.0)
         self._before = (0.0, nothing, nothing)  # its arguments
 
@@ -271,7 +273,9 @@ class SimulatedJob:
             spent = [
                 {lane: now[lane] - was[lane] for lane in was} for now, was in ((busy_s, busy), (stalled_s, stalled))
             ]
-            self._adaptation.after_sweep(Measured(now_s - before_s, self._generated, spent[0], spent[1]))
+            self._adaptation.after_sweep(
+                Measured(now_s - before_s, self._generated, spent[0], spent[1], self._had_prompts)
+            )
             self._before, self._generated = (now_s, dict(busy_s), dict(stalled_s)), 0
 
     @property
@@ -313,6 +317,7 @@ class SimulatedJob:
             for k, batch in enumerate(batches)
         ]
         phase = _phase_of(sweep, self._plan.workload)
+        self._had_prompts = phase.prefill_tokens > 0
         self._commit(sweep)
         return SimulatedSweep(loads, phase)
 

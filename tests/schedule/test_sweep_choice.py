@@ -12,8 +12,8 @@ from batchgen.schedule.sequence import Sequence
 from batchgen.schedule.sweep_choice import SweepChoice
 from batchgen.schedule.sweep_estimate import BatchCut, CpuLoad, SweepLoad, sweep_seconds
 
-# A sweep of 4 sequences on the device takes 14 s. Others take 10 s more for the second micro-batch and 1 s each, and the
-# CPU attends to each in 0.5 s.
+# A sweep of 4 sequences on the device takes 14 s. Others take 10 s more for the second micro-batch and 1 s each, and
+# the CPU attends to each in 0.5 s.
 COSTS = LaneCosts(batch_s=10.0, token_s=1.0, cpu_seq_s=0.5)
 UNEQUAL = BatchCut(2, "neo", 10)
 ON_DEVICE, ON_CPU, OUTPUT = 4, 12, 60
