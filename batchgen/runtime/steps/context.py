@@ -17,7 +17,7 @@ from batchgen.ops import dispatch as ops
 from batchgen.ops.attention_operands import AttentionOperands
 from batchgen.runtime.batch_state import BatchState
 from batchgen.runtime.deferred import DeferredBatchState
-from batchgen.runtime.graphs import DecodeGraphs
+from batchgen.runtime.graphs import SweepGraphs
 from batchgen.runtime.memory.activations import Activations
 from batchgen.runtime.memory.kv_cache import KVCache
 from batchgen.runtime.memory.state_cache import StateCache
@@ -41,7 +41,7 @@ class StepContext:
         routing: numbers of tokens by expert, where the host computes.
         layer_steps: function from a number of tokens to the Steps of all layers of a sweep over so many that moves
             nothing, each with the function that does its work.
-        graphs: decode sweeps captured as CUDA graphs; None: none is.
+        graphs: sweeps captured as CUDA graphs; None: none is.
         tokens: sampled tokens on the device; None: the host hands them to the next sweep.
         deferred_of: Step id -> the deferred batch that it works for.
         on_logits: function that takes the sweep's logits.
@@ -78,7 +78,7 @@ class StepContext:
         growth = layers.query_growth_table(config, options.max_positions)
         self.query_growth = None if growth is None else growth.to(self.device)
         self.layer_steps: Callable[[int], Sequence[tuple[Handler, Step]]] = lambda num_tokens: ()
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: SweepGraphs | None = None
         self.tokens: TokenTable | None = None
         self.deferred_of: dict[int, DeferredBatchState] = {}
         self.on_logits: OnLogits = nobody_takes_logits
@@ -129,7 +129,7 @@ class StepContext:
         with contextlib.nullcontext() if core is None else core.hosts():
             chosen = self.on_logits(rows, logits, start)
         if chosen is not None and self.tokens is not None:
-            self.tokens.keep([in_flight(row.sequence.token_slot) for row in rows], chosen)
+            self.tokens.keep([in_flight(sequence.token_slot) for sequence, _ in rows], chosen)
 
     def logits_buffer(self, x: Tensor, rows: ops.Weight) -> Tensor:
         """Memory for the logits of x, always the same: some that is new to the process costs more than filling it."""
