@@ -51,6 +51,8 @@ class SimulatedRun:
         job_tokens: Tokens that go through the layers in the whole job.
         timeline: The timeline of these sweeps.
         changes: Changes that adaptation made in these sweeps.
+        left_out: Tokens that a sweep left for a later one, as the CPU was late with attention.
+        moved: Number of sequences that were left out, and run again on the GPU.
     """
 
     total_s: float
@@ -59,6 +61,8 @@ class SimulatedRun:
     job_tokens: float
     timeline: Timeline
     changes: List[Change]
+    left_out: int
+    moved: int
 
     @property
     def busy_s(self) -> dict[str, float]:
@@ -123,7 +127,9 @@ def simulate_job(
         total_s += max(0.0, job_tokens - tokens) * (total_s - half_s) / (tokens - half)
     else:
         total_s, job_tokens = timeline.total_s, tokens
-    return SimulatedRun(total_s, len(done) - 1, tokens, job_tokens, timeline, job.changes)
+    return SimulatedRun(
+        total_s, len(done) - 1, tokens, job_tokens, timeline, job.changes, job.num_left_out, job.num_moved
+    )
 
 
 def trace_plan(
@@ -259,6 +265,16 @@ class SimulatedJob:
     def changes(self) -> List[Change]:
         """The changes that adaptation has made."""
         return self._adaptation.changes if self._adaptation else []
+
+    @property
+    def num_left_out(self) -> int:
+        """Tokens that a sweep left for a later one, as the CPU was late with attention."""
+        return self._scheduler.num_left_out
+
+    @property
+    def num_moved(self) -> int:
+        """Sequences that were left out, and run again on the GPU."""
+        return self._scheduler.num_moved
 
     def adapt(self, now_s: float, busy_s: Mapping[str, float], stalled_s: Mapping[str, float]) -> None:
         """Take the times of the sweep that has ended, where the job adapts to them.

@@ -21,6 +21,8 @@ from batchgen.schedule.sweep_estimate import BatchCut, CpuLoad, SweepLoad, Sweep
 # A sequence that was left out of so many sweeps in a row has its turn, once it adds no more than this part of the
 # seconds since the last turn.
 _MOST_SWEEPS_LATE, _TURN_FRAC = 32, 0.05
+# Part of the sequences in flight that must have places on the device.
+_FEWEST_PLACES = 1 / 8
 # A sequence that was left out of so many sweeps in a row may run again on the device.
 _PATIENCE = 8
 # What one sweep has shown of a lane counts this much less with each sweep after it; of sweeps in a row that show
@@ -82,7 +84,7 @@ class SweepChoice:
         attended = CpuLoad(len(delegated) - len(late), keys[-1] - sum(one.num_keys for one in late))
         self._limit(load, attended, keys[-1] / len(delegated) if delegated else load.keys / max(1, load.decodes))
         self._since_turn_s += self._seconds(load, attended).total
-        planned = sweep_seconds(self._costs, self._cut, load, attended, 1.0, 1.0)
+        planned = sweep_seconds(self._costs, self._cut, load, attended)
         self._compute.expect(planned.compute)
         self._cpu.expect(planned.cpu_attention)
         return [one for one in sweep if one.sequence not in self._late] if late else sweep
@@ -137,8 +139,7 @@ class SweepChoice:
             self._idle += 1
         if not load.decodes:
             return
-        decodes = SweepLoad(sampled=load.decodes, decodes=load.decodes, keys=load.keys)
-        self.most_on_cpu = self._best(decodes, [n * mean_keys for n in range(self._quota + 1)])
+        self.most_on_cpu = self._best(load.without_prompts, [n * mean_keys for n in range(self._quota + 1)])
         if self.most_on_cpu:
             self._pause = _FIRST_PAUSE
         elif self._is_trying:
@@ -158,7 +159,7 @@ class SweepChoice:
         most = len(keys) - 1
         if not load.decodes:
             return most
-        own = SweepLoad(sampled=load.decodes, decodes=load.decodes, keys=load.keys)
+        own = load.without_prompts
         token_worth = self._seconds(own, CpuLoad()).total / load.decodes
         alone_s = self._seconds(load, CpuLoad()).total
 
@@ -171,7 +172,14 @@ class SweepChoice:
         return max((most, hidden, 0), key=work_rate)
 
     def _seconds(self, load: SweepLoad, on_cpu: CpuLoad) -> SweepSeconds:
-        return sweep_seconds(self._costs, self._cut, load, on_cpu, self._compute.factor, self._cpu.factor)
+        return sweep_seconds(
+            self._costs,
+            self._cut,
+            load,
+            on_cpu,
+            compute_factor=self._compute.factor,
+            cpu_factor=self._cpu.factor,
+        )
 
 
 class _Correction:
@@ -206,19 +214,15 @@ class _Correction:
 def sweep_choice(policy: Policy, costs: LaneCosts) -> SweepChoice | None:
     """The choice for a policy under which the CPU attends to some sequences; None where there is nothing to choose.
 
-    Where the device has no places of its own, a sequence that is left out could only wait for the CPU.
+    Where the device has few places of its own, a sequence that is left out could only wait for the CPU.
 
     Args:
         policy: The policy.
         costs: The plan's seconds of what a sweep may have.
     """
-    quota = policy.kv_seqs.get(KVPlacement.CPU, 0)
-    if (
-        not quota
-        or not policy.kv_seqs.get(KVPlacement.DEVICE)
-        or costs == NOT_KNOWN
-        or policy.admission != "continuous"
-    ):
+    quota, places = (policy.kv_seqs.get(placement, 0) for placement in (KVPlacement.CPU, KVPlacement.DEVICE))
+    few_places = places < _FEWEST_PLACES * policy.max_num_seqs
+    if not quota or few_places or costs == NOT_KNOWN or policy.admission != "continuous":
         return None
     cut = BatchCut(policy.num_gpu_batches, policy.batch_order, policy.balance_tokens)
     return SweepChoice(costs, cut, quota)

@@ -31,6 +31,11 @@ class SweepLoad(NamedTuple):  # one or two for every sweep
         """Tokens that go through the layers."""
         return self.prompt_tokens + self.decodes
 
+    @property
+    def without_prompts(self) -> SweepLoad:
+        """The part without prompts."""
+        return SweepLoad(0, 0, self.decodes, self.decodes, self.keys)
+
 
 class CpuLoad(NamedTuple):  # some for every sweep
     """Sequences that the CPU attends to in a sweep.
@@ -86,7 +91,13 @@ class BatchCut:
 
 
 def sweep_seconds(
-    costs: LaneCosts, cut: BatchCut, load: SweepLoad, on_cpu: CpuLoad, compute_factor: float, cpu_factor: float
+    costs: LaneCosts,
+    cut: BatchCut,
+    load: SweepLoad,
+    on_cpu: CpuLoad,
+    *,
+    compute_factor: float = 1.0,
+    cpu_factor: float = 1.0,
 ) -> SweepSeconds:
     """Estimated seconds of a sweep: NEO's T, with what is not in the layers.
 
@@ -127,4 +138,5 @@ def sweep_seconds(
     else:
         cpu_s = attended_s + batches * cpu_batch_s
         layers_s, hidden = max(compute_s, cpu_s + sent_s), cpu_s + sent_s <= compute_s
-    return SweepSeconds(max(layers_s, costs.transfer_s) + rows_s + costs.sweep_s, compute_s + rows_s, cpu_s, hidden)
+    total_s = max(layers_s, costs.transfer_s) + rows_s + costs.sweep_s
+    return SweepSeconds(total_s, compute_s + rows_s, cpu_s, hidden)

@@ -39,7 +39,7 @@ class Job:
         attended = [s for s in sweep if s.sequence.kv_placement is KVPlacement.CPU and s.decodes]
         decodes = sum(s.decodes for s in sweep) - len(attended)
         load = SweepLoad(sum(s.num_tokens for s in sweep if not s.decodes), 0, len(sweep), decodes)
-        taken = sweep_seconds(COSTS, self.cut, load, CpuLoad(len(attended)), 1.0, slower)
+        taken = sweep_seconds(COSTS, self.cut, load, CpuLoad(len(attended)), cpu_factor=slower)
         self.seconds += taken.total
         self.choice.measured({"compute": taken.compute, "cpu_attention": taken.cpu_attention})
         self.scheduler.commit(sweep)
@@ -90,8 +90,8 @@ def test_a_sweep_has_as_many_as_hold_up_nothing(cut, slower):
         kept = job.sweep(slower)
     load = SweepLoad(0, 0, ON_DEVICE, ON_DEVICE)
     assert 0 < len(kept) < ON_CPU
-    assert sweep_seconds(COSTS, cut, load, CpuLoad(len(kept)), 1.0, slower).hidden
-    assert not sweep_seconds(COSTS, cut, load, CpuLoad(len(kept) + 1), 1.0, slower).hidden
+    assert sweep_seconds(COSTS, cut, load, CpuLoad(len(kept)), cpu_factor=slower).hidden
+    assert not sweep_seconds(COSTS, cut, load, CpuLoad(len(kept) + 1), cpu_factor=slower).hidden
 
 
 def test_no_row_starves_where_the_device_never_has_a_place():
@@ -106,7 +106,7 @@ def test_no_row_starves_where_the_device_never_has_a_place():
     assert set(turns) == set(range(ON_DEVICE, ON_DEVICE + ON_CPU))
     assert (
         job.seconds - before_s
-        < 1.1 * 1000 * sweep_seconds(COSTS, UNEQUAL, SweepLoad(0, 0, ON_DEVICE, ON_DEVICE), CpuLoad(), 1.0, 1.0).total
+        < 1.1 * 1000 * sweep_seconds(COSTS, UNEQUAL, SweepLoad(0, 0, ON_DEVICE, ON_DEVICE), CpuLoad()).total
     )
 
 
