@@ -14,7 +14,15 @@ from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.units import parse_rate, size_bytes
 from batchgen.distributed.launch import ranks_of_host
-from batchgen.engine.loader import check_state_dtype, choose_weights, resolve_budgets, resolve_context, resolve_dtype
+from batchgen.engine.loader import (
+    check_state_dtype,
+    choose_weights,
+    native_formats,
+    resolve_budgets,
+    resolve_context,
+    resolve_dtype,
+)
+from batchgen.engine.ranks import check_cards
 from batchgen.engine.tensor_parallel import check_hosts, first_shard, shard_weights
 from batchgen.job.options import JobOptions
 from batchgen.models.config import ModelConfig
@@ -147,7 +155,7 @@ def resolve_job(
             cpu_memory=options.cpu_memory,
             gpu_memory=options.gpu_memory,
             processes=of_host,
-        )["cpu"]
+        )["gpu" if device.kind == "cuda" else "cpu"]
 
     job = _resolved(options, files, config, device, dtype, memory_bytes)
     return replace(_in_shards(job, shard), of_host=of_host)
@@ -177,6 +185,8 @@ def resolve_for(
     device = Device("cpu" if hardware.gpu is None else "cuda")
 
     def memory_bytes() -> int:
+        if hardware.gpu_memory_bytes is not None:
+            return hardware.gpu_memory_bytes if options.gpu_memory is None else size_bytes(options.gpu_memory)
         whole = hardware.cpu_memory_bytes if options.cpu_memory is None else size_bytes(options.cpu_memory)
         return whole // (of_host or max(options.tensor_parallel, options.pipeline))
 
@@ -193,7 +203,7 @@ def why_not_run(job: Job, of_host: int | None = None) -> str:
     """
     size = job.options.tensor_parallel
     try:
-        check_stages(job.config, job.options.pipeline, job.device)
+        check_stages(job.config, job.options.pipeline)
         check_hosts(job.device.kind, size, size if of_host is None else of_host)
     except InputError as error:
         return str(error)
@@ -204,7 +214,9 @@ def _split(
     options: JobOptions, files: ModelFiles, config: ModelConfig, device: Device
 ) -> tuple[ModelConfig, Shard | None]:
     """The configuration and the shard of rank 0 under tensor parallelism; for a pipeline, its stages are checked."""
-    check_stages(config, options.pipeline, device)
+    check_stages(config, options.pipeline)
+    if options.pipeline > 1 and device.kind == "cuda":
+        check_cards("--pipeline", options.pipeline)
     if options.tensor_parallel == 1:
         return config, None
     shard = first_shard(files, config, options.tensor_parallel, device, options.weights)
@@ -250,7 +262,7 @@ def _resolved(
     memory_bytes: Callable[[], int],
 ) -> Job:
     check_state_dtype(config, options.state_dtype)
-    stored = resolve_weights(files, options.weights, on_cpu=device.kind != "cuda")
+    stored = resolve_weights(files, options.weights, native_formats(device))
     weights = choose_weights(files, config, options.weights, dtype, device, memory_bytes)
 
     def size(value: str | int | None) -> int | None:
