@@ -125,7 +125,7 @@ PARTS: dict[str, Part] = {
     # Engines that compile kernels for the first time, and FlashInfer's compiler.
     "demo": _smoke("model", 100, small=("--layers", "2")),
     "demo, int4": _smoke("model", 100, "--weights", "int4", small=("--layers", "2"), needs=("xxhash",)),
-    "everything moves": _tests(100, 1, _ENGINE, "-k", "everything_moves", part=1),
+    "everything moves": _tests(100, 1, _ENGINE, "-k", "everything_moves", part=1, needs=("xxhash",)),
     "memcheck": Part(
         ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", *_SWEEP),
         100,

@@ -48,6 +48,8 @@ class CudaDriver:
             _synchronize,
         )
         self._graph_pool = torch.cuda.graph_pool_handle()  # one for all graphs: they never run at once
+        # torch takes a pool's handle no more once all graphs of the pool are gone.
+        self._first_graph: torch.cuda.CUDAGraph | None = None
 
     def launch(self, lane: str, work: Callable[[], None]) -> int:
         before = self._num_copies + self._passage.num_copies
@@ -112,6 +114,7 @@ class CudaDriver:
                 work()
             finally:
                 graph.capture_end()
+        self._first_graph = self._first_graph or graph
         return graph.replay
 
     def reserve(self, lane: str, num_bytes: int) -> None:

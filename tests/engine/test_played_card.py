@@ -130,7 +130,8 @@ REHEARSAL = played_card.ROOT / "benchmarks" / "gpu_rehearsal.py"
 
 def outcomes(play, tmp_path, *parts):
     """Outcomes of parts of `make gpu-check`, by name."""
-    check(play(REHEARSAL, "--results", tmp_path, *(["--parts", *parts] if parts else [])))
+    done, counts, faults = play(REHEARSAL, "--results", tmp_path, "--parts", *parts)
+    check((done, counts, [fault for fault in faults if "a full queue" not in fault]))  # "overlap" fills one to see it
     results = json.loads((tmp_path / "gpu_check.json").read_text())["parts"]
     return {name: part["outcome"] for name, part in results.items()}
 
