@@ -182,6 +182,19 @@ def strategies(d: dict) -> str:
     )
 
 
+def reaction(d: dict) -> str:
+    ratios = []
+    for case in d["cases"].values():
+        for ways in case.values():
+            adapting, same, *others = (way["seconds"] for way in ways.values())
+            ratios.append((same / adapting, adapting / min(same, *others)))
+    gains, against_best = zip(*ratios, strict=True)
+    return (
+        f"{span(gains, 2)} times as fast as without adaptation; {span(against_best, 2)} times as long as the best plan"
+        " for that machine"
+    )
+
+
 def flipped_strategy(d: dict) -> str:
     setting = list(d["settings"].values())[-1]
     taken = {name: plan["measured_s"] for name, plan in setting["plans"].items()}
@@ -251,6 +264,11 @@ def native(case: str) -> Callable[[dict], str]:
 def memory_flat(d: dict) -> str:
     few, many = (run["peak_bytes"] / 1e6 for run in d["runs"])
     return f"{many:.0f} MB against {few:.0f} MB"
+
+
+def host_time(d: dict) -> str:
+    now, before = (d["million_rows_cpu_s"][side] for side in ("this", "other"))
+    return f"{now:.0f} CPU seconds; {before:.0f} before"
 
 
 def sweep_host_time(seqs: int) -> Callable[[dict], str]:
@@ -446,6 +464,12 @@ TABLES: dict[str, list[Row]] = {
             flipped_strategy,
         ),
         Row(
+            "plans on emulated accelerators whose CPU or link is slower than planned, or whose rows change; simulated",
+            "reaction-simulated",
+            "reaction.py --simulate",
+            reaction,
+        ),
+        Row(
             "predictions for OPT-6.7B, 30B and 175B on a T4, 24 cases, against whole simulated jobs",
             "plan_times",
             "plan_times.py",
@@ -558,6 +582,12 @@ TABLES: dict[str, list[Row]] = {
             "memory_flat",
             "memory_flat.py",
             memory_flat,
+        ),
+        Row(
+            "host time of a million rows of 10 tokens, 4 out, through two layers of 64 columns, reading to joining",
+            "host_time",
+            "host_time.py --other DIR",
+            host_time,
         ),
         *(
             Row(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from batchgen.core.dtypes import FORMAT_BYTES, INT4, NATIVE_FORMATS, weight_row_bytes
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.plan import Plan
 from batchgen.models.config import ModelConfig
 from batchgen.models.layouts import layer_sizes
 from batchgen.planner.explain import make_plan
+from batchgen.planner.lane_costs import lane_costs
 from batchgen.planner.linear import number
 from batchgen.planner.memory_requirements import kv_tokens_used
 from batchgen.planner.problem import Problem
@@ -28,9 +31,13 @@ def plan_of(problem: Problem, candidate: Candidate, simulated_s: float | None = 
     """
     written_bytes = _store_written_bytes(problem, candidate)
     startup_s = problem.startup_s + _until_first_sweep_s(problem, candidate, written_bytes) + _first_touch_s(candidate)
-    return make_plan(
+    plan = make_plan(
         problem, candidate, startup_s=startup_s, simulated_s=simulated_s, store_written_bytes=written_bytes
     )
+    if simulated_s is None:  # to be compared with others, not to be run
+        return plan
+    costs = lane_costs(candidate.inputs, candidate.counts.placement(candidate.inputs))
+    return replace(plan, prediction=replace(plan.prediction, lane_costs=costs))
 
 
 def loading_s(

@@ -26,7 +26,7 @@ from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
 from batchgen.models.families import ARCHITECTURES
 from batchgen.models.files import resolve_for_planning
-from batchgen.models.hf.keys import IGNORED
+from batchgen.models.hf.keys import IGNORED, KEYS
 
 MARGIN = 1e-3  # log-probabilities in fp32 may differ by so much
 MODELS = (
@@ -199,7 +199,7 @@ def _make_model(given: Draw, folder: Path):
     try:
         config = AutoConfig.from_pretrained(folder)
     except Exception:  # also for what changes no logits, which is then left out
-        path.write_text(json.dumps(without_ignored(given.stated)))
+        path.write_text(json.dumps(without_ignored(given.model.split()[0], given.stated)))
         config = AutoConfig.from_pretrained(folder)
     if (config.get_text_config().pad_token_id or 0) >= _VOCAB:  # a default of large models, which changes no logits
         path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token_id": None}))
@@ -221,9 +221,10 @@ def _make_model(given: Draw, folder: Path):
     return model
 
 
-def without_ignored(stated: dict[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in stated.items() if name not in IGNORED - {"pad_token_id"}}
-    return {n: without_ignored(value) if n == "text_config" else value for n, value in kept.items()}
+def without_ignored(family: str, stated: dict[str, Any]) -> dict[str, Any]:
+    ignored = IGNORED - {"pad_token_id", *KEYS[family]}
+    kept = {name: value for name, value in stated.items() if name not in ignored}
+    return {n: without_ignored(family, value) if n == "text_config" else value for n, value in kept.items()}
 
 
 # Transformers cannot collect what routers say where some layers have none.
@@ -575,7 +576,9 @@ def _odd_value(family: str, stated: dict[str, Any], rng: random.Random) -> tuple
         return name, [rng.choice(("full_attention", "sliding_attention", "linear_attention"))] * rng.choice((1, 2, 3))
     if isinstance(own.get(name), bool):
         return name, not own[name]
-    if isinstance(own.get(name), float):  # transformers takes no whole number for one
+    if name == "head_dim" and family == "olmoe":  # which has no such key, but transformers reads a 0
+        return name, rng.choice((3, 1, 0.5, True, "gelu", 10**12))
+    if isinstance(own.get(name), float) or name.endswith("softcapping"):  # transformers takes no whole number for one
         return name, rng.choice((0.0, -1.0, 0.5, 1e12, float("nan"), float("inf"), "gelu"))
     if name == "max_position_embeddings":  # at least as long as the prompts, whose lengths are refused otherwise
         return name, rng.choice((0, 0.5, True, "gelu", [1], 10**12))

@@ -2,7 +2,7 @@
 stream by torch's operation for the CPU.
 
 So shapes, allocations, copies, checks and calls of libraries are those of torch's CUDA build; numbers are those of the
-CPU. New memory has no contents: every byte is 0xff.
+CPU. New memory has no contents: every byte is 0xff, up to 64 MiB of a tensor, since what is touched takes memory.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ _AS_THEY_ARE = (
     "unfold", "view", "view_as_complex", "view_as_real",
 )  # fmt: skip
 _NEW_MEMORY = ("aten::empty.memory_format", "aten::empty_strided")
+_MOST_FILLED = 64 << 20  # bytes
 # The shape or the value of the result depends on numbers: the host waits for them.
 _AWAITED = ("nonzero", "masked_select", "equal", "_unique2", "unique_consecutive", "unique_dim", "bincount")
 
@@ -177,7 +178,8 @@ def _playing(name: str):
             _library.played_in_torch(-1)
         if name in _NEW_MEMORY:
             if made.numel():
-                _library.played_fill(made.data_ptr(), 0xFF, made.untyped_storage().nbytes(), current_stream())
+                num_bytes = min(made.untyped_storage().nbytes(), _MOST_FILLED)
+                _library.played_fill(made.data_ptr(), 0xFF, num_bytes, current_stream())
         # A copy from or to the host is the runtime's, or made of others.
         elif base != "copy_" or (args[0].is_cuda and args[1].is_cuda):
             _play(operation, args, kwargs, made)
