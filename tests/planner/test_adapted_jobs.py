@@ -56,3 +56,14 @@ def test_a_cpu_slower_than_planned_costs_little(plans, cpu_slowdown):
 def test_prompts_that_become_longer_in_the_middle_cost_no_more_than_without_adaptation(plans):
     rows = [*itertools.repeat((64, 128), 192), *itertools.repeat((64, 30), 192), *itertools.repeat((180, 12), 192)]
     assert seconds(plans["NEO"], adapts=True, rows=rows) < 1.05 * seconds(plans["NEO"], rows=rows)
+
+
+def test_a_slow_link_costs_no_more_than_without_adaptation_and_nothing_swings():
+    """Sequences that are streamed go to the CPU step by step, which is too slow for all of them."""
+    device = Device("emulated", 192 * MIB, 8e9, 8e9, slowdown=2.0, cpu_slowdown=32.0, step_overhead_s=3e-3)
+    plan = best_of("FlexGen", Setting("", "", (), device, 96, 128, 64))
+    slow = round_machine(replace(device, h2d_bytes_per_s=2e8, d2h_bytes_per_s=2e8))
+    adapted = simulate_job(plan, CONFIG, slow, adapts=True)
+    assert adapted.total_s < 0.9 * simulate_job(plan, CONFIG, slow).total_s
+    moves = [(change.before, change.after) for change in adapted.changes if change.what == "streamed"]
+    assert moves and all(moves[i] != moves[i + 2] for i in range(len(moves) - 2))
