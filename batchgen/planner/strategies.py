@@ -10,12 +10,12 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from batchgen.core.dtypes import INT4
 from batchgen.core.errors import InputError
 from batchgen.core.kv_placement import TIERS, KVPlacement
 from batchgen.core.plan import Policy
 from batchgen.core.units import format_bytes
 from batchgen.planner.deferred_attention import may_defer, with_deferred_attention
+from batchgen.planner.format_choice import is_quantized
 from batchgen.planner.kv_memory import giving_window, kv_block_bytes
 from batchgen.planner.problem import Problem
 from batchgen.planner.search import (
@@ -51,7 +51,6 @@ class Strategy:
         yields_gpu_batches: Whether a number that the user asks for goes before `gpu_batches`; otherwise the strategy
             needs its own.
         admissions: Admissions that the strategy may use; None allows those of the problem.
-        weight_formats: Formats that weights may have; None allows those of the problem.
         unsuited: The reason why the strategy does not apply to a problem; "" where it does.
         unused: The reason why the fastest plan within the restriction does not use the strategy; "" where it does.
         extend: Candidates of the strategy made from the fastest plan within the restriction, but for those that are
@@ -72,7 +71,6 @@ class Strategy:
     gpu_batches: int | None = None
     yields_gpu_batches: bool = False
     admissions: tuple[str, ...] | None = None
-    weight_formats: tuple[str, ...] | None = None
     unsuited: Callable[[Problem], str] = lambda problem: ""
     unused: Callable[[Candidate], str] = lambda candidate: ""
     extend: Callable[[Problem, Candidate, Prune], Iterator[Candidate]] | None = None
@@ -94,7 +92,6 @@ class Strategy:
             allowed=replace(allowed, weight_tiers=tiers, kv_placements=classes, kv_by_layer=self.kv_by_layer),
             num_gpu_batches=batches or self.gpu_batches or problem.num_gpu_batches,
             admissions=self.admissions or problem.admissions,
-            weight_formats=self.weight_formats or problem.weight_formats,
         )
 
     def _check(self, problem: Problem) -> None:
@@ -146,7 +143,7 @@ def added_candidates(problem: Problem, prune: Prune) -> Iterator[Candidate]:
             fastest = search_unless_pruned(restricted, prune_nothing if strategy.extend else prune)
             if fastest is None or strategy.unused(fastest):
                 continue
-            if not prune(fastest.seconds):
+            if not prune(fastest.job_s):
                 yield fastest
             if strategy.extend is not None:
                 yield from strategy.extend(restricted, fastest, prune)
@@ -259,12 +256,7 @@ FLEXGEN = Strategy(
     lambda policy: True,
     kv_placements=("gpu", "cpu", "streamed", "disk"),
 )
-QUANTISED = Strategy(
-    "quantized",
-    "weights in 4 bits (--weights int4)",
-    lambda policy: policy.weight_format == INT4,
-    weight_formats=(INT4,),
-)
+QUANTIZED = Strategy("quantized", "weights or KV in fewer bits (--quality small)", is_quantized)
 STREAMED = Strategy(
     "streamed",
     "weights or KV from disk",
@@ -281,8 +273,8 @@ IN_MEMORY = Strategy(
     kv_placements=("cpu",),
 )
 
-WITH_GPU = (GPU_ONLY, NEO, APEX, PIE, FLEXGEN)
-ON_CPU = (QUANTISED, STREAMED, IN_MEMORY)
+WITH_GPU = (GPU_ONLY, NEO, APEX, PIE, FLEXGEN, QUANTIZED)
+ON_CPU = (QUANTIZED, STREAMED, IN_MEMORY)
 
 
 def strategies_for(problem: Problem) -> tuple[Strategy, ...]:

@@ -9,10 +9,20 @@ from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan, StrategyTime
 from batchgen.core.units import format_seconds
 from batchgen.planner.explain import aligned
+from batchgen.planner.format_choice import described, formats_of, is_quantized
+from batchgen.planner.format_search import in_formats
+from batchgen.planner.other_quality import OtherQuality
 from batchgen.planner.prediction import plan_of
 from batchgen.planner.problem import Problem
 from batchgen.planner.sampled_simulation import simulate_sampled
-from batchgen.planner.strategies import NotApplicable, Strategy, best_candidates, strategies_for, strategy_of
+from batchgen.planner.strategies import (
+    QUANTIZED,
+    NotApplicable,
+    Strategy,
+    best_candidates,
+    strategies_for,
+    strategy_of,
+)
 
 
 def best_plan(strategy: Strategy, problem: Problem) -> Plan:
@@ -39,26 +49,41 @@ def best_plan(strategy: Strategy, problem: Problem) -> Plan:
     return min(in_time, key=lambda plan: plan.prediction.total_s)
 
 
-def with_strategies(plan: Plan, problem: Problem) -> Plan:
+def with_strategies(plan: Plan, problem: Problem, other: OtherQuality | None) -> Plan:
     """The plan with the time of each strategy beside its own; the strategy that it uses itself is not searched again.
 
     Args:
         plan: The plan that was chosen for the problem.
         problem: The planner's problem.
+        other: What another quality would give; None: no other formats can be chosen.
     """
+    problem = in_formats(problem, *formats_of(plan.policy))
     strategies = strategies_for(problem)
     used = strategy_of(plan.policy, strategies)
     times = []
     for strategy in strategies:
         seconds, reason = None, ""
         try:
-            best = plan if strategy.name == used else best_plan(strategy, problem)
+            if strategy is QUANTIZED:
+                best = _quantized(plan, other)
+                reason = described(best.policy)
+            else:
+                best = plan if strategy.name == used else best_plan(strategy, problem)
             seconds = best.prediction.total_s
         except (NotApplicable, InputError) as error:
             reason = str(error)
         times.append(StrategyTime(strategy.name, strategy.description, seconds, reason))
     chosen = StrategyTime("chosen", f'uses the strategy "{used}"', plan.prediction.total_s)
     return replace(plan, strategies=(*times, chosen))
+
+
+def _quantized(plan: Plan, other: OtherQuality | None) -> Plan:
+    """The fastest plan with quantized weights or KV, of two. Raises NotApplicable where neither has them."""
+    plans = [plan, *([other.plan] if other and other.plan else [])]
+    quantized = [p for p in plans if is_quantized(p.policy)]
+    if quantized:
+        return min(quantized, key=lambda p: p.prediction.total_s)
+    raise NotApplicable("no format is faster" if other else "the options give the formats")
 
 
 def strategy_rows(plan: Plan) -> list[list[str]]:
