@@ -15,9 +15,9 @@ from batchgen.core.errors import BatchgenError
 from batchgen.core.quality import EXACT, KV_LOSSES, WEIGHT_LOSSES, allowed
 from batchgen.job.job import USUAL_FORMATS, Job
 from batchgen.output.manifest import Manifest
-from batchgen.output.run_directory import MANIFEST, run_directory, target_path
+from batchgen.output.run_directory import MANIFEST, SHARE_FOLDER, run_directory, target_path
 from batchgen.share.files import DirectoryFiles
-from batchgen.share.run import SHARE_FOLDER, SharedJob
+from batchgen.share.run import SharedJob
 
 
 def leaves_formats_open(job: Job) -> bool:

@@ -1,4 +1,4 @@
-"""The search for the formats of weights and KV: a coarse one over all that are allowed, before the search in two of them.
+"""The search for formats of weights and KV: a coarse one over all that are allowed, before the one in two of them.
 
 Of formats whose fastest plans take about the same time, those that lose least are taken.
 """
@@ -36,7 +36,7 @@ def in_best_formats(problem: Problem) -> Problem:
                 fastest = searches[pair].fastest(lambda seconds: seconds > limit_s)
                 if fastest is not None:
                     job_s[pair] = fastest.job_s
-        return job_s.get(pair, math.inf) <= limit_s
+        return pair in job_s and job_s[pair] <= limit_s
 
     best_s = math.inf
     for pair in sorted(pairs, key=lambda pair: searches[pair].bound_s):

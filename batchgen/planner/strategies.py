@@ -15,7 +15,6 @@ from batchgen.core.kv_placement import TIERS, KVPlacement
 from batchgen.core.plan import Policy
 from batchgen.core.units import format_bytes
 from batchgen.planner.deferred_attention import may_defer, with_deferred_attention
-from batchgen.planner.format_choice import is_quantized
 from batchgen.planner.kv_memory import giving_window, kv_block_bytes
 from batchgen.planner.problem import Problem
 from batchgen.planner.search import (
@@ -256,7 +255,6 @@ FLEXGEN = Strategy(
     lambda policy: True,
     kv_placements=("gpu", "cpu", "streamed", "disk"),
 )
-QUANTIZED = Strategy("quantized", "weights or KV in fewer bits (--quality small)", is_quantized)
 STREAMED = Strategy(
     "streamed",
     "weights or KV from disk",
@@ -273,8 +271,8 @@ IN_MEMORY = Strategy(
     kv_placements=("cpu",),
 )
 
-WITH_GPU = (GPU_ONLY, NEO, APEX, PIE, FLEXGEN, QUANTIZED)
-ON_CPU = (QUANTIZED, STREAMED, IN_MEMORY)
+WITH_GPU = (GPU_ONLY, NEO, APEX, PIE, FLEXGEN)
+ON_CPU = (STREAMED, IN_MEMORY)
 
 
 def strategies_for(problem: Problem) -> tuple[Strategy, ...]:

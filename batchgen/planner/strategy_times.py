@@ -15,14 +15,10 @@ from batchgen.planner.other_quality import OtherQuality
 from batchgen.planner.prediction import plan_of
 from batchgen.planner.problem import Problem
 from batchgen.planner.sampled_simulation import simulate_sampled
-from batchgen.planner.strategies import (
-    QUANTIZED,
-    NotApplicable,
-    Strategy,
-    best_candidates,
-    strategies_for,
-    strategy_of,
-)
+from batchgen.planner.strategies import NotApplicable, Strategy, best_candidates, strategies_for, strategy_of
+
+# Formats go with each strategy. Name and description of the row of plans whose formats lose quality.
+_QUANTIZED = "quantized", "weights or KV in fewer bits"
 
 
 def best_plan(strategy: Strategy, problem: Problem) -> Plan:
@@ -49,7 +45,7 @@ def best_plan(strategy: Strategy, problem: Problem) -> Plan:
     return min(in_time, key=lambda plan: plan.prediction.total_s)
 
 
-def with_strategies(plan: Plan, problem: Problem, other: OtherQuality | None) -> Plan:
+def with_strategies(plan: Plan, problem: Problem, other: OtherQuality | None = None) -> Plan:
     """The plan with the time of each strategy beside its own; the strategy that it uses itself is not searched again.
 
     Args:
@@ -64,26 +60,22 @@ def with_strategies(plan: Plan, problem: Problem, other: OtherQuality | None) ->
     for strategy in strategies:
         seconds, reason = None, ""
         try:
-            if strategy is QUANTIZED:
-                best = _quantized(plan, other)
-                reason = described(best.policy)
-            else:
-                best = plan if strategy.name == used else best_plan(strategy, problem)
+            best = plan if strategy.name == used else best_plan(strategy, problem)
             seconds = best.prediction.total_s
         except (NotApplicable, InputError) as error:
             reason = str(error)
         times.append(StrategyTime(strategy.name, strategy.description, seconds, reason))
     chosen = StrategyTime("chosen", f'uses the strategy "{used}"', plan.prediction.total_s)
-    return replace(plan, strategies=(*times, chosen))
+    return replace(plan, strategies=(*times, _quantized(plan, other), chosen))
 
 
-def _quantized(plan: Plan, other: OtherQuality | None) -> Plan:
-    """The fastest plan with quantized weights or KV, of two. Raises NotApplicable where neither has them."""
-    plans = [plan, *([other.plan] if other and other.plan else [])]
-    quantized = [p for p in plans if is_quantized(p.policy)]
-    if quantized:
-        return min(quantized, key=lambda p: p.prediction.total_s)
-    raise NotApplicable("no format is faster" if other else "the options give the formats")
+def _quantized(plan: Plan, other: OtherQuality | None) -> StrategyTime:
+    """The time of the fastest plan with quantized weights or KV, which is one of two."""
+    quantized = [p for p in (plan, other and other.plan) if p and is_quantized(p.policy)]
+    if not quantized:
+        return StrategyTime(*_QUANTIZED, None, "is no faster" if other else "is not among what this plan may do")
+    best = min(quantized, key=lambda p: p.prediction.total_s)
+    return StrategyTime(*_QUANTIZED, best.prediction.total_s, described(best.policy))
 
 
 def strategy_rows(plan: Plan) -> list[list[str]]:
