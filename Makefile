@@ -1,8 +1,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 HELM_VENV ?= .venv-helm
-CUDA_VENV ?= .venv-cuda
 CUDA_TORCH ?= 2.13.0
+CUDA_VENV ?= .venv-cuda-$(CUDA_TORCH)
 GPU_PYTHON ?= 3.12
 GPU_WHEELS ?= build/gpu-wheels
 BIN := $(VENV)/bin
@@ -162,10 +162,10 @@ gpu-check:
 gpu-wheels:
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --implementation cp --python-version $(GPU_PYTHON) \
 		$(foreach glibc,2_28 2_27 2_24 2_17,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64 \
-		--dest $(GPU_WHEELS) highspy "pulp<4" xxhash gguf flexgen flashinfer-python==0.5.3 "apache-tvm-ffi<0.2"
+		--dest $(GPU_WHEELS) accelerate psutil highspy "pulp<4" xxhash gguf flexgen flashinfer-python==0.5.3 "apache-tvm-ffi<0.2"
 
 # torch's CUDA build beside the CPU's, for tests on a card that is played on the CPU (tests/support/played_card.py): a download of
-# 2.7 GB. Where it is not there, those tests are left out. CUDA_TORCH is its version.
+# 2.7 GB. Where it is not there, those tests are left out. CUDA_TORCH is its version; make test-all takes all that are there.
 cuda-env: $(CUDA_VENV)/.installed
 
 $(CUDA_VENV)/.installed:
@@ -181,4 +181,4 @@ docs: develop
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) $(HELM_VENV) $(CUDA_VENV) out build dist *.egg-info
+	rm -rf $(VENV) $(HELM_VENV) .venv-cuda-* out build dist *.egg-info

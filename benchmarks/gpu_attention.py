@@ -26,6 +26,7 @@ from torch import Tensor
 
 from batchgen.core.dtypes import KVFormat
 from batchgen.ops import dispatch as ops
+from batchgen.ops.attention_operands import AttentionOperands
 from batchgen.ops.attention_plan import SequenceSlice, SweepTables, plan_attention
 from batchgen.profiler.timing import FULL, Device, Trial
 
@@ -93,12 +94,13 @@ def operands(case: Case, device: torch.device) -> Operands:
 
 def batchgen_attention(case: Case, given: Operands, kv_format: str) -> Callable[[], Tensor]:
     """Attention by the kernels of a device, over KV in a format. Queries are scaled already."""
-    stored, bits = KVFormat.of(kv_format), KVFormat.of(kv_format).bits
+    bits = KVFormat.of(kv_format).bits
     slices = [SequenceSlice(case.queries, case.keys - case.queries, blocks) for blocks in given.table]
     plan = ops.prepare_attention(
         plan_attention(SweepTables.of(slices), [], kv_block_size=BLOCK, key_bytes=KV_HEADS * HEAD_DIM * DTYPE.itemsize),
-        HEADS, KV_HEADS, HEAD_DIM, BLOCK, DTYPE, stored, given.q.device,
-    )  # fmt: skip
+        AttentionOperands(HEADS, KV_HEADS, HEAD_DIM, BLOCK, DTYPE, KVFormat.of(kv_format)),
+        given.q.device,
+    )
     kv = ops.quantize(given.kv.flatten(0, 3), bits).view(*given.kv.shape[:4], -1) if bits else given.kv
     out = torch.empty_like(given.q)
     return lambda: ops.paged_attention(given.q, kv, plan, out, bits=bits)

@@ -236,7 +236,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--carried", type=Path, default=BUILD / "gpu-carried", help="folder of archives to carry on")
     parser.add_argument("--work", type=Path, default=BUILD / "gpu-check", help="folder of intermediate files")
-    parser.add_argument("--small", action="store_true", help="small parts, to rehearse without a card")
     return parser.parse_args(argv)
 
 
@@ -272,7 +271,7 @@ def main() -> None:
     if args.merge:
         write(gpu_report.merged([json.loads(path.read_text()) for path in args.merge]), args.results)
         return
-    check = Check(args.results, args.work, args.seconds or (CALL_SECONDS if args.call else None), args.small)
+    check = Check(args.results, args.work, args.seconds or (CALL_SECONDS if args.call else None))
     check.result["parts"].pop(DEVICE, None)  # of this machine
     check.carry_on_from(args.carried)
     if args.wheels:

@@ -23,14 +23,16 @@ from batchgen.profiler.timing import FULL, Device, Trial
 
 SHAPE = {
     "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 1, "num_attention_heads": 32,
-    "moe_intermediate_size": 768, "vocab_size": 8, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+    "head_dim": 128, "moe_intermediate_size": 768, "vocab_size": 8, "num_experts": 128, "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
 }  # fmt: skip
 TOKENS = (16, 256, 4096)
 
 
-def measure(dtype: torch.dtype) -> list[dict[str, float]]:
-    """Seconds of each way, for several numbers of tokens."""
-    config, device = config_of_hf(SHAPE), Device("cuda")
+def measure(dtype: torch.dtype, divisor: int, all_tokens: tuple[int, ...]) -> list[dict[str, float]]:
+    """Seconds of each way, for several numbers of tokens. The layer's sizes are divided by a divisor."""
+    divided = {name: SHAPE[name] // divisor for name in ("hidden_size", "moe_intermediate_size", "num_experts")}
+    config, device = config_of_hf(SHAPE | divided), Device("cuda")
     hidden, inner = config.hidden_size, config.intermediate_size
     shapes = {
         "router.weight": (config.num_experts, hidden),
@@ -39,7 +41,7 @@ def measure(dtype: torch.dtype) -> list[dict[str, float]]:
     }
     weights = {name: torch.empty(s, dtype=dtype, device="cuda").normal_(std=0.02) for name, s in shapes.items()}
     found = []
-    for tokens in TOKENS:
+    for tokens in all_tokens:
         x = torch.randn(tokens, hidden, device="cuda").to(dtype)
         routes = experts.route(config, weights, x)
         if not ops.groups_experts(x, weights["gate_up.weight"], weights["down.weight"]):
@@ -55,12 +57,14 @@ def measure(dtype: torch.dtype) -> list[dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--divisor", type=int, default=1, help="the layer's sizes are divided by it")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("gpu_experts: torch finds no CUDA device here")
     with torch.inference_mode():
-        found = measure(getattr(torch, args.dtype))
+        found = measure(getattr(torch, args.dtype), args.divisor, tuple(args.tokens))
     args.output.write_text(json.dumps(found, indent=1) + "\n")
     cases = [
         f"{case['tokens']:,.0f} tokens {case['grouped_s'] * 1e3:.2f} ms ({case['torch_s'] * 1e3:.2f} by torch)"

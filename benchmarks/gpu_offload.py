@@ -175,6 +175,13 @@ def one_round(engine: str, number: int, variants: list[list], try_one: Callable[
     so_far["rounds"].append(best)
 
 
+def said(engine: str, results: dict) -> str:
+    """An engine's best rate, or why its last run failed, in a line."""
+    if best := max(results["rounds"]):
+        return f"{engine} {best:,.1f} generated tokens/s"
+    return f"{engine} failed: {results['runs'][-1]['failed'].splitlines()[-1]}"
+
+
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
@@ -232,8 +239,10 @@ def main() -> None:
                 check_alike(result)
     result["times"] = ratios(result)
     args.output.write_text(json.dumps(result, indent=1) + "\n")
-    best = {engine: max(result[engine]["rounds"], default=0.0) for engine in ENGINES if engine in result}
-    print("summary: " + ", ".join(f"{engine} {rate:,.1f} generated tokens/s" for engine, rate in best.items()))
+    summary = ", ".join(said(engine, result[engine]) for engine in ENGINES if engine in result)
+    if not any(max(result[engine]["rounds"]) for engine in args.engines):
+        sys.exit(f"gpu_offload: {summary}")
+    print(f"summary: {summary}")
 
 
 if __name__ == "__main__":

@@ -63,12 +63,12 @@ def _smoke(check: str, limit_s: float, *arguments: str, **options) -> Part:
     return _script("gpu_smoke", limit_s, check, *arguments, **options)
 
 
-def _tests(limit_s: float, workers: int, *which: str, marked: bool = True, **options) -> Part:
-    """Tests in several processes where pytest-xdist is there."""
+def _tests(limit_s: float, workers: int, *which: str, marked: bool = True, part: float = 0.1, **options) -> Part:
+    """Tests in several processes where pytest-xdist is there; a part of them in a rehearsal."""
     command = ("python", "-m", "pytest", "-p", "gpu_tests", "-p", "no:cacheprovider", "--tb=short")
     packages = {"xdist": ("-n", str(workers), "--dist", "worksteal"), "pytest_timeout": ("--timeout", "400")}
     marks = ("-m", "gpu") if marked else ()
-    return Part((*command, *marks, *which), limit_s, with_packages=packages, small=("--maxfail=1",), **options)
+    return Part((*command, *marks, *which), limit_s, with_packages=packages, small=("--part", str(part)), **options)
 
 
 def _case(shape: str, policy: str, limit_s: float, *arguments: str, **options) -> Part:
@@ -102,25 +102,18 @@ def _opt(name: str, policy: str) -> Part:
     return _case("opt-30b", policy, 130, *job, *lengths, "--trace", f"{{work}}/{trace}", traces=(trace,))
 
 
+def _offload(engine: str) -> Part:
+    """Another engine under the limits of the jobs of OPT-30B's shape."""
+    job = ("--engines", engine, "--rounds", "1", "--variants", "1", "--gen-len", "8", "--num-prompts", "48")
+    limits = ("--host-memory", _HOST_MEMORY, "--limit-s", "95")
+    small = ("--shape", f"{SHAPES}/opt-1.3b", "--host-memory", "8GiB", "--prompt-len", "16", "--gen-len", "3")
+    return _script("gpu_offload", 120, *job, *limits, needs=(engine,), small=(*small, "--limit-s", "600"))
+
+
 _ENGINE = "tests/engine/test_gpu_engine.py"
 _KERNELS = tuple(f"tests/ops/{name}_checks.py" for name in ("triton", "triton_state", "graph"))
 _SWEEP = ("python", "benchmarks/gpu_smoke.py", "sweep", "--output", "{output}")
-_OFFLOAD = (
-    *(
-        "--engines",
-        "flexgen",
-        "accelerate",
-        "--rounds",
-        "1",
-        "--variants",
-        "1",
-        "--gen-len",
-        "8",
-        "--num-prompts",
-        "48",
-    ),
-    *("--host-memory", _HOST_MEMORY, "--limit-s", "95"),
-)
+
 
 PARTS: dict[str, Part] = {
     "device": _script("gpu_device", 60),
@@ -131,7 +124,7 @@ PARTS: dict[str, Part] = {
     # Engines that compile kernels for the first time, and FlashInfer's compiler.
     "demo": _smoke("model", 100, small=("--layers", "2")),
     "demo, int4": _smoke("model", 100, "--weights", "int4", small=("--layers", "2"), needs=("xxhash",)),
-    "everything moves": _tests(100, 1, _ENGINE, "-k", "everything_moves"),
+    "everything moves": _tests(100, 1, _ENGINE, "-k", "everything_moves", part=1),
     "memcheck": Part(
         ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", *_SWEEP),
         100,
@@ -142,13 +135,14 @@ PARTS: dict[str, Part] = {
     "llama-8b, without graphs": _resident("llama-8b-no-graphs", 80, "--no-graphs"),
     "attention": _script("gpu_attention", 60, with_files={RATES: ("--rates", f"{{work}}/{RATES}")}),
     "host memory": _smoke("host-memory", 60, small=("--gib", "1")),
-    "experts": _script("gpu_experts", 50),
+    "experts": _script("gpu_experts", 50, small=("--divisor", "8", "--tokens", "16", "2048")),
     "packed weights": _script("gpu_products", 80),
     "opt-30b, KV with CPU attention": _opt("opt-30b-cpu", "cpu"),
     "opt-30b, KV streamed": _opt("opt-30b-streamed", "streamed"),
     "profile": _script("gpu_profile", 80),
     "llama-8b, planned": _llama("planned", 80, "--gpu-memory", "24GiB"),
-    "offload": _script("gpu_offload", 240, *_OFFLOAD),
+    "FlexGen": _offload("flexgen"),
+    "Accelerate": _offload("accelerate"),
     "tests-kernels": _tests(300, 12, *_KERNELS, marked=False, environment={"BATCHGEN_CHECK_DEVICE": "cuda"}),
     "tests-engine": _tests(120, 4, _ENGINE),
     "tests-policies": _tests(160, 6, "tests/engine/test_tiers.py"),
@@ -181,7 +175,8 @@ CALLS: tuple[tuple[tuple[str, ...], ...], ...] = (
         ("opt-30b, KV streamed",),
         ("profile",),
         ("llama-8b, planned",),
-        ("offload",),
+        ("FlexGen",),
+        ("Accelerate",),
     ),
     (
         ("device",),

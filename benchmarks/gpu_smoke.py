@@ -75,12 +75,13 @@ def overlap(args: argparse.Namespace) -> dict:
         for name, work in works.items():
             behind[name] = _seconds(driver, *work, patience_s=_PATIENCE_S)
         passed_by = driver.is_done(closed)
-        queued = _launches_until_blocked(driver, number)
+        launching, queued = _launches_until_blocked(driver, number)
     finally:
         started = time.perf_counter()
         driver.signal(_HOST_LANE, 1)
     driver.synchronize(closed)
     opened_s = time.perf_counter() - started
+    launching.join()  # a thread that still launches would end the process with an error
     driver.finish()
     rates = {name: taken and _MOVED_BYTES / taken for name, taken in behind.items()}
     stuck = [name for name, taken in behind.items() if taken is None]
@@ -118,10 +119,13 @@ def _seconds(driver: CudaDriver, lane: str, work: Callable[[], None], patience_s
     return driver.seconds(started, ended)
 
 
-def _launches_until_blocked(driver: CudaDriver, number: torch.Tensor) -> dict:
-    """Launch kernels on a closed stream from a thread until it blocks or has launched many; it goes on in background.
+def _launches_until_blocked(driver: CudaDriver, number: torch.Tensor) -> tuple[threading.Thread, dict]:
+    """Launch kernels on a closed stream from a thread until it blocks or has launched many.
 
     If the blocked launch holds the interpreter's lock, this thread cannot go on, and the process ends.
+
+    Returns:
+        The thread, which goes on in background, and how many launches it took.
     """
     launched = 0
 
@@ -140,7 +144,7 @@ def _launches_until_blocked(driver: CudaDriver, number: torch.Tensor) -> dict:
         before = launched
         time.sleep(0.5)
     faulthandler.cancel_dump_traceback_later()
-    return {"launches": launched, "blocked": thread.is_alive()}
+    return thread, {"launches": launched, "blocked": thread.is_alive()}
 
 
 def host_memory(args: argparse.Namespace) -> dict:

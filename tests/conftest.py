@@ -53,6 +53,7 @@ def pytest_configure(config):
         same_draws_in_every_process()
 
 
+@pytest.hookimpl(trylast=True)  # a part of those that -m and -k leave
 def pytest_collection_modifyitems(config, items):
     from budget import longest_first, read_budget
     from thorough import THOROUGH, rotating

@@ -36,6 +36,7 @@ ELSEWHERE = {
     "python recipes/data_wrangling/run.py ": "tests/integration/test_recipes.py runs it, with a tiny model",
     "batchgen run --model demo --input recipes/data_wrangling/fodors_zagats_test.parquet": "likewise, as in run.py",
     "python recipes/data_wrangling/score.py out/fodors_zagats.parquet": "likewise",
+    "python tests/support/played_card.py ": "it needs torch's CUDA build: tests/engine/test_played_card.py runs it",
     "recipes/nightly/nightly.sh ": "tests/integration/test_nightly.py runs it",
     "mkdir -p ~/nightly/": "it changes the home directory",
     "cp ~/batchgen/": "it changes the home directory",

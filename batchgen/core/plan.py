@@ -18,6 +18,8 @@ VOCABULARY_CHUNKS = 8
 DEFAULT_KV_BLOCK_SIZE = 16
 # `Policy.packed_tokens` where no rates say what is faster: rows that one tile has.
 UNPLANNED_PACKED_TOKENS = 64
+# `Policy.captured_tokens` where no rates say how long launching takes: that of small models on a large GPU.
+UNPLANNED_CAPTURED_TOKENS = 1024
 # Pinned memory of the host through which small arrays come to an accelerator and results come back, allocated with
 # the engine.
 PINNED_BYTES = 16 << 20
@@ -95,6 +97,8 @@ class Policy:
             experts are on disk and the host computes. Larger sweeps read all experts.
         packed_tokens: The most tokens of a sweep in which a GPU multiplies weights of "int4" as they are stored. In
             larger sweeps it dequantizes each layer first.
+        captured_tokens: The most tokens of a sweep that a GPU runs as a CUDA graph, where weights and KV are all in its
+            memory. Sweeps of one token for each sequence of a micro-batch may always be one.
         balance_tokens: w of `first_batch_cpu_share`, the constant time of matrix products in tokens, where both
             micro-batches of order "neo" have sequences with CPU attention. None: the second micro-batch has all of
             these sequences, and neither has more than half of the block or of the tokens.
@@ -121,6 +125,7 @@ class Policy:
     kv_layers: int = 0
     on_demand_tokens: int = 0
     packed_tokens: int = 0
+    captured_tokens: int = 0
     balance_tokens: int | None = None
     state_dtype: str = "float32"
 
@@ -476,7 +481,7 @@ def check_policy(policy: Policy, max_num_seqs: int) -> None:
         n for kv_placement, n in policy.kv_seqs.items() if kv_placement != KVPlacement.STREAMED
     ):
         raise ValueError("with kv_layers above 0 all of kv_seqs must be of placement 'streamed'")
-    for name in ("on_demand_tokens", "packed_tokens"):
+    for name in ("on_demand_tokens", "packed_tokens", "captured_tokens"):
         if getattr(policy, name) < 0:
             raise ValueError(f"{name} must be 0 or more, not {getattr(policy, name)}")
     counts = [*policy.weight_layers.values(), policy.activation_batches]

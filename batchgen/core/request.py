@@ -158,17 +158,17 @@ class SamplingParams:
         """True where the text must follow a JSON schema, a regular expression, a choice or a grammar."""
         return bool(self.given_grammars)
 
-    @property
+    @cached_property
     def is_greedy(self) -> bool:
         """True where the most likely token is chosen and nothing is drawn."""
         return self.temperature < LEAST_TEMPERATURE
 
-    @property
+    @cached_property
     def penalizes_output(self) -> bool:
         """True where a penalty makes the choice of a token depend on the output's earlier tokens."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
-    @property
+    @cached_property
     def changes_logits(self) -> bool:
         """True where a bias or a penalty changes the logits of some tokens before a token is chosen."""
         return self.penalizes_output or bool(self.logit_bias)
@@ -321,6 +321,20 @@ class Request:
     chat: ChatOptions = PLAIN_CHAT
     reasoning_apart: bool = True
     partial: PartialCompletion | None = None
+
+    def numbered(self, row: int, *, reasoning_apart: bool) -> Request:
+        """The request with the number of its row.
+
+        Made for each row of a job, so without the checks of `dataclasses.replace`.
+
+        Args:
+            row: Number of the row.
+            reasoning_apart: False where reasoning is never removed.
+        """
+        numbered = object.__new__(type(self))
+        apart = self.reasoning_apart and reasoning_apart
+        numbered.__dict__.update(self.__dict__, row=row, reasoning_apart=apart)
+        return numbered
 
     @property
     def each_prompt(self) -> tuple[Request, ...]:
@@ -488,7 +502,7 @@ class Completion:
         row: Number of the request's row in a dataset.
         prompts: Tokens of each prompt; empty where the request failed.
         digest: Digest of what decides the samples beside the model (`request_digest`); empty where they were not
-            computed for this request.
+            computed for this request, or no answers are looked up.
     """
 
     index: int

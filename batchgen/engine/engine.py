@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from batchgen.core.cache_folder import cache_dir
@@ -46,7 +47,7 @@ from batchgen.schedule.deferred_batches import DeferredBatches
 from batchgen.schedule.from_policy import kv_pools, scheduler_limits
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
 from batchgen.schedule.scheduler import Scheduler
-from batchgen.schedule.sequence import Sequence
+from batchgen.schedule.sequence import Sequence, complete
 from batchgen.schedule.token_slots import TokenSlots
 
 if TYPE_CHECKING:
@@ -556,19 +557,16 @@ class Engine:
         stats.busy_s["compute"] += time.perf_counter() - started_s - sampling_s
         stats.busy_s["sampling"] += sampling_s
         result = handler.end_sweep() if call.sweeps_in_flight == 1 else None
-        for sequence in [one.sequence for one in scheduled if one.sequence.is_complete]:
+        for sequence in complete(sequence for sequence, _ in scheduled):
             call.scheduler.finish(sequence)
         return _Sweep(result, wait, started_s)
 
     def _count(self, scheduled: list[ScheduledSequence]) -> None:
         """Count the tokens of a sweep that has been launched and not been committed."""
-        prompts, decode_keys = [], 0
-        for one in scheduled:
-            if one.decodes:
-                decode_keys += one.sequence.num_computed + 1
-            else:
-                prompts.append(one)
-        self.stats.decode_keys += decode_keys
+        decodes = [num_tokens == 1 and s.num_computed >= s.num_prompt for s, num_tokens in scheduled]
+        prompts = [one for one, decode in zip(scheduled, decodes, strict=True) if not decode]
+        keys = sum([sequence.num_computed for sequence, _ in compress(scheduled, decodes)])
+        self.stats.decode_keys += keys + len(scheduled) - len(prompts)
         self.stats.prefilled_tokens += sum(one.num_tokens for one in prompts)
         self.stats.prefill_keys += sum(one.prefill_keys for one in prompts)
 

@@ -6,6 +6,7 @@ import itertools
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -46,10 +47,7 @@ class _InFlight:
     """A request that has started, and some of whose sequences still run.
 
     Attributes:
-        index: Number of the request in the call.
-        row_id: Id of its row.
-        row: Number of its row in a dataset.
-        digest: Digest of its tokens and sampling parameters.
+        prepared: The request.
         prompts: Tokens of each prompt, with log-probabilities as far as they are known.
         sequences: The sequence of each sample.
         samples: Samples that have ended; None for others.
@@ -58,10 +56,7 @@ class _InFlight:
         error: Reason why the request fails; None: it has not failed.
     """
 
-    index: int
-    row_id: str | int
-    row: int | None
-    digest: bytes
+    prepared: Prepared
     prompts: list[Prompt]
     sequences: list[Sequence]
     samples: list[Sample | None]
@@ -77,27 +72,30 @@ class _InFlight:
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(len(prompt.token_ids) for prompt in self.prompts)
+        return sum([len(prompt.token_ids) for prompt in self.prompts])
 
-    def completion(self) -> Completion:
+    def completion(self, *, has_digest: bool) -> Completion:
+        """The result of the request. has_digest: Whether it has the request's digest."""
+        index, row_id, row = self.prepared.index, self.prepared.row_id, self.prepared.request.row
         if self.error is not None:
-            return Completion(self.index, self.row_id, self.prompt_tokens, error=self.error, row=self.row)
+            return Completion(index, row_id, self.prompt_tokens, error=self.error, row=row)
         return Completion(
-            self.index,
-            self.row_id,
+            index,
+            row_id,
             self.prompt_tokens,
-            tuple(sample for sample in self.samples if sample is not None),
+            tuple([sample for sample in self.samples if sample is not None]),
             cached_tokens=sum(self.cached_tokens),
-            row=self.row,
+            row=row,
             prompts=tuple(self.prompts),
-            digest=self.digest,
+            digest=self.prepared.digest if has_digest else b"",
         )
 
     def partial(self) -> PartialCompletion | None:
         """The tokens so far; None where there are none worth keeping. Any thread may call this method."""
-        if self.error is not None or self.row is None:
+        row = self.prepared.request.row
+        if self.error is not None or row is None:
             return None
-        partial = PartialCompletion(self.row, self.digest, tuple(map(_partial, self.sequences)))
+        partial = PartialCompletion(row, self.prepared.digest, tuple(map(_partial, self.sequences)))
         return partial if partial.num_tokens else None
 
 
@@ -151,7 +149,12 @@ class _Chosen:
 
     @property
     def needs_host(self) -> bool:
-        return any(not _chosen_alone(sequence) for sequence, _ in self.rows if not sequence.is_complete)
+        """True where the device cannot sample some next token before the host has read the one before it."""
+        sequences = [sequence for sequence, _ in self.rows]
+        kinds = {id(sequence.sampling): sequence.sampling for sequence in sequences}
+        penalizing = {key for key, sampling in kinds.items() if sampling.penalizes_output}
+        waiting = [s for s in sequences if s.constraint is not None or id(s.sampling) in penalizing]
+        return any(not sequence.is_complete for sequence in waiting)
 
     def tokens(self) -> Iterator[tuple[Sequence, SampledToken, int]]:
         """Write the tokens into their sequences; yields (sequence, token, tokens that the sequence has generated)."""
@@ -160,11 +163,6 @@ class _Chosen:
             if position < len(sequence.tokens):
                 sequence.tokens[position] = token.token_id
                 yield sequence, token, position + 1 - sequence.num_prompt
-
-
-def _chosen_alone(sequence: Sequence) -> bool:
-    """Tell whether the device can sample a sequence's next token before the host has read the previous token."""
-    return sequence.constraint is None and not sequence.sampling.penalizes_output
 
 
 def _sharing_prefixes(sequences: list[Sequence]) -> list[Sequence]:
@@ -196,10 +194,13 @@ class Generation:
             most_tokens=longest_sequence(parts.policy, parts.memory, parts.compute_tier),
             known=known,
         )
+        self._looks_up = known is not None
         self._in_flight: dict[int, _InFlight] = {}
         self._detectors: dict[Sequence, AnswerStops | ThoughtStops | StopDetector] = {}
         self._finishes: dict[Sequence, _Finish] = {}
         self._harmony = Harmony.of(parts.tokenizer) if parts.config.has_channels else None
+        # Thinking tags by regular expression, which most rows have none of.
+        self._tags = lru_cache(maxsize=64)(partial(Thinking.of, parts.tokenizer))
         self._thinking: dict[
             Sequence, tuple[Thinking, bool]
         ] = {}  # thinking tags, and whether the text begins in thoughts
@@ -224,7 +225,7 @@ class Generation:
         """The sequences of a request, or its Completion if it failed before it ran, or its answer is known."""
         if (completion := prepared.completion()) is not None:
             return completion
-        request, index, row_id = prepared.request, prepared.index, prepared.row_id
+        row_id = prepared.row_id
         prompts = [self._prompt(token_ids, sampling) for token_ids, sampling in prepared.prompts]
         started = [
             sequence
@@ -234,17 +235,7 @@ class Generation:
         sequences = [sequence for sequence in started if not sequence.targets]
         samples: list[Sample | None] = [None] * len(sequences)
         cached_tokens = [0] * len(prepared.prompts)
-        self._in_flight[index] = _InFlight(
-            index,
-            row_id,
-            request.row,
-            prepared.digest,
-            prompts,
-            sequences,
-            samples,
-            cached_tokens,
-            len(started),
-        )
+        self._in_flight[prepared.index] = _InFlight(prepared, prompts, sequences, samples, cached_tokens, len(started))
         return self._restored(started, prepared) or _sharing_prefixes(started)
 
     def _restored(self, started: list[Sequence], prepared: Prepared) -> list[Sequence] | Completion | None:
@@ -341,7 +332,7 @@ class Generation:
         """Thinking tags of a request's samples, and whether they begin in thoughts; None: they do not think."""
         if self._harmony is not None or not request.reasoning_apart:
             return None
-        thinking = Thinking.of(self._parts.tokenizer, sampling.regex)
+        thinking = self._tags(sampling.regex)
         if thinking is None:
             return None
         continued: Any = request.prompt if request.chat.continue_final and is_chat(request.prompt) else ()
@@ -414,17 +405,17 @@ class Generation:
             self._scorer.take([rows[i] for i in parts.scored], take(logits, parts.scored), start)
         if not parts.sampled:
             return None
-        sequences = [rows[i].sequence for i in parts.sampled]
+        sequences = [sequence for sequence, _ in take(rows, parts.sampled)]
         sampled = self._parts.sample(take(logits, parts.sampled), sequences)
         self._sampled.append((sequences, sampled))
         return spread(sampled.token_ids, parts.sampled, len(rows))
 
     def end_sweep(self) -> _Chosen:
         """The tokens sampled in the sweep that is being run. Their sequences hold PENDING until it has run."""
-        rows = []
+        rows: list[tuple[Sequence, int]] = []
         for sequences, _ in self._sampled:
+            rows += zip(sequences, [len(sequence.tokens) for sequence in sequences], strict=True)
             for sequence in sequences:
-                rows.append((sequence, len(sequence.tokens)))
                 sequence.tokens.append(PENDING)
         chosen = _Chosen(rows, [sampled for _, sampled in self._sampled], self._scorer)
         self._sampled, self._scorer = [], None
@@ -482,7 +473,9 @@ class Generation:
             else:
                 flight.add(sequence, self._sample(sequence, finish, detector))
         flight.running -= 1
-        return None if flight.running else self._in_flight.pop(sequence.request_index).completion()
+        if flight.running:
+            return None
+        return self._in_flight.pop(sequence.request_index).completion(has_digest=self._looks_up)
 
     def _has_failed(self, sequence: Sequence) -> bool:
         return self._in_flight[sequence.request_index].error is not None

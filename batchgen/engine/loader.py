@@ -36,7 +36,14 @@ from batchgen.core.machine import (
     keep_freed_memory,
     resident_bytes,
 )
-from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, UNPLANNED_PACKED_TOKENS, MemoryPlan, Policy, kv_on_device
+from batchgen.core.plan import (
+    DEFAULT_KV_BLOCK_SIZE,
+    UNPLANNED_CAPTURED_TOKENS,
+    UNPLANNED_PACKED_TOKENS,
+    MemoryPlan,
+    Policy,
+    kv_on_device,
+)
 from batchgen.core.request import SamplingParams
 from batchgen.core.units import size_bytes
 from batchgen.engine.parts import EngineParts
@@ -48,7 +55,7 @@ from batchgen.models.store.manifest import STORE_MANIFEST, read_store_manifest
 from batchgen.ops.instruction_set import has_fast_bfloat16, instruction_set, num_threads
 from batchgen.planner.kv_memory import Demand
 from batchgen.planner.memory import plan_memory
-from batchgen.planner.sizes import chunk_tokens
+from batchgen.planner.sizes import chunk_tokens, most_captured_tokens
 from batchgen.runtime.grammar import Grammars
 from batchgen.schedule.from_policy import kv_pools, longest_sequence, scheduler_limits, splitter
 from batchgen.schedule.residency import WeightResidency
@@ -277,6 +284,7 @@ def in_memory_policy(
         state_dtype=state_dtype,
         weight_layers=dict.fromkeys(config.layer_tensors, layers),
         packed_tokens=UNPLANNED_PACKED_TOKENS if tier == "gpu" and weights == INT4 else 0,
+        captured_tokens=min(UNPLANNED_CAPTURED_TOKENS, max_num_batched_tokens) if device.kind == "cuda" else 0,
         head_tier=tier,
         embedding_tier=tier,
         kv_seqs={tier: max_num_seqs},
@@ -643,7 +651,7 @@ def _make_executor(
         deferred_seqs=policy.kv_seqs.get(KVPlacement.DEFERRED, 0) if accelerated else 0,
         chunk_tokens=chunk_tokens(request.config, int(FORMAT_BYTES[request.dtype]), on_gpu=accelerated),
         logit_rows=memory.logit_rows,
-        captured_tokens=policy.gpu_batch_size if policy.all_on_gpu and not request.reduce else 0,
+        captured_tokens=most_captured_tokens(policy) if policy.all_on_gpu and not request.reduce else 0,
         attention_isa=attention_isas(config, request.kernels, request.dtype),
         reduce=request.reduce,
         makes_logits=request.shard is None or request.shard.rank == 0,
@@ -675,6 +683,7 @@ def pack_for(request: LoadRequest, compute_tier: str) -> Callable[[list[Schedule
         windows=frozenset(config.window_layers),
         compute_tier=compute_tier,
         in_place=request.policy.kv_layers > 0,
+        on_card=request.device.kind == "cuda",
     )
 
 

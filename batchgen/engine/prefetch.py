@@ -19,8 +19,10 @@ class Prefetch(Iterator[T]):
     _POLL_S = 0.1  # how long a closed thread may still wait for space
 
     def __init__(self, source: Iterator[T], ahead: int) -> None:
-        self._source = source
-        self._queue: queue.Queue[tuple[str, object]] = queue.Queue(maxsize=ahead)
+        self._source, self._ahead = source, ahead
+        # A `queue.Queue` would wake the other thread at each item. Here the thread waits only where it is far ahead.
+        self._queue: queue.SimpleQueue[tuple[str, object]] = queue.SimpleQueue()
+        self._has_space = threading.Event()
         self._closed = threading.Event()
         self._done = False
         self._thread = threading.Thread(target=self._run, name="batchgen-input", daemon=True)
@@ -40,13 +42,12 @@ class Prefetch(Iterator[T]):
             self._put(("error", error))
 
     def _put(self, entry: tuple[str, object]) -> bool:
-        while not self._closed.is_set():
-            try:
-                self._queue.put(entry, timeout=self._POLL_S)
-                return True
-            except queue.Full:
-                continue
-        return False
+        while self._queue.qsize() >= self._ahead and not self._closed.is_set():
+            self._has_space.clear()
+            if self._queue.qsize() >= self._ahead:  # else the consumer may have looked before the line above
+                self._has_space.wait(self._POLL_S)
+        self._queue.put(entry)
+        return not self._closed.is_set()
 
     @property
     def ready(self) -> bool:
@@ -57,6 +58,8 @@ class Prefetch(Iterator[T]):
         if self._done:
             raise StopIteration
         kind, value = self._queue.get()
+        if not self._has_space.is_set() and self._queue.qsize() <= self._ahead // 2:
+            self._has_space.set()
         if kind == "item":
             return value  # type: ignore[return-value]
         self._done = True

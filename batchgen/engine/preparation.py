@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from batchgen.core.errors import InputError, RowError
@@ -40,7 +41,6 @@ class Prepared:
         request: The request.
         prompts: Token ids and sampling parameters of each prompt. Ids are kept in four bytes each, as many requests
             wait.
-        digest: Digest of what decides the request's samples beside the model.
         error: Reason why the request cannot run; None: it can.
         grammar: The grammar of the request's outputs; None: it has none.
         answer: The request's answer; None: it has to be computed.
@@ -49,15 +49,19 @@ class Prepared:
     index: int
     request: Request
     prompts: tuple[tuple[array[int], SamplingParams], ...]
-    digest: bytes = b""
     error: str | None = None
     grammar: Grammar | None = None
     answer: Answer | None = None
 
+    @cached_property
+    def digest(self) -> bytes:
+        """Digest of what decides the request's samples beside the model; few requests need it."""
+        return request_digest(self.prompts, self.row_id, self.request.reasoning_apart)
+
     @property
     def row_id(self) -> str | int:
         """The id of the request's row, which keys random draws."""
-        return _row_id(self.request, self.index)
+        return self.index if self.request.id is None else self.request.id
 
     def completion(self) -> Completion | None:
         """The result of a request that fails, or whose answer is known; None: it has to be computed."""
@@ -72,10 +76,6 @@ class Prepared:
             for (token_ids, _), logprobs in zip(self.prompts, answer.prompt_logprobs, strict=True)
         )
         return Completion(index, row_id, prompt_tokens, answer.samples, row=row, prompts=prompts)
-
-
-def _row_id(request: Request, index: int) -> str | int:
-    return index if request.id is None else request.id
 
 
 class Preparation:
@@ -138,8 +138,7 @@ class Preparation:
                 encoded.append((array("i", token_ids), sampling))
         except (RowError, InputError) as problem:
             return Prepared(index, request, tuple(encoded), error=str(problem))
-        digest = request_digest(encoded, _row_id(request, index), request.reasoning_apart)
-        return Prepared(index, request, tuple(encoded), digest)
+        return Prepared(index, request, tuple(encoded))
 
     def _encode(self, request: Request, texts: Texts) -> list[int]:
         token_ids = encode_prompt(self._tokenizer, request, self._limit, texts)

@@ -154,7 +154,7 @@ class RequestSource:
         """The request with the number of its row, which the result has too."""
         if isinstance(request, ScoreRequest):
             return replace(request, row=row)
-        return replace(request, row=row, reasoning_apart=request.reasoning_apart and self.reasoning_apart)
+        return request.numbered(row, reasoning_apart=self.reasoning_apart)
 
 
 def open_input(options: JobOptions, *, copy_streams: bool = False) -> Dataset:

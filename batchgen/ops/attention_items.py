@@ -25,7 +25,8 @@ def item_spans(plan: AttentionPlan, kv_block_size: int) -> tuple[np.ndarray, np.
         span = np.empty((group.stop - group.start, COLUMNS), np.int64)
         span[:, FIRST_TOKEN] = np.arange(group.start, group.stop)
         span[:, FIRST_KEY], span[:, LAST_KEY] = group.first_key, np.maximum(group.num_keys, group.first_key)
-        span[:, TABLE] = used + np.arange(len(span)) * group.blocks.shape[1]
+        places = np.arange(len(span)) * group.blocks.shape[1] if group.places is None else group.places
+        span[:, TABLE] = used + places
         span[:, [NUM_TOKENS, CAUSAL, WINDOW, PARTIAL]] = 1, ALL_KEYS, NO_WINDOW, -1
         spans.append(span)
         tables.append(group.blocks.reshape(-1))
@@ -52,6 +53,8 @@ def _repeated(items: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.nda
     Returns:
         The repeated items; for each, its number among the repetitions of the item.
     """
+    if (counts == 1).all():  # as in most sweeps
+        return items.copy(), np.zeros(len(items), np.int64)
     return np.repeat(items, counts, axis=0), numbers_within(counts)
 
 

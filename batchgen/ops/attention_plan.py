@@ -113,12 +113,14 @@ def _starts(counts: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class DecodeGroup:
-    """Tokens [start, stop) of a sweep, each the only token of its sequence, with contexts of similar length.
+    """Tokens [start, stop) of a sweep, each the only token of its sequence.
 
     Attributes:
         start, stop: Range of the packed tokens.
-        blocks: KV blocks of each sequence, int32 [sequences, blocks].
+        blocks: KV blocks of each sequence, int32 [sequences, blocks], of contexts of similar length; or, with `places`,
+            of any contexts, one after the other, int32 [blocks].
         num_keys, first_key: Sequence i attends to keys first_key[i] <= key < num_keys[i] of its blocks.
+        places: Place in `blocks` of each sequence's first block; None: each sequence has a row.
     """
 
     start: int
@@ -126,6 +128,7 @@ class DecodeGroup:
     blocks: np.ndarray
     num_keys: np.ndarray
     first_key: np.ndarray
+    places: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -241,6 +244,8 @@ def order_sequences(num_queries: np.ndarray, num_keys: np.ndarray, groups: Seque
         num_keys: Number of tokens of each sequence after the sweep, int64 [n].
         groups: Sequences with a shared prefix.
     """
+    if not groups:
+        return np.argsort(num_keys + (num_queries > 1) * (num_keys.max(initial=0) + 1), kind="stable")
     group_of = np.full(len(num_keys), len(groups))
     for g, group in enumerate(groups):
         group_of[list(group.members)] = g
@@ -252,7 +257,7 @@ def plan_attention(
     groups: Sequence[SharedGroup],
     *,
     kv_block_size: int,
-    key_bytes: int,
+    key_bytes: int | None,
     window: int | None = None,
 ) -> AttentionPlan:
     """The attention plan of sequences that are in packing order (`order_sequences`).
@@ -261,7 +266,8 @@ def plan_attention(
         tables: Sequences of the sweep, in packing order.
         groups: Shared groups, with indices in packing order. They are ignored if there is a sliding window.
         kv_block_size: Number of tokens in a KV block.
-        key_bytes: Bytes of one token's keys in one layer.
+        key_bytes: Bytes of one token's keys in one layer; None: a GPU attends, whose items are cut out of decode groups
+            of any size (`DecodeGroup.places`).
         window: Sliding window, in tokens; None: all keys.
     """
     starts, num_keys, decodes = tables.starts, tables.num_keys, tables.num_queries == 1
@@ -279,12 +285,25 @@ def plan_attention(
         first_seen = np.maximum(0, tables.num_cached - window + 1)
         skipped = first_seen // kv_block_size
     cut = _Cut(tables, skipped, -(-num_keys // kv_block_size), first_seen - skipped * kv_block_size, kv_block_size)
-    decode = [
-        cut.decode_group(members, window is not None)
-        for members in _decode_ranges(starts[:-1], cut.num_used, decodes, kv_block_size * key_bytes)
-    ]
+    if key_bytes is None:
+        ranges = _neighbours(starts[:-1], np.flatnonzero(decodes))
+        decode = [cut.decode_group(members, window is not None, padded=False) for members in ranges]
+    else:
+        similar = _decode_ranges(starts[:-1], cut.num_used, decodes, kv_block_size * key_bytes)
+        decode = [cut.decode_group(members, window is not None, padded=True) for members in similar]
     prefill = cut.prefill_items(np.flatnonzero(~decodes), window)
     return AttentionPlan(tuple(shared), tuple(decode), tuple(prefill))
+
+
+def _neighbours(starts: np.ndarray, members: np.ndarray) -> list[np.ndarray]:
+    """Sequences with one token, as indices, in parts whose tokens are neighbours.
+
+    Args:
+        starts: First packed token of each sequence.
+        members: The sequences.
+    """
+    parts = np.split(members, np.flatnonzero(np.diff(starts[members]) > 1) + 1)
+    return [part for part in parts if len(part)]
 
 
 def _decode_ranges(
@@ -341,16 +360,21 @@ class _Cut:
     def num_used(self) -> np.ndarray:
         return self.used - self.skipped
 
-    def decode_group(self, members: np.ndarray, windowed: bool) -> DecodeGroup:
-        """The group of some sequences, given as indices of neighbours."""
-        tables, counts, skipped = self.tables, self.num_used[members], self.skipped[members]
+    def decode_group(self, members: np.ndarray, windowed: bool, *, padded: bool) -> DecodeGroup:
+        """The group of some sequences, given as indices of neighbours. padded: Whether each has a row of blocks."""
+        tables, skipped = self.tables, self.skipped[members]
         first = tables.tables[members] + skipped
-        columns = np.arange(counts.max(initial=0))
-        exists = columns < counts[:, None]
-        blocks = np.where(exists, tables.blocks[np.where(exists, first[:, None] + columns, 0)], np.int32(0))
         first_key = self.first_key[members] if windowed else np.zeros(len(members), np.int64)
         start = int(tables.starts[members[0]])
         num_keys = tables.num_keys[members] - skipped * self.kv_block_size
+        if not padded:
+            begin = tables.tables[members[0]]
+            blocks = tables.blocks[begin : tables.tables[members[-1] + 1]]
+            return DecodeGroup(start, start + len(members), blocks, num_keys, first_key, first - begin)
+        counts = self.num_used[members]
+        columns = np.arange(counts.max(initial=0))
+        exists = columns < counts[:, None]
+        blocks = np.where(exists, tables.blocks[np.where(exists, first[:, None] + columns, 0)], np.int32(0))
         return DecodeGroup(start, start + len(members), blocks, num_keys, first_key)
 
     def prefill_items(self, members: np.ndarray, window: int | None) -> Iterator[PrefillItem]:

@@ -29,6 +29,7 @@ from batchgen.core.dtypes import WEIGHT_CODE_BITS, KVFormat
 from batchgen.core.kernel_choice import TORCH
 from batchgen.ops import cpp as kernels
 from batchgen.ops import quant, reference, torch_attention
+from batchgen.ops.attention_operands import AttentionOperands
 from batchgen.ops.attention_plan import AttentionPlan
 from batchgen.ops.cpp import BlockWeight, BoundWeight, KernelWeight, PackedWeight
 from batchgen.ops.sampling import Draws
@@ -538,14 +539,9 @@ def _rotary_store(qkv: Tensor, heads: int, kv: Tensor, slots: Tensor, kv_format:
     return q
 
 
-def prepare_attention(  # shapes of one launch
+def prepare_attention(
     plan: AttentionPlan,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    kv_block_size: int,
-    dtype: torch.dtype,
-    kv_format: KVFormat,
+    operands: AttentionOperands,
     device: torch.device = CPU,
     isa: str = "",
 ) -> PreparedAttention:
@@ -553,36 +549,26 @@ def prepare_attention(  # shapes of one launch
 
     Args:
         plan: Attention plan of the sweep.
-        heads: Number of query heads.
-        kv_heads: Number of key and value heads.
-        head_dim: Number of values in one head.
-        kv_block_size: Number of tokens in a KV block.
-        dtype: Dtype of queries.
-        kv_format: Format in which the KV is stored.
+        operands: Shapes and dtypes of queries and KV.
         device: Device that has queries and KV.
         isa: Instruction set that computes attention on the CPU. "": the process's instruction set.
 
     Returns:
         A plan for the kernels of this device and these shapes, or for torch.
     """
-    group = heads // kv_heads
-    if device.type == "cpu" and kernels.supports_attention(head_dim, group):
-        return kernels.attention_plan(plan, kv_heads, group, kv_block_size, kv_format.row_bytes(head_dim), isa)
+    if device.type == "cpu" and kernels.supports_attention(operands.head_dim, operands.group):
+        row_bytes = operands.kv_format.row_bytes(operands.head_dim)
+        return kernels.attention_plan(plan, operands.kv_heads, operands.group, operands.kv_block_size, row_bytes, isa)
     triton_kernels = None if device.type == "cpu" else device_kernels(device)
     compute: ModuleType = torch_attention
-    if triton_kernels and triton_kernels.supports_attention(head_dim, group, kv_block_size, device):
+    if triton_kernels and triton_kernels.supports_attention(operands, device):
         compute = triton_kernels
-    return compute.prepare_attention(plan, heads, kv_heads, head_dim, kv_block_size, dtype, kv_format, device)
+    return compute.prepare_attention(plan, operands, device)
 
 
 def cut_attention(
     plan: AttentionPlan,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    kv_block_size: int,
-    dtype: torch.dtype,
-    kv_format: KVFormat,
+    operands: AttentionOperands,
     device: torch.device,
 ) -> CutPlan:
     """Cut a sweep's attention plan into work items for a GPU, in the host's memory, where `can_capture` is true.
@@ -591,34 +577,27 @@ def cut_attention(
 
     Args:
         plan: Attention plan of the sweep.
-        heads: Number of query heads.
-        kv_heads: Number of key and value heads.
-        head_dim: Number of values in one head.
-        kv_block_size: Number of tokens in a KV block.
-        dtype: Dtype of queries.
-        kv_format: Format in which the KV is stored.
+        operands: Shapes and dtypes of queries and KV.
         device: GPU that has queries and KV.
     """
-    return _card_kernels().cut_attention(plan, heads, kv_heads, head_dim, kv_block_size, dtype, kv_format, device)
+    return _card_kernels().cut_attention(plan, operands, device)
 
 
-def can_capture(device: torch.device, head_dim: int, group: int, kv_block_size: int) -> bool:
+def can_capture(operands: AttentionOperands, device: torch.device) -> bool:
     """Tell whether decode sweeps on a device can be captured in CUDA graphs.
 
     A graph needs kernels whose launches do not depend on the sweep, and which do not store tokens with a slot below 0.
     Only the Triton kernels fulfil this.
 
     Args:
+        operands: Shapes and dtypes of queries and KV.
         device: Device that computes.
-        head_dim: Number of values in one head.
-        group: Number of query heads that share a KV head.
-        kv_block_size: Number of tokens in a KV block.
     """
     triton_kernels = device_kernels(device)
     return bool(
         triton_kernels
-        and triton_kernels.supports_attention(head_dim, group, kv_block_size, device)
-        and triton_kernels.supports_rotary(head_dim, True, device)
+        and triton_kernels.supports_attention(operands, device)
+        and triton_kernels.supports_rotary(operands.head_dim, True, device)
     )
 
 

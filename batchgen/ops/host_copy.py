@@ -38,23 +38,25 @@ def through(passage: Passage | None) -> Iterator[None]:
         _of_thread.passage = before
 
 
-def upload(array: np.ndarray, device: torch.device) -> Tensor:
+def upload(array: np.ndarray, device: torch.device, out: Tensor | None = None) -> Tensor:
     """Copy an array to a device. The host does not wait: the copy goes through pinned memory.
 
     Args:
         array: The array, which may be changed after the call unless the device is the CPU.
         device: The device.
+        out: Contiguous tensor on the device, of the array's shape and dtype. None: a new tensor.
 
     Returns:
-        Tensor on the device. On the CPU it shares the array's memory.
+        Tensor on the device. On the CPU a new one shares the array's memory.
     """
     tensor = torch.from_numpy(array)
-    if device.type == "cpu":
-        return tensor
     passage = getattr(_of_thread, "passage", None)
-    if passage is None:
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return passage.upload(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
+    if device.type == "cpu" or passage is None:
+        if out is not None:
+            return out.copy_(tensor if device.type == "cpu" else tensor.pin_memory(), non_blocking=True)
+        return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    target = torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if out is None else out
+    return passage.upload(tensor, target)
 
 
 def download(tensor: Tensor) -> Tensor:

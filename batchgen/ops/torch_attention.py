@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchgen.core.dtypes import KVFormat
 from batchgen.ops import quant
 from batchgen.ops.attention_items import (
     CAUSAL,
@@ -32,6 +31,7 @@ from batchgen.ops.attention_items import (
     keys_cut,
     tokens_cut,
 )
+from batchgen.ops.attention_operands import AttentionOperands
 from batchgen.ops.attention_plan import AttentionPlan
 from batchgen.ops.host_copy import upload
 
@@ -84,30 +84,21 @@ class TorchAttentionPlan:
 
 def prepare_attention(
     plan: AttentionPlan,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    kv_block_size: int,
-    dtype: torch.dtype,
-    kv_format: KVFormat,
+    operands: AttentionOperands,
     device: torch.device,
 ) -> TorchAttentionPlan:
     """Cut the attention plan of a sweep into batches, and copy them to a device. The host does not wait.
 
     Args:
         plan: Attention plan of the sweep.
-        heads: Number of query heads.
-        kv_heads: Number of key and value heads.
-        head_dim: Number of values in one head.
-        kv_block_size: Number of tokens in a KV block.
-        dtype: Dtype of queries.
-        kv_format: Format in which the KV is stored.
+        operands: Shapes and dtypes of queries and KV.
         device: Device that has queries and KV.
     """
     most_bytes = _CPU_BATCH_BYTES if device.type == "cpu" else _GPU_BATCH_BYTES
     # Of each query and key two scores; of each key itself and its value, perhaps also in fp32.
-    score_bytes = 2 * heads * dtype.itemsize
-    key_bytes = 2 * kv_heads * head_dim * (dtype.itemsize + (8 if kv_format.bits else 0))
+    itemsize, kv_block_size = operands.dtype.itemsize, operands.kv_block_size
+    score_bytes = 2 * operands.heads * itemsize
+    key_bytes = 2 * operands.kv_heads * operands.head_dim * (itemsize + (8 if operands.kv_format.bits else 0))
     most_keys = max(kv_block_size, _MOST_KEYS // kv_block_size * kv_block_size)
     most_tokens = min(_MOST_TOKENS, most_keys, max(1, most_bytes // (2 * score_bytes * most_keys)))
     items, rounds, table = _cut_items(plan, kv_block_size, most_tokens, most_keys)

@@ -89,28 +89,32 @@ class RowResult:
         """
         samples = completion.samples if completion.error is None else ()
         prompts = completion.prompts if completion.error is None else ()
-        wants_logprobs = any(s.logprobs is not None for s in samples)
-        wants_prompt = any(p.logprobs is not None for p in prompts)
+        columns = [(s.text, s.finish_reason, s.token_ids, s.logprobs, s.reasoning) for s in samples]
+        text, finish_reason, generated, logprobs, reasoning = zip(*columns, strict=True) if columns else ((),) * 5
+        of_prompts = [(p.token_ids, p.logprobs) for p in prompts]
+        prompt_ids, prompt_logprobs = zip(*of_prompts, strict=True) if of_prompts else ((), ())
         return cls(
-            text=tuple(s.text for s in samples),
-            finish_reason=tuple(s.finish_reason for s in samples),
-            prompt_tokens=completion.prompt_tokens,
-            generated_tokens=tuple(len(s.token_ids) for s in samples),
-            error=completion.error,
-            logprobs=tuple(s.logprobs or () for s in samples) if wants_logprobs else None,
-            reasoning=tuple(s.reasoning for s in samples) if any(s.reasoning is not None for s in samples) else None,
-            prompt_logprobs=tuple(p.logprobs or () for p in prompts) if wants_prompt else None,
-            prompt_token_ids=tuple(p.token_ids for p in prompts) if token_ids and prompts else None,
-            token_ids=tuple(s.token_ids for s in samples) if token_ids and samples else None,
+            text,
+            finish_reason,
+            completion.prompt_tokens,
+            tuple(map(len, generated)),
+            completion.error,
+            logprobs=_known(logprobs, ()),
+            reasoning=_known(reasoning, None),
+            prompt_logprobs=_known(prompt_logprobs, ()),
+            prompt_token_ids=prompt_ids if token_ids and prompts else None,
+            token_ids=generated if token_ids and samples else None,
         )
 
     @property
     def memory_bytes(self) -> int:
         """An estimate of the bytes that the result takes in memory, used to limit buffers."""
-        texts = (self.error, *self.text, *(self.reasoning or ()))
-        size_bytes = 500 + sum(2 * len(text or "") for text in texts)
-        tokens = sum(map(len, (*(self.token_ids or ()), *(self.prompt_token_ids or ()))))
-        return size_bytes + 40 * tokens + positions_bytes(self.logprobs) + positions_bytes(self.prompt_logprobs)
+        size_bytes = 500 + 2 * (len(self.error or "") + sum(map(len, self.text)))
+        if self.reasoning is not None:
+            size_bytes += sum(2 * len(text or "") for text in self.reasoning)
+        for token_ids in (*(self.token_ids or ()), *(self.prompt_token_ids or ())):
+            size_bytes += 40 * len(token_ids)
+        return size_bytes + positions_bytes(self.logprobs) + positions_bytes(self.prompt_logprobs)
 
     @staticmethod
     def to_batch(results: Mapping[int, RowResult]) -> pa.RecordBatch:
@@ -156,9 +160,16 @@ def _batch(columns: list[list[Any]], schema: pa.Schema) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
+def _known(values: tuple[Any, ...], otherwise: Any) -> tuple[Any, ...] | None:
+    """The values, with another one in place of those that are None; None: all of them are."""
+    if values.count(None) == len(values):
+        return None
+    return tuple([otherwise if value is None else value for value in values])
+
+
 def positions_bytes(logprobs: Positions | None) -> int:
     """An estimate of the bytes that log-probabilities take in memory."""
-    return sum(len(p) * 200 * (1 + (len(p[-1].top) if p else 0)) for p in logprobs or ())
+    return sum(len(p) * 200 * (1 + (len(p[-1].top) if p else 0)) for p in logprobs) if logprobs else 0
 
 
 def position_tuples(logprobs: Positions | None) -> list[Any] | None:

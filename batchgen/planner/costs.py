@@ -21,6 +21,7 @@ from batchgen.planner.linear import Linear, number
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Placement
 from batchgen.planner.problem import CostInputs
+from batchgen.planner.sizes import most_captured_tokens
 from batchgen.planner.step_seconds import (
     COPIES_SENT,
     MatmulSeconds,
@@ -372,7 +373,7 @@ def layer_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
     Where the GPU is emulated by the same cores, nothing overlaps that needs them: the lane `cores`. On a CPU-only
     machine attention is part of compute, as is what the kernel does for each request to the disk: matmuls wait for
     their slowest core. DRAM carries every byte that enters or leaves host memory. Reads and writes share the disk: the
-    lane `disk`. A GPU computes no faster than the host launches: the lane `launch`.
+    lane `disk`. A GPU computes no faster than the host launches: the lane `launch` (`_launch_s`).
     """
     moved, requests = moved_bytes(s, phase, at), _requests(s, phase, at)
     resident_s = prompt_compute_s(s, phase) + phase_dequantize_s(s, phase)
@@ -416,7 +417,7 @@ def _add_gpu_lanes(
         cpu_s += batches * hardware.cpu.waking_overhead_s
     gpu_s = phase_decode_attention_s(s, phase, s.rates) + batches * s.rates.waking_overhead_s
     if s.rates.launch_overhead_s:
-        lanes["launch"] = batches * s.rates.launch_overhead_s
+        lanes["launch"] = _launch_s(s, phase, at)
     # Compute itself fetches what the CPU has found for deferred sequences.
     results_s = phase.deferred_tokens * query_bytes(s) / known(hardware.h2d_bytes_per_s)
     resident_s, compute = resident_s + results_s, compute + results_s
@@ -424,6 +425,18 @@ def _add_gpu_lanes(
     delegated = at.kv_cpu * cpu_s
     lanes["cpu_attention"] = delegated + deferred_attention_s(s, phase)
     lanes |= _chains(s, phase, at, resident_s, compute, lanes["compute"], delegated)
+
+
+def _launch_s(s: CostInputs, phase: Phase, at: Placement) -> Linear:
+    """Seconds in which the host launches one layer of one sweep.
+
+    A sweep that is a CUDA graph launches nothing by itself. It is one where nothing moves. Where a part does, only that
+    part is counted, since moving it takes longer anyway.
+    """
+    launch_s = s.num_gpu_batches * s.rates.launch_overhead_s
+    if s.num_gpu_batches > 1 or phase.tokens > most_captured_tokens(s):
+        return launch_s
+    return launch_s * (at.w_streamed + at.kv_cpu + at.kv_streamed + at.kv_disk)
 
 
 def _dram_bytes(s: CostInputs, phase: Phase, at: Placement, moved: Mapping[str, Linear]) -> Linear:

@@ -81,6 +81,7 @@ def make_plan(
         kv_layers=int(counts.kv_layers),
         on_demand_tokens=s.on_demand_tokens,
         packed_tokens=s.packed_tokens,
+        captured_tokens=s.captured_tokens,
         balance_tokens=s.balance.tokens if s.balance and counts.kv_seqs.get("cpu") else None,
         state_dtype=s.state_dtype,
     )

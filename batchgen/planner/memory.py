@@ -31,6 +31,7 @@ from batchgen.planner.sizes import (
     deferred_bytes,
     exchanged_values,
     group_bytes_of_layers,
+    most_captured_tokens,
     planned_logit_rows,
     sent_bytes,
 )
@@ -150,7 +151,7 @@ def _weight_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
 def _activation_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
     """Activations within a layer, between layers, and on their way to the CPU's attention; workspace."""
     model, element = s.model, int(s.element_bytes)
-    captured = batches.gpu_batch_size if held.on_gpu else 0
+    captured = most_captured_tokens(batches) if held.on_gpu else 0
     rows = planned_logit_rows(model, element, batches.batch_tokens, batches.batch_seqs, held.task)
     work = coded_bytes(s.weight_format, on_gpu=held.on_gpu) + activation_bytes(
         model,

@@ -62,7 +62,7 @@ class CostInputs(Sizes):
     """All that is fixed while placement is decided.
 
     Attributes:
-        admission, batch_order, on_demand_tokens, packed_tokens: fields of `core.plan.Policy`.
+        admission, batch_order, on_demand_tokens, packed_tokens, captured_tokens: fields of `core.plan.Policy`.
         max_num_seqs: sequences in flight.
         budgets: tier -> bytes; without "gpu" where there is none.
         process_bytes: host memory the process takes before any of the model's.
@@ -87,6 +87,7 @@ class CostInputs(Sizes):
     balance: Balance | None = None
     on_demand_tokens: int = 0
     packed_tokens: int = 0
+    captured_tokens: int = 0
     share_prefixes: bool = True
     loading: Loading = Loading()
 

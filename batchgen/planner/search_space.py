@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from batchgen.core.dtypes import INT4
+from batchgen.planner.captured_sweeps import captured_tokens
 from batchgen.planner.packed_products import packed_tokens
 from batchgen.planner.phases import Phase, phases_of_each
 from batchgen.planner.problem import CostInputs, Loading, Problem
@@ -29,6 +30,7 @@ def search_space(problem: Problem) -> Iterator[tuple[CostInputs, tuple[Phase, ..
     )
     flows = phases_of_each(problem.workload, settings)
     packed: dict[int, int] = {}  # by number of micro-batches
+    launched: dict[str, int] = {}  # by format of weights
     for weight_format, kv_format in problem.formats:
         for (admission, max_num_seqs, tokens), phases in zip(settings, flows, strict=True):
             for batches in _micro_batches(problem, max_num_seqs):
@@ -55,6 +57,10 @@ def search_space(problem: Problem) -> Iterator[tuple[CostInputs, tuple[Phase, ..
                     if batches not in packed:
                         packed[batches] = packed_tokens(inputs)
                     inputs = replace(inputs, packed_tokens=packed[batches])
+                if inputs.rates.launch_overhead_s:
+                    if weight_format not in launched:
+                        launched[weight_format] = captured_tokens(inputs)
+                    inputs = replace(inputs, captured_tokens=min(tokens, launched[weight_format]))
                 yield inputs, phases
 
 

@@ -198,6 +198,10 @@ class Batches(Protocol):
         """Most sequences in flight."""
 
     @property
+    def captured_tokens(self) -> int:
+        """Most tokens of a sweep that a GPU runs as a CUDA graph, if it may have more than one for each sequence."""
+
+    @property
     def equal_parts(self) -> int:
         """Number of equal parts of a sweep of which a micro-batch has at most one."""
 
@@ -233,7 +237,7 @@ def activation_bytes(
     and in fp32, with one row of workspace each.
 
     Args:
-        captured_tokens: tokens of the largest decode sweep that may be captured on a GPU, which has memory of its own.
+        captured_tokens: tokens of the largest sweep that may be captured on a GPU, which has memory of its own.
         share_prefixes: True where tokens may attend to a shared prefix.
     """
     heads = _widest_projection(config)
@@ -261,6 +265,11 @@ def activation_bytes(
     logits = logit_rows * config.vocab_size * (dtype_bytes + 8)
     captured = captured_tokens * (per_token + per_chunk_token)
     return max_num_batched_tokens * per_token + chunk * per_chunk_token + captured + logits
+
+
+def most_captured_tokens(batches: Batches) -> int:
+    """Tokens of the largest sweep that may be captured on a GPU."""
+    return max(batches.captured_tokens, batches.gpu_batch_size)
 
 
 def chunk_tokens(config: ModelConfig, dtype_bytes: int, *, on_gpu: bool) -> int:

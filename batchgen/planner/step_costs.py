@@ -169,6 +169,7 @@ class StepCosts:
             kv_block_size=policy.kv_block_size,
             state_dtype=policy.state_dtype,
             packed_tokens=policy.packed_tokens,
+            captured_tokens=policy.captured_tokens,
             budgets=plan.budgets,
             process_bytes=0,
         )

@@ -34,6 +34,7 @@ from batchgen.models.rope import RopeConfig
 from batchgen.models.state_layers import DeltaNet
 from batchgen.ops import dispatch as ops
 from batchgen.ops import int8
+from batchgen.ops.attention_operands import AttentionOperands
 from batchgen.ops.attention_plan import SequenceSlice, SweepTables, plan_attention
 from batchgen.ops.cpp import BlockWeight
 from batchgen.profiler import state_rates
@@ -453,8 +454,8 @@ def paged_attention(
     plan = plan_attention(
         SweepTables.of(slices), [], kv_block_size=size, key_bytes=heads * model.head_dim * dtype.itemsize
     )
-    shapes = model.num_heads, heads, model.head_dim, size, dtype, kv_format
-    prepared = ops.prepare_attention(plan, *shapes, device=kv.device)
+    operands = AttentionOperands(model.num_heads, heads, model.head_dim, size, dtype, kv_format)
+    prepared = ops.prepare_attention(plan, operands, kv.device)
     windows = kv[: len(kv) // window * window].split(window)
     tokens = sum(new for new, _ in sequences)
     q = torch.randn(tokens, model.num_heads, model.head_dim, device=kv.device).to(dtype) * model.head_dim**-0.5

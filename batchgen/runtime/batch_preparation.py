@@ -30,8 +30,13 @@ def prepare_batches(context: StepContext, batches: Sequence[PackedBatch]) -> lis
 
 def prepare_in_buffers(context: StepContext, packed: PackedBatch, buffers: StaticBuffers) -> BatchState:
     """A micro-batch whose layers run over the static buffers of a CUDA graph."""
-    positions = torch.from_numpy(packed.positions), upload(packed.positions, context.device)
-    return BatchState(packed, *positions, None, {}, {}, False, buffers=buffers)
+    positions = torch.from_numpy(packed.positions), buffers.positions[: packed.num_tokens]
+    return BatchState(packed, *positions, _logits_indices(context, packed), {}, {}, False, buffers=buffers)
+
+
+def _logits_indices(context: StepContext, packed: PackedBatch) -> Tensor | None:
+    """The tokens whose logits are asked for, on the compute device; None: all of them, in their order."""
+    return upload(packed.logits_indices, context.device) if len(packed.logits_rows) < packed.num_tokens else None
 
 
 def _prepare(context: StepContext, packed: PackedBatch, on_host: bool) -> BatchState:
@@ -61,8 +66,8 @@ def _prepare(context: StepContext, packed: PackedBatch, on_host: bool) -> BatchS
     if packed.state_staging is not None and context.config.state is not None:
         state_moves = context.states.prepare(packed.state_staging, context.device)
     positions = torch.from_numpy(packed.positions), upload(packed.positions, context.device)
-    indices = None  # all rows, in their order
-    if len(packed.logits_rows) < packed.num_tokens or on_host:  # whose memory is the next batch's before the head
+    indices = _logits_indices(context, packed)
+    if indices is None and on_host:  # whose memory is the next batch's before the head
         indices = upload(packed.logits_indices, context.device)
     return BatchState(
         packed, *positions, indices, parts, moves, on_host, begins=begins, in_place=in_place, state_moves=state_moves
@@ -82,7 +87,7 @@ def _prepared_plans(context: StepContext, segment: Segment, device: torch.device
 
     def prepared(plan: AttentionPlan, window: int | None) -> ops.PreparedAttention:
         isa = context.options.attention_isa.get(context.config.attention_within(window), "")
-        return ops.prepare_attention(plan, *context.attention_shape(window), device=device, isa=isa)
+        return ops.prepare_attention(plan, context.attention_operands(window), device=device, isa=isa)
 
     return {window: prepared(plan, window) for window, plan in _of_layers(context, segment.plans).items()}
 

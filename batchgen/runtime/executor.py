@@ -25,7 +25,7 @@ from batchgen.runtime.memory.kv_cache import KVCache
 from batchgen.runtime.memory.state_cache import StateCache
 from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.weights import Weights
-from batchgen.runtime.steps.captured import decode_graphs
+from batchgen.runtime.steps.captured import sweep_graphs
 from batchgen.runtime.steps.context import Handler, StepContext
 from batchgen.runtime.steps.handlers import HANDLERS
 from batchgen.runtime.streams import Driver, StreamLanes
@@ -101,8 +101,8 @@ class Executor:
         self._closed = False
 
     def capture_sweeps(self, driver: Driver, most_tokens: int) -> None:
-        """Have decode sweeps of at most `most_tokens` tokens captured from now on, where kernels can be."""
-        self.context.graphs = decode_graphs(self.context, driver, most_tokens)
+        """Have sweeps of at most `most_tokens` tokens captured from now on, where kernels can be."""
+        self.context.graphs = sweep_graphs(self.context, driver, most_tokens)
 
     @property
     def compute_tier(self) -> str:

@@ -53,7 +53,7 @@ def in_memory(
         num_blocks: Blocks of KV.
         kv_block_size: Tokens of a KV block.
         device: The CPU, or a CUDA GPU.
-        captured_tokens: Most tokens of a decode sweep that becomes a CUDA graph; 0: none does.
+        captured_tokens: Most tokens of a sweep that becomes a CUDA graph; 0: none does.
         kernels: Instruction set of each shape on the CPU.
         on_step: Function that is called after each Step with its times; None: none is.
     """

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Sized
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -86,7 +87,9 @@ class Sampled:
 
     def tokens(self) -> list[SampledToken]:
         """The sampled tokens. To be called only once the device has come so far."""
-        sampled = [SampledToken(token) for token in self.on_host.tolist()]
+        # Made without a call of a Python function for each.
+        fields = zip(self.on_host.tolist(), repeat(None), repeat(()))  # two have no end
+        sampled = list(map(tuple.__new__, repeat(SampledToken), fields))  # type: ignore[arg-type]
         if self.logprobs is not None:
             for i, count, numbers in zip(self.wanted, self.counts, self.logprobs.tolist(), strict=True):
                 sampled[i] = SampledToken.of_numbers(sampled[i].token_id, numbers, count)
@@ -104,14 +107,15 @@ def sample(logits: Tensor, sequences: Sized[Sequence]) -> Sampled:
         sequences: Sequences, a row of the logits each.
     """
     finite = ops.all_finite(logits)  # first: what is forbidden below is minus infinity
-    logprobs = _Logprobs(logits, sequences)
-    penalties = _Penalties(logits, sequences)
+    having = _Having(sequences)
+    logprobs = _Logprobs(logits, sequences, having)
+    penalties = _Penalties(logits, sequences, having)
     constraints = {i: s.constraint for i, s in enumerate(sequences) if s.constraint is not None}
     if constraints:
         masks = np.stack([constraint.mask() for constraint in constraints.values()])
         ops.forbid(logits, np.array(list(constraints)), masks)
     chosen = ops.argmax(logits)
-    drawn = _where(sequences, lambda sampling: not sampling.is_greedy)
+    drawn = having.indices(lambda sampling: not sampling.is_greedy)
     if drawn:
         ops.draw(logits, np.array(drawn), _draws([sequences[i] for i in drawn]), chosen)
     on_host = download(chosen.where(finite, NOT_FINITE))
@@ -121,11 +125,17 @@ def sample(logits: Tensor, sequences: Sized[Sequence]) -> Sampled:
     return Sampled(chosen, on_host, logprobs.wanted, logprobs.counts, download(logprobs.of(logits, chosen)))
 
 
-def _where(sequences: Sized[Sequence], holds: Callable[[SamplingParams], bool]) -> list[int]:
-    """Indices of the sequences whose sampling parameters something holds for; many have the same ones."""
-    kinds = {id(s.sampling): s.sampling for s in sequences}
-    holding = {key for key, sampling in kinds.items() if holds(sampling)}
-    return [i for i, s in enumerate(sequences) if id(s.sampling) in holding] if holding else []
+class _Having:
+    """The sampling parameters that sequences have, of which many have the same ones."""
+
+    def __init__(self, sequences: Sized[Sequence]) -> None:
+        self._keys = [id(s.sampling) for s in sequences]
+        self._kinds = dict(zip(self._keys, [s.sampling for s in sequences], strict=True))
+
+    def indices(self, holds: Callable[[SamplingParams], bool]) -> list[int]:
+        """Indices of the sequences for whose parameters something holds."""
+        holding = {key for key, sampling in self._kinds.items() if holds(sampling)}
+        return [i for i, key in enumerate(self._keys) if key in holding] if holding else []
 
 
 class _Logprobs:
@@ -136,8 +146,8 @@ class _Logprobs:
         counts: For each of them, the k of its top-k.
     """
 
-    def __init__(self, logits: Tensor, sequences: Sized[Sequence]) -> None:
-        self.wanted = _where(sequences, lambda sampling: sampling.logprobs is not None)
+    def __init__(self, logits: Tensor, sequences: Sized[Sequence], having: _Having) -> None:
+        self.wanted = having.indices(lambda sampling: sampling.logprobs is not None)
         if not self.wanted:
             return
         self.counts = [min(sequences[i].sampling.logprobs, logits.shape[1]) for i in self.wanted]
@@ -167,9 +177,9 @@ class _Penalties:
     frequency and presence penalties (OpenAI) are subtracted from those of the output.
     """
 
-    def __init__(self, logits: Tensor, sequences: Sized[Sequence]) -> None:
+    def __init__(self, logits: Tensor, sequences: Sized[Sequence], having: _Having) -> None:
         self._positions: Tensor | None = None
-        changed = _where(sequences, lambda sampling: sampling.changes_logits)
+        changed = having.indices(lambda sampling: sampling.changes_logits)
         if not changed:
             return
         changes = [_changes(sequences[i]) for i in changed]

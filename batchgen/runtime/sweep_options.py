@@ -41,7 +41,7 @@ class SweepOptions:
         deferred_seqs: most sequences in flight whose attention is deferred.
         chunk_tokens: tokens that go through a layer's matmuls together; None: a micro-batch.
         logit_rows: rows whose logits are made together; None: a micro-batch.
-        captured_tokens: most tokens of a decode sweep that becomes a CUDA graph (`graphs`), for models whose weights
+        captured_tokens: most tokens of a sweep that becomes a CUDA graph (`graphs`), for models whose weights
             and KV are all on the device; 0: none does.
         attention_isa: instruction set that attends on the CPU, by the shape of attention; others: the process's.
         reduce: all-reduce over the ranks, on tensors of the compute device; None: there is one rank.

@@ -42,5 +42,5 @@ class TokenTable:
             rows: Their indices, int64 [pending tokens].
             slots: Slots of the tokens to fill in, int64 [pending tokens].
         """
-        found = self._ids.index_select(0, upload(slots, self._device))
-        token_ids.index_copy_(0, upload(rows, self._device), found)
+        on_device = upload(np.stack((rows, slots)), self._device)
+        token_ids.index_copy_(0, on_device[0], self._ids.index_select(0, on_device[1]))

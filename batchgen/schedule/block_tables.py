@@ -6,7 +6,6 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
-from batchgen.core.kv_placement import KVPlacement
 from batchgen.schedule.block_manager import Allocation, BlockManager
 from batchgen.schedule.extents import ExtentManager
 from batchgen.schedule.sequence import Sequence
@@ -36,7 +35,7 @@ class BlockTables:
         self._pools = pools
         self.num_reserved = dict.fromkeys(pools, 0)
         self.num_held = dict.fromkeys(pools, 0)
-        self._block_sizes = {p: pools[p.tier].kv_block_size for p in KVPlacement if p.tier in pools}
+        self._least_block_size = min(pool.kv_block_size for pool in pools.values())
         self.share_prefixes = any(pool.share_prefixes for pool in pools.values())
         self.have_windows = any(pool.windowed is not None for pool in pools.values())
         self.have_states = any(pool.states is not None for pool in pools.values())
@@ -69,17 +68,19 @@ class BlockTables:
         sequence.num_matched_blocks = sequence.num_inserted_blocks = len(matched)
         sequence.node = pool.node(matched[-1]) if matched and isinstance(pool, BlockManager) else 0
 
-    def has_block(self, sequence: Sequence) -> bool:
-        """Tell whether nothing changes when a sequence grows by one token: there is a block, and its prompt is behind.
+    def without_block(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """The sequences for which something may change when they grow by one token.
 
-        False where that would have to be looked up.
+        For the others there is a block, and their prompt is behind.
         """
-        num_computed = sequence.num_computed
-        return (
-            num_computed >= sequence.num_prompt
-            and num_computed < len(sequence.block_table) * self._block_sizes[sequence.kv_placement]
-            and sequence.window_table is None
-        )
+        size = self._least_block_size
+        return [  # looks at each sequence of every sweep, so most go without a call
+            s
+            for s in sequences
+            if s.num_computed >= len(s.block_table) * size
+            or s.num_computed < s.num_prompt
+            or s.window_table is not None
+        ]
 
     def grow(self, sequence: Sequence, count: int) -> bool:
         """Allocate blocks for `count` more tokens; False if the pool has not enough, after all it has."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from batchgen.core.kv_placement import KVPlacement
+from batchgen.ops.attention_items import numbers_within
 from batchgen.ops.attention_plan import (
     MIN_SHARED_TOKENS,
     AttentionPlan,
@@ -25,7 +25,7 @@ from batchgen.ops.attention_plan import (
 )
 from batchgen.schedule.micro_batches import by_placement
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
-from batchgen.schedule.sequence import PENDING, LogitsRow, in_flight
+from batchgen.schedule.sequence import PENDING, LogitsRow, Sequence, in_flight, logits_rows
 from batchgen.schedule.staging import Staging, Tables, has_window_tables, stage
 from batchgen.schedule.state_rows import StateRows, StateStaging, rows_in_pool, rows_in_staging, stage_states
 from batchgen.schedule.step_graph import BatchFlow
@@ -114,6 +114,7 @@ def pack(
     windows: frozenset[int | None],
     compute_tier: str = "cpu",
     in_place: bool = False,
+    on_card: bool = False,
 ) -> PackedBatch:
     """Pack one micro-batch.
 
@@ -124,11 +125,12 @@ def pack(
         windows: Sliding windows of the model's layers; None: full attention.
         compute_tier: Tier that is the compute device's own memory.
         in_place: Whether in some layers KV of staged sequences lies on the compute device.
+        on_card: Whether the compute device is a GPU, with attention plans of its own.
     """
     of_placement = by_placement(batch, compute_tier)
     passing = of_placement.get(KVPlacement.STREAMED, [])
     staged, (staged_states, state_staging) = stage(passing, windows, kv_block_size), stage_states(passing)
-    plans_of = partial(_plans, kv_block_size=kv_block_size, key_bytes=key_bytes)
+    plans_on = partial(_plans, kv_block_size=kv_block_size)
     rows, segments = _Rows(), []
     on_device: Segment | None = None
     for placement in SEGMENTS:
@@ -142,6 +144,8 @@ def pack(
         by_window = _by_window(members, tables, windows, staging_tables)
         slots = _slots(by_window, kv_block_size)
         states = rows_in_staging(members, staged_states) if is_staged else rows_in_pool(members)
+        attended_on_card = on_card and placement in (KVPlacement.DEVICE, KVPlacement.STREAMED)
+        plans_of = partial(plans_on, key_bytes=None if attended_on_card else key_bytes)
         segments.append(Segment(placement, start, rows.count, slots, plans_of(by_window, groups), states))
         if in_place and is_staged:
             by_window = _by_window(members, _tables(members, False, None), windows, None)
@@ -156,12 +160,12 @@ def _in_order(
     members: List[ScheduledSequence], staging_tables: Tables | None, kv_block_size: int
 ) -> tuple[list[ScheduledSequence], SweepTables, list[SharedGroup]]:
     """(sequences, tables, groups with a shared prefix) of a segment, in the order that attention takes them."""
-    matched = np.array([s.sequence.num_matched_blocks for s in members])
+    matched = np.array([sequence.num_matched_blocks for sequence, _ in members])
     if matched.max(initial=0) * kv_block_size < MIN_SHARED_TOKENS:  # so that tables are made in their order at once
-        num_queries = np.array([s.num_tokens for s in members])
-        num_keys = num_queries + np.array([s.sequence.num_computed for s in members])
-        members = [members[i] for i in order_sequences(num_queries, num_keys, []).tolist()]
-        return members, _tables(members, False, staging_tables), []
+        num_queries, num_cached = _counts(members)
+        order = order_sequences(num_queries, num_queries + num_cached, [])
+        members = [members[i] for i in order.tolist()]
+        return members, _tables(members, False, staging_tables, (num_queries[order], num_cached[order])), []
     tables = _tables(members, False, staging_tables)
     groups = find_shared_groups(tables, matched, kv_block_size)
     order = order_sequences(tables.num_queries, tables.num_keys, groups)
@@ -174,15 +178,27 @@ def _in_order(
 ByWindow = dict[int | None, SweepTables]
 
 
-def _tables(members: List[ScheduledSequence], windowed: bool, staging_tables: Tables | None) -> SweepTables:
+def _counts(members: List[ScheduledSequence]) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of each scheduled sequence in the sweep, and those before, int64."""
+    num_queries = np.array([num_tokens for _, num_tokens in members], np.int64)
+    return num_queries, np.array([sequence.num_computed for sequence, _ in members], np.int64)
+
+
+def _tables(
+    members: List[ScheduledSequence],
+    windowed: bool,
+    staging_tables: Tables | None,
+    counts: tuple[np.ndarray, np.ndarray] | None = None,
+) -> SweepTables:
     """The scheduled tokens of each sequence, with its block table, in some layers.
 
     Args:
         members: Scheduled sequences.
         windowed: Whether the layers are those with a sliding window.
         staging_tables: Block tables in the staging buffer; None: KV is in its pool.
+        counts: Result of `_counts`, if it is known.
     """
-    sequences = [s.sequence for s in members]
+    sequences = [sequence for sequence, _ in members]
     tables: List[Any]  # each with int32 numbers in its buffer
     if staging_tables is not None:
         tables = [staging_tables[windowed][sequence] for sequence in sequences]
@@ -191,9 +207,8 @@ def _tables(members: List[ScheduledSequence], windowed: bool, staging_tables: Ta
     else:
         tables = [sequence.block_table for sequence in sequences]
     return SweepTables(
-        np.array([s.num_tokens for s in members], np.int64),
-        np.array([sequence.num_computed for sequence in sequences], np.int64),
-        np.array(list(map(len, tables)), np.int64),
+        *(_counts(members) if counts is None else counts),
+        np.array([len(table) for table in tables], np.int64),
         np.frombuffer(bytearray().join(tables), np.int32),
     )
 
@@ -216,7 +231,7 @@ def _slots(by_window: ByWindow, kv_block_size: int) -> dict[int | None, np.ndarr
 
 
 def _plans(
-    by_window: ByWindow, groups: List[SharedGroup], *, kv_block_size: int, key_bytes: int
+    by_window: ByWindow, groups: List[SharedGroup], *, kv_block_size: int, key_bytes: int | None
 ) -> dict[int | None, AttentionPlan]:
     return {
         window: plan_attention(tables, groups, kv_block_size=kv_block_size, key_bytes=key_bytes, window=window)
@@ -234,11 +249,11 @@ class _Rows:
 
     def __init__(self) -> None:
         self.count = 0
-        self._token_ids: list[list[int]] = []
+        self._token_ids: list[np.ndarray] = []
         self._positions: list[np.ndarray] = []
         self._logits_rows: list[LogitsRow] = []
-        self._logits_indices: list[int] = []
-        self._pending_rows: list[int] = []
+        self._logits_indices: list[np.ndarray] = []
+        self._pending_rows: list[np.ndarray] = []
         self._pending_slots: list[int] = []
         self._deferred_rows: list[LogitsRow] = []
         self._exchange_slots: list[int] = []
@@ -251,38 +266,46 @@ class _Rows:
             tables: Their tables.
             defers: Whether their tokens only begin in this sweep.
         """
-        row = self.count
-        for sequence, num_tokens in members:  # once for each sequence of every sweep: as little as may be
-            first, tokens = sequence.num_computed, sequence.tokens
-            stop = first + num_tokens
-            scheduled = tokens[first:stop]
-            self._token_ids.append(scheduled)
-            if scheduled[-1] == PENDING:
-                self._pending_rows.append(row + num_tokens - 1)
-                self._pending_slots.append(in_flight(sequence.token_slot))
-            if defers:
-                self._deferred_rows.append(LogitsRow(sequence, first))
-                self._exchange_slots.append(in_flight(sequence.exchange_slot))
-            elif sequence.targets:
-                for position in range(max(first, sequence.next_logits_position), stop):
-                    self._logits_rows.append(LogitsRow(sequence, position))
-                    self._logits_indices.append(row + position - first)
-            elif stop == len(tokens):
-                self._logits_rows.append(LogitsRow(sequence, stop - 1))
-                self._logits_indices.append(row + num_tokens - 1)
-            row += num_tokens
-        self.count = row
+        # Once for each sequence of every sweep: as little as may be.
+        sequences, keys, starts = [sequence for sequence, _ in members], tables.num_keys, tables.starts
+        last = np.array([s.tokens[stop - 1] for s, stop in zip(sequences, keys.tolist(), strict=True)], np.int64)
+        token_ids = np.empty(starts[-1], np.int64)
+        token_ids[starts[1:] - 1] = last
+        for i in np.flatnonzero(tables.num_queries > 1).tolist():
+            token_ids[starts[i] : starts[i + 1]] = sequences[i].tokens[tables.num_cached[i] : keys[i]]
+        pending = np.flatnonzero(last == PENDING)
+        self._token_ids.append(token_ids)
+        self._pending_rows.append(self.count + starts[1:][pending] - 1)
+        self._pending_slots += [in_flight(sequences[i].token_slot) for i in pending.tolist()]
+        if defers:
+            self._deferred_rows += logits_rows(sequences, tables.num_cached.tolist())
+            self._exchange_slots += [in_flight(sequence.exchange_slot) for sequence in sequences]
+        else:
+            self._add_logits(sequences, tables)
+        self.count += len(token_ids)
         self._positions.append(tables.positions)
 
+    def _add_logits(self, sequences: List[Sequence], tables: SweepTables) -> None:
+        """Add the rows of logits of some sequences: those from `Sequence.next_logits_position` on."""
+        next_positions = np.array([len(sequence.tokens) for sequence in sequences], np.int64) - 1
+        for i in [i for i, sequence in enumerate(sequences) if sequence.targets]:
+            next_positions[i] = sequences[i].next_logits_position
+        first = np.maximum(next_positions, tables.num_cached)
+        counts = np.maximum(tables.num_keys - first, 0)
+        owners, positions = np.repeat(np.arange(len(counts)), counts), numbers_within(counts) + np.repeat(first, counts)
+        self._logits_indices.append(self.count + (tables.starts[:-1] - tables.num_cached)[owners] + positions)
+        self._logits_rows += logits_rows([sequences[i] for i in owners.tolist()], positions.tolist())
+
     def packed(self, segments: tuple[Segment, ...], staging: dict[int | None, Staging] | None) -> PackedBatch:
+        none = np.zeros(0, np.int64)
         return PackedBatch(
-            token_ids=np.fromiter(chain.from_iterable(self._token_ids), np.int64, self.count),
-            positions=np.concatenate([np.zeros(0, np.int64), *self._positions]),
+            token_ids=np.concatenate([none, *self._token_ids]),
+            positions=np.concatenate([none, *self._positions]),
             segments=segments,
             staging=staging,
             logits_rows=self._logits_rows,
-            logits_indices=np.array(self._logits_indices, dtype=np.int64),
-            pending_rows=np.array(self._pending_rows, dtype=np.int64),
+            logits_indices=np.concatenate([none, *self._logits_indices]),
+            pending_rows=np.concatenate([none, *self._pending_rows]),
             pending_slots=np.array(self._pending_slots, dtype=np.int64),
             deferred_rows=self._deferred_rows,
             exchange_slots=np.array(self._exchange_slots, dtype=np.int64),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import repeat
 from typing import NamedTuple
 
 from batchgen.core.kv_placement import KVPlacement
@@ -67,3 +69,8 @@ class ScheduledSequence(NamedTuple):  # one for each sequence in flight, in ever
         if sequence.targets or sequence.kv_placement is KVPlacement.DEFERRED:
             return len(self.logits_positions)
         return int(sequence.num_computed + self.num_tokens == len(sequence.tokens))  # the last one's
+
+
+def next_tokens(sequences: Iterable[Sequence]) -> Iterable[ScheduledSequence]:
+    """One token of each sequence, made without a call of a Python function for each."""
+    return map(tuple.__new__, repeat(ScheduledSequence), zip(sequences, repeat(1)))

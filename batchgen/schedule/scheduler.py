@@ -26,7 +26,7 @@ from itertools import chain, islice
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.schedule.block_tables import BlockTables, Pool
 from batchgen.schedule.extents import ExtentManager
-from batchgen.schedule.scheduled_sequence import ScheduledSequence
+from batchgen.schedule.scheduled_sequence import ScheduledSequence, next_tokens
 from batchgen.schedule.scheduler_limits import SchedulerLimits
 from batchgen.schedule.sequence import PENDING, Sequence
 from batchgen.schedule.tier_admission import Expected, Growing, TierAdmission
@@ -145,18 +145,16 @@ class Scheduler:
 
     def _decode(self, sweep: list[ScheduledSequence], most: int) -> None:
         """Schedule the next token of sequences that decode, as far as there are blocks."""
-        has_block, num_preempted = self.tables.has_block, self.num_preempted
-        for sequence in list(self.running):  # once for each of them in every sweep, so most go without a call more
-            if len(sequence.tokens) - sequence.num_computed != 1:
-                continue
-            if len(sweep) >= most:
-                return
-            if sequence.kv_placement is KVPlacement.DEFERRED and _on_its_way(sequence):
-                continue
-            if self.num_preempted > num_preempted and sequence not in self.running:
-                continue  # preemption takes from behind, where the younger ones are
-            if has_block(sequence) or self._grow(sequence, 1):
-                sweep.append(ScheduledSequence(sequence, 1))
+        decoding = [s for s in self.running if len(s.tokens) - s.num_computed == 1]
+        if self._in_placement[KVPlacement.DEFERRED]:
+            decoding = [s for s in decoding if s.kv_placement is not KVPlacement.DEFERRED or not _on_its_way(s)]
+        decoding, num_preempted = decoding[:most], self.num_preempted
+        for sequence in self.tables.without_block(decoding):
+            if self.num_preempted == num_preempted or sequence in self.running:
+                self._grow(sequence, 1)
+        if self.num_preempted > num_preempted:
+            decoding = [s for s in decoding if s in self.running]
+        sweep += next_tokens(decoding)
 
     def _most_in_sweep(self) -> int:
         """Sequences that the next sweep may have: with several sweeps under way its part of those there are."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -140,7 +142,7 @@ class Sequence:
     @property
     def is_complete(self) -> bool:
         """Tell whether there is nothing left to run: all its results are there, or on their way."""
-        return self.num_remaining == 0 if self.targets else self.num_generated >= self.sampling.max_tokens
+        return bool(complete((self,)))
 
     @property
     def scored_from(self) -> int:
@@ -164,6 +166,15 @@ class Sequence:
         return self.tokens[self.num_prompt :]
 
 
+def complete(sequences: Iterable[Sequence]) -> list[Sequence]:
+    """The sequences that have nothing left to run: all their results are there, or on their way."""
+    return [  # looks at each sequence of every sweep
+        s
+        for s in sequences
+        if (len(s.tokens) == s.num_computed if s.targets else len(s.tokens) - s.num_prompt >= s.sampling.max_tokens)
+    ]
+
+
 def in_flight(slot: int | None) -> int:
     """The slot of a sequence in flight, which has one."""
     assert slot is not None, "the sequence is not in flight"
@@ -175,3 +186,8 @@ class LogitsRow(NamedTuple):
 
     sequence: Sequence
     position: int
+
+
+def logits_rows(sequences: Iterable[Sequence], positions: Iterable[int]) -> list[LogitsRow]:
+    """Rows of logits at a position of each sequence, made without a call of a Python function for each."""
+    return list(map(tuple.__new__, repeat(LogitsRow), zip(sequences, positions, strict=True)))

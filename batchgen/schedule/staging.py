@@ -151,4 +151,4 @@ def _runs(blocks: List[int], staged: int) -> list[Run]:
 
 def has_window_tables(members: List[ScheduledSequence]) -> bool:
     """Tell whether sequences have block tables of their own in layers with a sliding window."""
-    return any(s.sequence.window_table is not None for s in members)
+    return any([sequence.window_table is not None for sequence, _ in members])

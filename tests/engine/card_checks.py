@@ -42,7 +42,7 @@ _SOME = [cell for cells in _OF_MODELS for cell in rotating("card", cells[0]).sam
 
 def parts_of(path, tier, stores, *schedule, kv_format=DTYPE, weight_format=DTYPE, packed_tokens=0):
     policy = policy_of(path, tier, kv_format, *schedule, weight_format, ON_CARD)
-    policy = replace(policy, packed_tokens=packed_tokens)
+    policy = replace(policy, packed_tokens=packed_tokens, captured_tokens=policy.max_num_batched_tokens)
     return make_parts(path, CARD, policy, stores, longest_tokens=80)
 
 

@@ -1,4 +1,4 @@
-"""Captured decode sweeps against sweeps launched kernel by kernel. `test_triton.py` runs this file, in a process of its
+"""Captured sweeps against sweeps launched kernel by kernel. `test_triton.py` runs this file, in a process of its
 own: with Triton's interpreter, where a capture is the launches once more, and on a card where there is one."""
 
 import random
@@ -76,7 +76,7 @@ def kernels_as_on_a_card(monkeypatch):
         monkeypatch.setattr(
             ops,
             "prepare_attention",
-            lambda plan, *shape, device, **_: triton_kernels.prepare_attention(plan, *shape, device),
+            lambda plan, operands, device, **_: triton_kernels.prepare_attention(plan, operands, device),
         )
 
 
@@ -89,22 +89,23 @@ def linear_as_on_a_card(x, weight, bias=None, **options):
 _linear = ops.linear
 
 
-def capture_sweeps(executor):
-    executor.capture_sweeps(executor.lanes._driver if DEVICE.type == "cuda" else _Again(), SEQS)
+def capture_sweeps(executor, most_tokens=SEQS):
+    executor.capture_sweeps(executor.lanes._driver if DEVICE.type == "cuda" else _Again(), most_tokens)
 
 
-def engine(config, monkeypatch, *, captured):
+def engine(config, monkeypatch, *, captured, **policy_fields):
     weights_as_on_a_card(monkeypatch)
     executor = in_memory(config, dummy_checkpoint(config), torch.float32, BLOCKS, BLOCK_SIZE, DEVICE)
     kernels_as_on_a_card(monkeypatch)
     if captured:
-        capture_sweeps(executor)
+        capture_sweeps(executor, captured)
     tier = "cpu" if DEVICE.type == "cpu" else "gpu"
     policy = Policy(
         admission="static", gpu_batch_size=SEQS, num_gpu_batches=1, max_num_batched_tokens=512,
         max_model_len=config.max_position, kv_block_size=BLOCK_SIZE, kv_blocks={tier: BLOCKS}, share_prefixes=True,
         weight_format="float32", kv_format="float32", kv_seqs={tier: SEQS},
     )  # fmt: skip
+    policy = replace(policy, **policy_fields)
     slots = {tier: BLOCKS} if config.state is not None else {}
     memory = MemoryPlan({}, {}, policy.kv_blocks, 0, 512, state_slots=slots)
     windows = frozenset(config.windows)
@@ -142,8 +143,8 @@ CONFIGS["states"] = LLAMA | QWEN_MOE | QWEN_NEXT
 def test_captured_sweeps_give_the_same_tokens(config, monkeypatch):
     monkeypatch.setattr(graphs, "_UNCAPTURED", 0)
     config = config_of_hf(config)
-    expected = tokens(engine(config, monkeypatch, captured=False))
-    made = engine(config, monkeypatch, captured=True)
+    expected = tokens(engine(config, monkeypatch, captured=0))
+    made = engine(config, monkeypatch, captured=SEQS)
     made_graphs, replayed = made.parts.executor.context.graphs, 0
     run = made_graphs.run
 
@@ -190,8 +191,33 @@ def test_captured_sweeps_take_the_weights_of_each_layer_in_4_bits(family, monkey
     assert sum(replays) >= 4
 
 
-def test_sweeps_with_prompts_are_not_captured(monkeypatch):
-    made = engine(config_of_hf(LLAMA), monkeypatch, captured=True)
+# Prompts arrive while others decode, in parts of up to 16 tokens.
+ARRIVING = {"admission": "continuous", "gpu_batch_size": 2, "max_num_batched_tokens": 16}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_captured_sweeps_may_have_prompts(config, monkeypatch):
+    monkeypatch.setattr(graphs, "_UNCAPTURED", 0)
+    config = config_of_hf(config)
+    expected = tokens(engine(config, monkeypatch, captured=0, **ARRIVING))
+    made = engine(config, monkeypatch, captured=16, **ARRIVING)
+    made_graphs, replayed = made.parts.executor.context.graphs, []
+    buffers_of = made_graphs.buffers
+
+    def noted(packed):
+        buffers = buffers_of(packed)
+        if buffers is not None and buffers.replay is not None:
+            replayed.append(packed.num_tokens - len(packed.logits_rows))
+            buffers.hidden.fill_(float("nan"))  # what an earlier sweep left must not matter
+        return buffers
+
+    made_graphs.buffers = noted
+    assert tokens(made) == expected
+    assert sum(more > 0 for more in replayed) >= 2
+
+
+def test_larger_sweeps_are_not_captured(monkeypatch):
+    made = engine(config_of_hf(LLAMA), monkeypatch, captured=SEQS)
     seen = []
     buffers = made.parts.executor.context.graphs.buffers
     made.parts.executor.context.graphs.buffers = lambda packed: (
@@ -201,10 +227,38 @@ def test_sweeps_with_prompts_are_not_captured(monkeypatch):
     assert seen[0] == (sum(map(len, PROMPTS)), None)
 
 
+def sized(*programs, tokens=8):
+    """The size of sweeps with one window and so many items of few and of many rows, and merges."""
+    few, many, merges = programs
+    return graphs.Size(tokens, None, ((None, triton_kernels.Capacity(few, many, 512, merges, 512)),))
+
+
+def test_a_graph_serves_sweeps_that_leave_few_of_its_programs_without_work():
+    large = sized(1024, 64, 0)
+    assert large.serves(large) and large.serves(sized(512, 0, 0)) and large.serves(sized(256, 64, 0))
+    assert not large.serves(sized(128, 8, 0))
+    assert not large.serves(sized(1024, 64, 8)) and not large.serves(sized(1024, 64, 0, tokens=16))
+    assert sized(64, 64, 128).serves(sized(8, 0, 0))  # too few to matter
+
+
+def test_a_graph_serves_sweeps_of_somewhat_fewer_tokens():
+    large = sized(64, 0, 0, tokens=640)
+    assert large.serves(sized(64, 0, 0, tokens=480)) and not large.serves(sized(64, 0, 0, tokens=472))
+    assert not large.serves(sized(64, 0, 0, tokens=648))
+    with_states = replace(large, sequences=8)
+    assert with_states.serves(with_states) and not with_states.serves(replace(with_states, tokens=632))
+
+
+def test_a_size_that_serves_two_has_the_larger_of_each_length():
+    both = sized(16, 0, 8).enlarged(sized(8, 64, 0))
+    assert both == sized(16, 64, 8)
+    assert both.serves(sized(16, 0, 8)) and both.serves(sized(8, 64, 0))
+
+
 def test_few_graphs_are_kept(monkeypatch):
     monkeypatch.setattr(graphs, "_UNCAPTURED", 0)
     monkeypatch.setattr(graphs, "_MOST_GRAPHS", 2)
-    made = engine(config_of_hf(LLAMA), monkeypatch, captured=True)
+    made = engine(config_of_hf(LLAMA), monkeypatch, captured=SEQS)
     kept = made.parts.executor.context.graphs
     assert len(tokens(made)) == len(PROMPTS)
     assert len(kept._buffers) <= 2

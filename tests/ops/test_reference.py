@@ -13,6 +13,7 @@ from batchgen.core.dtypes import KVFormat
 from batchgen.ops import cpp as kernels
 from batchgen.ops import dispatch as ops
 from batchgen.ops import torch_attention
+from batchgen.ops.attention_operands import AttentionOperands
 from batchgen.ops.attention_plan import (
     SequenceSlice,
     SweepTables,
@@ -44,8 +45,8 @@ def sweeps(draw):
 
 
 def prepare(plan, heads, kv_heads, head_dim, dtype=torch.float32, kv_format="float32"):
-    kv_format = KVFormat.of(kv_format)
-    return torch_attention.prepare_attention(plan, heads, kv_heads, head_dim, BLOCK, dtype, kv_format, ops.CPU)
+    operands = AttentionOperands(heads, kv_heads, head_dim, BLOCK, dtype, KVFormat.of(kv_format))
+    return torch_attention.prepare_attention(plan, operands, ops.CPU)
 
 
 def run(case, dtype, head_dim=32):
@@ -161,8 +162,9 @@ def test_rotated_keys_with_one_large_channel_keep_their_products(name, head_dim)
     rotated = ops.rotary_store(qkv, heads, kv, torch.arange(tokens), kv_format, scale=scale)
     slices = [SequenceSlice(1, tokens - 1, np.arange(4, dtype=np.int32))]
     plan = plan_attention(SweepTables.of(slices), [], kv_block_size=BLOCK, key_bytes=heads * head_dim * 4, window=None)
+    operands = AttentionOperands(heads, heads, head_dim, BLOCK, torch.float32, kv_format)
     for prepared in (
-        ops.prepare_attention(plan, heads, heads, head_dim, BLOCK, torch.float32, kv_format),
+        ops.prepare_attention(plan, operands),
         prepare(plan, heads, heads, head_dim, kv_format=name),
     ):
         out = ops.paged_attention(rotated[-1:], kv, prepared, bits=kv_format.bits).view(heads, head_dim)
@@ -203,7 +205,8 @@ def test_any_number_of_heads_may_share_a_kv_head(heads):
     plan = plan_attention(SweepTables.of(slices), [], kv_block_size=BLOCK, key_bytes=32 * 4)
     torch.manual_seed(0)
     q, kv = torch.randn(4, heads, 32) * 0.4, torch.randn(3, 2, 1, BLOCK, 32)
-    prepared = ops.prepare_attention(plan, heads, 1, 32, BLOCK, torch.float32, KVFormat("float32"))
+    operands = AttentionOperands(heads, 1, 32, BLOCK, torch.float32, KVFormat("float32"))
+    prepared = ops.prepare_attention(plan, operands)
     assert isinstance(prepared, kernels.AttentionPlan) == (heads == 288)
     meant = torch_attention.paged_attention(q, kv, prepare(plan, heads, 1, 32))
     torch.testing.assert_close(ops.paged_attention(q, kv, prepared), meant.flatten(1), atol=1e-5, rtol=1e-5)

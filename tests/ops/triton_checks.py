@@ -22,6 +22,7 @@ from batchgen.models.hf.config import config_of_hf
 from batchgen.ops import dispatch as ops
 from batchgen.ops import int8, quant, reference, torch_attention
 from batchgen.ops import triton as triton_kernels
+from batchgen.ops.attention_operands import AttentionOperands
 from batchgen.ops.attention_plan import (
     AttentionPlan,
     DecodeGroup,
@@ -107,8 +108,8 @@ def prepared(  # what a plan is cut for, one by one
     plan, heads, kv_heads, head_dim, kv_block_size, dtype, kv_format="float32", num_sms=132, capacity=None
 ):
     kv_format = KVFormat.of(kv_format)
-    shape = attention.geometry(heads, kv_heads, head_dim, kv_block_size, dtype, kv_format, DEVICE)
-    return plans.cut(plan, replace(shape, num_sms=num_sms)).prepare(DEVICE, capacity)
+    operands = AttentionOperands(heads, kv_heads, head_dim, kv_block_size, dtype, KVFormat.of(kv_format))
+    return plans.cut(plan, replace(attention.geometry(operands, DEVICE), num_sms=num_sms)).prepare(DEVICE, capacity)
 
 
 def attend(q, kv, plan, bits=0, softcap=0.0, sinks=None):
@@ -245,7 +246,8 @@ def test_partial_results_fit_what_is_planned_for_them(shape, sequences, shared, 
     ]
     groups = [SharedGroup(tuple(range(len(slices))), 64)] if shared else []
     plan = plan_attention(SweepTables.of(slices), groups, kv_block_size=16, key_bytes=2 * kv_heads * head_dim)
-    cut_for = attention.geometry(heads, kv_heads, head_dim, 16, torch.bfloat16, KVFormat.of("bfloat16"), ops.CPU)
+    operands = AttentionOperands(heads, kv_heads, head_dim, 16, torch.bfloat16, KVFormat.of("bfloat16"))
+    cut_for = attention.geometry(operands, ops.CPU)
     rows = plans.cut(plan, replace(cut_for, num_sms=num_sms)).capacity.partial_rows
     planned = 0.75 * DEVICE_WORKSPACE_BYTES + (tokens * 2 * 4 * heads * (head_dim + 2) if shared else 0)
     assert rows * heads * (head_dim + 2) * 4 <= planned
@@ -1028,9 +1030,8 @@ def test_ops_on_a_card_are_those_of_the_cpu(with_triton, kv_format, monkeypatch)
         rope = there(angles.cos()), there(angles.sin())
         options = {"scale": 0.125, "rope": rope, "positions": there(positions)}
         q = ops.rotary_store(there(qkv), heads, here, there(slots), kv_format, **options)
-        made = ops.prepare_attention(
-            plan, heads, kv_heads, head_dim, kv_block_size, q.dtype, kv_format, device=torch.device(device)
-        )
+        operands = AttentionOperands(heads, kv_heads, head_dim, kv_block_size, q.dtype, kv_format)
+        made = ops.prepare_attention(plan, operands, torch.device(device))
         out = ops.paged_attention(q, here, made, bits=bits)
         y = ops.linear(out, there(weight), residual=out)
         y = ops.norm(y, there(weight[0]), None, 1e-5)
@@ -1089,19 +1090,20 @@ def test_tiles_fit_the_shared_memory(shared_memory, dtype, bits):
 def test_old_cards_leave_products_or_all_to_torch(monkeypatch):
     """Triton uses no tensor cores before 8.0, and does not run before 7.5."""
     there = torch.device("cuda")
+    operands = AttentionOperands(2, 2, 64, 16, torch.float16, KVFormat("float16"))
 
     def on(capability):
         made = launching.Card(capability, 40, 64 << 10)
         for module in (attention, grouped, packed, rotary, triton_kernels):
             monkeypatch.setattr(module, "card", lambda device: made)
         kernels = ops.device_kernels(there)
-        capture = ops.can_capture(there, 64, 1, 16)
+        capture = ops.can_capture(operands, there)
         return (
             kernels,
             capture,
             kernels
             and (
-                kernels.supports_attention(64, 1, 16, there),
+                kernels.supports_attention(operands, there),
                 kernels.supports_rotary(64, False, there),
                 kernels.supports_rotary(64, True, there),
                 ops.multiplies_int4(there),
@@ -1114,10 +1116,7 @@ def test_old_cards_leave_products_or_all_to_torch(monkeypatch):
         assert on(capability) == (triton_kernels, True, (True, True, True, True))
     on(75)
     monkeypatch.setattr(torch_attention, "prepare_attention", lambda *a: "torch's")
-    assert (
-        ops.prepare_attention(AttentionPlan((), (), ()), 2, 2, 64, 16, torch.float16, KVFormat("float16"), there)
-        == "torch's"
-    )
+    assert ops.prepare_attention(AttentionPlan((), (), ()), operands, there) == "torch's"
 
 
 # Rows.

@@ -3,41 +3,20 @@
 from dataclasses import replace
 
 import pytest
-from planner_cases import budgets, cpu_box, llama_8b
+from planner_cases import CARDS, MIXTURE, inputs, llama_8b
 
 from batchgen.core.dtypes import packed_matmul_key
 from batchgen.core.workload import Workload
-from batchgen.models.hf.config import config_of_hf
 from batchgen.planner.costs import phase_dequantize_s, phase_matmul_s
 from batchgen.planner.explanation import explanation_of
 from batchgen.planner.packed_products import packed_tokens
 from batchgen.planner.phases import Phase
 from batchgen.planner.plan_selection import plan_problem
-from batchgen.planner.problem import CostInputs, problem_of
+from batchgen.planner.problem import problem_of
 from batchgen.planner.simulation import simulate_job
 from batchgen.profiler.shipped import shipped_profile
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-CARDS = ("a100", "a10g", "h100", "h200", "rtx3090")
-MIXTURE = config_of_hf(
-    {
-        "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 6,
-        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768,
-        "vocab_size": 8000, "num_experts": 128, "num_experts_per_tok": 8, "intermediate_size": 6144,
-    }
-)  # fmt: skip
-
-
-def inputs(name="h100", model=None, **changes):
-    hardware = cpu_box() if name == "cpu" else shipped_profile(name)
-    fields = {
-        "hardware": hardware, "model": model or llama_8b(), "workload": Workload.uniform(8, 1, 16),
-        "compute_format": "bfloat16", "weight_format": "int4", "kv_format": "bfloat16", "admission": "continuous",
-        "max_num_seqs": 8, "num_gpu_batches": 1, "max_num_batched_tokens": 512, "kv_block_size": 16,
-        "budgets": budgets(hardware), "process_bytes": 0,
-    }  # fmt: skip
-    return CostInputs(**fields | changes)
 
 
 def layer_s(s, tokens):

@@ -501,11 +501,10 @@ def run_on(
     )
     real_prepare = ops.prepare_attention
 
-    def prepare(plan, heads, kv_heads, head_dim, kv_block_size, dtype, kv_format, *, device, **options):
+    def prepare(plan, operands, device, **options):
         if device == DEVICE:
-            shape = heads, kv_heads, head_dim, kv_block_size
-            return torch_attention.prepare_attention(plan, *shape, dtype, kv_format, ops.CPU)
-        return real_prepare(plan, heads, kv_heads, head_dim, kv_block_size, dtype, kv_format, device=device, **options)
+            return torch_attention.prepare_attention(plan, operands, ops.CPU)
+        return real_prepare(plan, operands, device, **options)
 
     monkeypatch.setattr(ops, "prepare_attention", prepare)
     if ahead:

@@ -11,6 +11,7 @@ from batchgen.models.hf.config import config_of_hf
 from batchgen.models.state_layers import DeltaNet
 from batchgen.planner.problem import CostInputs, Problem
 from batchgen.planner.search_space import search_space
+from batchgen.profiler.shipped import shipped_profile
 
 GIB = 1 << 30
 
@@ -205,3 +206,25 @@ def qwen36_35b_a3b() -> ModelConfig:
         state=DeltaNet(key_heads=16, value_heads=32, key_dim=128, value_dim=128, kernel=4),
         state_layers=tuple(j for j in range(layers) if j % 4 != 3),
     )
+
+
+CARDS = ("a100", "a10g", "h100", "h200", "rtx3090")
+MIXTURE = config_of_hf(
+    {
+        "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 6,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768,
+        "vocab_size": 8000, "num_experts": 128, "num_experts_per_tok": 8, "intermediate_size": 6144,
+    }
+)  # fmt: skip
+
+
+def inputs(name="h100", model=None, **changes) -> CostInputs:
+    """Inputs of a small job with int4 weights, of Llama-3.1-8B unless another model is given, on a card or a CPU."""
+    hardware = cpu_box() if name == "cpu" else shipped_profile(name)
+    fields = {
+        "hardware": hardware, "model": model or llama_8b(), "workload": Workload.uniform(8, 1, 16),
+        "compute_format": "bfloat16", "weight_format": "int4", "kv_format": "bfloat16", "admission": "continuous",
+        "max_num_seqs": 8, "num_gpu_batches": 1, "max_num_batched_tokens": 512, "kv_block_size": 16,
+        "budgets": budgets(hardware), "process_bytes": 0,
+    }  # fmt: skip
+    return CostInputs(**fields | changes)

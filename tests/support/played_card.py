@@ -11,7 +11,8 @@ Options are environment variables PLAYED_CUDA_...: KERNELS (1: they are played; 
 Triton compiles kernels, though nothing runs them), SEED and DELAY_US (of the orders in which streams run), MIB and
 PINNABLE_MIB (memory of the card, and what can be pinned), DEVICES, CAPABILITY, QUEUE (operations that a stream holds),
 EMPTY (1: large copies move nothing), AT_ONCE (1: no thread, for the time that the host takes), REPORT (a file for
-counts and faults).
+counts and faults). BATCHGEN_CUDA_VENV names the environments with torch's CUDA build, if they are not those that
+`make cuda-env` makes; the first one is taken.
 """
 
 from __future__ import annotations
@@ -30,25 +31,36 @@ ROOT = SUPPORT.parents[1]
 _SOURCES = SUPPORT / "played_cuda"
 
 
-def python() -> Path:
-    """The interpreter of the environment with torch's CUDA build (`make cuda-env`), which may be missing."""
-    return Path(os.environ.get("BATCHGEN_CUDA_VENV", ROOT / ".venv-cuda")) / "bin" / "python"
+def venvs() -> list[Path]:
+    """The environments with CUDA builds of torch (`make cuda-env`), the newest build first; there may be none."""
+    named = os.environ.get("BATCHGEN_CUDA_VENV")
+    found = map(Path, named.split(os.pathsep)) if named else sorted(ROOT.glob(".venv-cuda-*"), key=_version)[::-1]
+    return [venv for venv in found if (venv / "bin" / "python").exists()]
+
+
+def _version(venv: Path) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", venv.name)]
 
 
 def missing() -> str | None:
     """What is missing for a played card; None: nothing."""
-    if not python().exists():
+    if not venvs():
         return "torch's CUDA build is not installed beside the CPU's (make cuda-env)"
     return None if shutil.which("g++") else "no g++ to compile the played CUDA runtime"
 
 
-def environment(**options: object) -> dict[str, str]:
-    """The environment of a process that finds a played card, for `python()`.
+def python(venv: Path) -> str:
+    return str(venv / "bin" / "python")
+
+
+def environment(venv: Path, **options: object) -> dict[str, str]:
+    """The environment variables of a process of `python(venv)` that finds a played card.
 
     Args:
+        venv: An environment with torch's CUDA build.
         options: Options of the runtime, in lower case.
     """
-    library = _library()
+    library = _library(venv)
     paths = [SUPPORT / "played_site", ROOT, SUPPORT, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **{name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "TRITON_"))},
@@ -64,24 +76,28 @@ def environment(**options: object) -> dict[str, str]:
     }
 
 
-def _library() -> Path:
+def _library(venv: Path) -> Path:
     """The compiled runtime, under the name by which the driver is asked for; compiled where it is not there yet."""
-    sources = sorted(_SOURCES.glob("*.cpp"))
-    told = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(_SOURCES.iterdir()))).hexdigest()[:16]
-    library = ROOT / "build" / "played_cuda" / told / "libcuda.so.1"
+    sources, headers = sorted(_SOURCES.glob("*.cpp")), _headers(venv)
+    told = [
+        *sorted(_SOURCES.iterdir()),
+        *(folder / name for folder in headers for name in ("cuda.h", "driver_types.h")),
+    ]
+    name = hashlib.sha256(b"".join(path.read_bytes() for path in told if path.exists())).hexdigest()[:16]
+    library = ROOT / "build" / "played_cuda" / name / "libcuda.so.1"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)
         being_made = library.with_name(f"{library.name}.{os.getpid()}")
         command = ["g++", "-std=gnu++20", "-O1", "-fPIC", "-shared", f"-Wl,-soname,{library.name}"]
-        headers = [option for folder in _headers() for option in ("-isystem", folder)]
-        subprocess.run([*command, *headers, *sources, "-o", being_made, "-ldl", "-lpthread"], check=True)
+        places = [option for folder in headers for option in ("-isystem", folder)]
+        subprocess.run([*command, *places, *sources, "-o", being_made, "-ldl", "-lpthread"], check=True)
         being_made.rename(library)
     return library
 
 
-def _headers() -> list[Path]:
-    """CUDA's headers, which torch's CUDA build and Triton bring."""
-    (packages,) = python().parents[1].glob("lib/python*/site-packages")
+def _headers(venv: Path) -> list[Path]:
+    """Folders of CUDA's headers, which torch's CUDA build and Triton bring."""
+    (packages,) = venv.glob("lib/python*/site-packages")
     return [packages / "nvidia" / "cu13" / "include", packages / "triton" / "backends" / "nvidia" / "include"]
 
 
@@ -90,7 +106,8 @@ def main() -> None:
     count = next((i for i, argument in enumerate(given) if not re.fullmatch("[a-z_]+=.*", argument)), len(given))
     if why := missing():
         sys.exit(why)
-    os.execve(python(), [str(python()), *given[count:]], environment(**dict(o.split("=") for o in given[:count])))
+    venv, options = venvs()[0], dict(option.split("=") for option in given[:count])
+    os.execve(python(venv), [python(venv), *given[count:]], environment(venv, **options))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen.core.dtypes import KVFormat
 from batchgen.ops.attention_items import COLUMNS
+from batchgen.ops.attention_operands import AttentionOperands
 from batchgen.ops.attention_plan import AttentionPlan
 from batchgen.ops.triton import plan as plans
 from batchgen.ops.triton.groups import aligned, flat_columns, unpack, unpack_bytes
@@ -27,16 +27,9 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _ITEM = tl.constexpr(COLUMNS)
 
 
-def supports_attention(head_dim: int, group: int, kv_block_size: int, device: torch.device) -> bool:
-    """Tell whether the Triton attention kernels support these sizes on a device.
-
-    Args:
-        head_dim: Number of values in one head.
-        group: Number of query heads that share a KV head.
-        kv_block_size: Number of tokens in a KV block.
-        device: Device that computes.
-    """
-    this = card(device)
+def supports_attention(operands: AttentionOperands, device: torch.device) -> bool:
+    """Tell whether the Triton attention kernels support operands of these shapes on a device."""
+    this, head_dim, group, kv_block_size = card(device), operands.head_dim, operands.group, operands.kv_block_size
     return (
         this.has_products
         and head_dim % 2 == 0
@@ -47,47 +40,21 @@ def supports_attention(head_dim: int, group: int, kv_block_size: int, device: to
     )
 
 
-def geometry(
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    kv_block_size: int,
-    dtype: torch.dtype,
-    kv_format: KVFormat,
-    device: torch.device,
-) -> Geometry:
-    """The sizes and tiles for which attention plans are cut, from a model's shape and a GPU."""
+def geometry(of: AttentionOperands, device: torch.device) -> Geometry:
+    """The sizes and tiles for which attention plans are cut, from the operands' shapes and a GPU."""
     this = card(device)
-    few, many = attention_tiles(heads // kv_heads, head_dim, dtype, kv_format.bits, this.shared_memory)
-    return Geometry(heads, kv_heads, head_dim, kv_block_size, few, many, this.num_sms)
+    few, many = attention_tiles(of.group, of.head_dim, of.dtype, of.kv_format.bits, this.shared_memory)
+    return Geometry(of.heads, of.kv_heads, of.head_dim, of.kv_block_size, few, many, this.num_sms)
 
 
-def prepare_attention(
-    plan: AttentionPlan,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    kv_block_size: int,
-    dtype: torch.dtype,
-    kv_format: KVFormat,
-    device: torch.device,
-) -> DevicePlan:
+def prepare_attention(plan: AttentionPlan, operands: AttentionOperands, device: torch.device) -> DevicePlan:
     """Cut the attention plan of a sweep into work items for a GPU, and copy them to it."""
-    return cut_attention(plan, heads, kv_heads, head_dim, kv_block_size, dtype, kv_format, device).prepare(device)
+    return cut_attention(plan, operands, device).prepare(device)
 
 
-def cut_attention(
-    plan: AttentionPlan,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    kv_block_size: int,
-    dtype: torch.dtype,
-    kv_format: KVFormat,
-    device: torch.device,
-) -> CutPlan:
+def cut_attention(plan: AttentionPlan, operands: AttentionOperands, device: torch.device) -> CutPlan:
     """Cut the attention plan of a sweep into work items for a GPU, in the host's memory."""
-    return plans.cut(plan, geometry(heads, kv_heads, head_dim, kv_block_size, dtype, kv_format, device))
+    return plans.cut(plan, geometry(operands, device))
 
 
 def paged_attention(

@@ -8,7 +8,10 @@ own. A token in several items gets an unnormalised partial result from each. Mer
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from operator import ge
 
 import numpy as np
 import torch
@@ -81,12 +84,25 @@ class Capacity:
     merges: int
     partial_rows: int
 
+    @property
+    def lengths(self) -> tuple[int, int, int, int, int]:
+        return self.few, self.many, self.table, self.merges, self.partial_rows
+
     def holds(self, other: Capacity) -> bool:
-        return all(have >= need for have, need in zip(astuple(self), astuple(other), strict=True))
+        return all(map(ge, self.lengths, other.lengths))
+
+    def enlarged(self, other: Capacity) -> Capacity:
+        """The lengths that hold two plans, one at a time."""
+        return Capacity(*map(max, self.lengths, other.lengths))
+
+    @property
+    def programs(self) -> int:
+        """Number of programs of all launches, for each KV head."""
+        return self.few + self.many + self.merges
 
     def rounded(self) -> Capacity:
         """The lengths rounded up to powers of two, so that one capacity serves many plans. A length of 0 stays 0."""
-        return Capacity(*(power_of_two(n, _LEAST_ROOM) if n else 0 for n in astuple(self)))
+        return Capacity(*(power_of_two(n, _LEAST_ROOM) if n else 0 for n in self.lengths))
 
 
 @dataclass
@@ -116,6 +132,11 @@ class DevicePlan:
         views = _views(self.buffer, self.capacity)
         self.few, self.many, self.table, self.merge_tokens, self.merge_starts, self.merge_rows = views
 
+    @cached_property
+    def _on_host(self) -> list[Tensor]:
+        """The arrays as views of the host's buffer."""
+        return _views(self.host, self.capacity)
+
     def fill(self, cut: CutPlan) -> None:
         """Replace the plan by another one in the same memory and with the same launches, for CUDA graphs.
 
@@ -126,7 +147,7 @@ class DevicePlan:
             raise ValueError(f"a plan of {cut.capacity} does not fit {self.capacity}")
         if self.copied is not None:
             self.copied.synchronize()
-        _write(self.host, self.capacity, cut.arrays)
+        _write(self._on_host, cut.arrays)
         if self.buffer is not self.host:
             self.buffer.copy_(self.host, non_blocking=True)
             self.mark_copied()
@@ -165,7 +186,7 @@ class CutPlan:
         again = capacity is not None
         capacity = capacity or self.capacity
         host = torch.empty(_starts(capacity)[-1], dtype=torch.int32, pin_memory=again and device.type == "cuda")
-        _write(host, capacity, self.arrays)
+        _write(_views(host, capacity), self.arrays)
         if not again:
             return DevicePlan(self.geometry, capacity, host, upload(host.numpy(), device))
         prepared = DevicePlan(self.geometry, capacity, host, to_device(host, device))
@@ -208,10 +229,9 @@ def _lengths(arrays: _Arrays) -> Capacity:
     return Capacity(few, many, table, tokens, rows)
 
 
-def _write(host: Tensor, capacity: Capacity, arrays: _Arrays) -> None:
-    """Write arrays into a buffer, and fill the rest of its capacity with empty items and merges."""
-    views = [view.numpy() for view in _views(host, capacity)]
-    for view, array, rest in zip(views, arrays, (0, 0, 0, -1, 0, 0), strict=True):
+def _write(views: Sequence[Tensor], arrays: _Arrays) -> None:
+    """Write arrays into the views of a buffer, and fill the rest of its capacity with empty items and merges."""
+    for view, array, rest in zip((view.numpy() for view in views), arrays, (0, 0, 0, -1, 0, 0), strict=True):
         view[: len(array)] = array
         view[len(array) :] = rest
 
@@ -229,8 +249,12 @@ def _cut(plan: AttentionPlan, geometry: Geometry) -> _Arrays:
         for items, programs, least in zip((tiles[is_few], tiles[~is_few]), _PROGRAMS_PER_SM, _LEAST_PART, strict=True)
     )
     items = np.concatenate((few, many))
-    merges = _mark_partial(items)
+    are_whole = len(items) == len(tiles) and not plan.shared
+    merges = _NO_MERGES if are_whole else _mark_partial(items)
     return items[: len(few)], items[len(few) :], table, *merges
+
+
+_NO_MERGES = np.zeros(0, np.int64), np.zeros(1, np.int64), np.zeros(0, np.int64)
 
 
 def _parts(items: np.ndarray, kv_heads: int, programs: int, least: int) -> np.ndarray:

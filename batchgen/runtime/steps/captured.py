@@ -8,7 +8,7 @@ from batchgen.core.kv_placement import KVPlacement
 from batchgen.ops import dispatch as ops
 from batchgen.ops.state_slots import StateSlots
 from batchgen.runtime.batch_state import BatchPart, BatchState
-from batchgen.runtime.graphs import DecodeGraphs, StaticBuffers
+from batchgen.runtime.graphs import StaticBuffers, SweepGraphs
 from batchgen.runtime.steps.context import StepContext
 from batchgen.runtime.streams import Driver
 from batchgen.schedule.packed_batch import empty_batch
@@ -22,23 +22,22 @@ def all_layers(context: StepContext, step: Step, batch: BatchState) -> None:
             handler(context, layer_step, batch)
         return
     assert context.graphs is not None, "sweeps are no CUDA graphs"
-    batch.hidden = context.graphs.run(batch.buffers, batch.hidden)
+    hidden = context.graphs.run(batch.buffers, batch.hidden)
+    batch.hidden = hidden if batch.logits_indices is None else hidden.index_select(0, batch.logits_indices)
 
 
-def decode_graphs(context: StepContext, driver: Driver, most_tokens: int) -> DecodeGraphs | None:
-    """Graphs of decode sweeps of at most `most_tokens` tokens; None: no kernel can attend in one."""
+def sweep_graphs(context: StepContext, driver: Driver, most_tokens: int) -> SweepGraphs | None:
+    """Graphs of sweeps of at most `most_tokens` tokens; None: no kernel can attend in one."""
     config = context.config
     if config.per_layer_size:  # rows of a table that only the host has
         return None
-    for layer in config.attention_layers:
-        shape = context.kv_cache.shape_of(layer)
-        group = config.num_heads // shape.kv_heads
-        if not ops.can_capture(context.device, shape.head_dim, group, shape.kv_block_size):
-            return None
-    return DecodeGraphs(
+    windows = {config.windows[layer] for layer in config.attention_layers}
+    if not all(ops.can_capture(context.attention_operands(window), context.device) for window in windows):
+        return None
+    return SweepGraphs(
         partial(_launch_layers, context),
         driver.capture,
-        lambda plan, window: ops.cut_attention(plan, *context.attention_shape(window), device=context.device),
+        lambda plan, window: ops.cut_attention(plan, context.attention_operands(window), device=context.device),
         most_tokens,
         config.hidden_size,
         context.weights.dtype,
@@ -50,7 +49,8 @@ def _launch_layers(context: StepContext, buffers: StaticBuffers) -> None:
     """Launch all layers over static buffers."""
     launched = context.layer_steps(len(buffers.hidden))
     context.expands = any(step.kind == "expand_weight" for _, step in launched)
-    states = None if buffers.states is None else StateSlots(*buffers.states)
+    slots = buffers.state_slots
+    states = None if slots is None else StateSlots(*slots)
     part = BatchPart(slice(0, len(buffers.hidden)), buffers.slots, {}, buffers.plans, states)
     parts = {KVPlacement.DEVICE: part}
     positions = buffers.positions

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batchgen.core.dtypes import KVFormat
 from batchgen.core.routing import RoutingCounts
 from batchgen.models import layers
 from batchgen.models.config import ModelConfig
 from batchgen.models.rope import RopeConfig
 from batchgen.ops import dispatch as ops
+from batchgen.ops.attention_operands import AttentionOperands
 from batchgen.runtime.batch_state import BatchState
 from batchgen.runtime.deferred import DeferredBatchState
-from batchgen.runtime.graphs import DecodeGraphs
+from batchgen.runtime.graphs import SweepGraphs
 from batchgen.runtime.memory.activations import Activations
 from batchgen.runtime.memory.kv_cache import KVCache
 from batchgen.runtime.memory.state_cache import StateCache
@@ -41,7 +41,7 @@ class StepContext:
         routing: numbers of tokens by expert, where the host computes.
         layer_steps: function from a number of tokens to the Steps of all layers of a sweep over so many that moves
             nothing, each with the function that does its work.
-        graphs: decode sweeps captured as CUDA graphs; None: none is.
+        graphs: sweeps captured as CUDA graphs; None: none is.
         tokens: sampled tokens on the device; None: the host hands them to the next sweep.
         deferred_of: Step id -> the deferred batch that it works for.
         on_logits: function that takes the sweep's logits.
@@ -78,7 +78,7 @@ class StepContext:
         growth = layers.query_growth_table(config, options.max_positions)
         self.query_growth = None if growth is None else growth.to(self.device)
         self.layer_steps: Callable[[int], Sequence[tuple[Handler, Step]]] = lambda num_tokens: ()
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: SweepGraphs | None = None
         self.tokens: TokenTable | None = None
         self.deferred_of: dict[int, DeferredBatchState] = {}
         self.on_logits: OnLogits = nobody_takes_logits
@@ -89,15 +89,11 @@ class StepContext:
         """The tensors of a Step's layer, as the sweep multiplies them."""
         return self.weights.layer(step.layer, step.weight_slot, expanded=self.expands)
 
-    def attention_shape(self, window: int | None) -> tuple[int, int, int, int, torch.dtype, KVFormat]:
-        """The shape that attention plans are prepared for: heads, KV heads, head size, KV block, dtype, KV format.
-
-        Args:
-            window: Sliding window of the layers, or None.
-        """
+    def attention_operands(self, window: int | None) -> AttentionOperands:
+        """The operands of attention in layers with a sliding window, or in those without one (None)."""
         shape = self.kv_cache.shape_in(window)
-        heads = self.config.num_heads, shape.kv_heads, shape.head_dim
-        return *heads, shape.kv_block_size, self.weights.dtype, shape.format
+        heads, dtype = self.config.num_heads, self.weights.dtype
+        return AttentionOperands(heads, shape.kv_heads, shape.head_dim, shape.kv_block_size, dtype, shape.format)
 
     @property
     def states(self) -> StateCache:
@@ -133,7 +129,7 @@ class StepContext:
         with contextlib.nullcontext() if core is None else core.hosts():
             chosen = self.on_logits(rows, logits, start)
         if chosen is not None and self.tokens is not None:
-            self.tokens.keep([in_flight(row.sequence.token_slot) for row in rows], chosen)
+            self.tokens.keep([in_flight(sequence.token_slot) for sequence, _ in rows], chosen)
 
     def logits_buffer(self, x: Tensor, rows: ops.Weight) -> Tensor:
         """Memory for the logits of x, always the same: some that is new to the process costs more than filling it."""

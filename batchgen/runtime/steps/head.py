@@ -23,7 +23,7 @@ def head(context: StepContext, step: Step, batch: BatchState) -> None:
     bias = weights.head_bias(start, stop)
     wanted = [*batch.packed.logits_rows, *(row for deferred_batch in batch.joined for row in deferred_batch.rows)]
     if rows.shape[0] == config.vocab_size or context.vocabulary_chunks:
-        count = context.options.logit_rows or len(wanted)
+        count = context.options.logit_rows or len(wanted) or 1
         for i in range(0, len(wanted), count):
             part = batch.hidden[i : i + count]
             logits = layers.logits(config, part, rows, context.logits_buffer(part, rows), bias)

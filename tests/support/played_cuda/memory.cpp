@@ -18,7 +18,8 @@ namespace {
 using Ranges = std::map<char*, size_t>;  // start -> bytes
 
 constexpr size_t kArena = 256ul << 30, kPage = 2ul << 20, kAlignment = 512;
-// Larger allocations are not filled: their pages would take memory of the host.
+// Larger allocations have zeros: their pages would take memory of the host. So has all memory where kernels do nothing,
+// or tokens would be no tokens.
 constexpr size_t kFilled = 64ul << 20;
 
 std::mutex& mutex = *new std::mutex;  // never destroyed: other libraries call CUDA when the process ends
@@ -87,6 +88,7 @@ size_t used_bytes() {
 }
 
 void* allocate(size_t num_bytes) {
+    static const bool plays = option("KERNELS", 1);
     std::lock_guard lock(mutex);
     if (!device) open_memory();
     num_bytes = rounded(num_bytes, kAlignment);
@@ -99,7 +101,7 @@ void* allocate(size_t num_bytes) {
     if (place + num_bytes > device + kArena) return nullptr;
     allocated[place] = num_bytes;
     used += num_bytes;
-    if (num_bytes <= kFilled) memset(behind(place), 0xff, num_bytes);
+    if (plays && num_bytes <= kFilled) memset(behind(place), 0xff, num_bytes);
     return place;
 }
 

@@ -14,9 +14,14 @@ def _has_devices(device) -> None:
     device.has_cuda = lambda: True  # it looks for what NVIDIA's driver has in /dev
 
 
+def _has_no_cudnn(torch) -> None:
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def _plays_operations(torch) -> None:
     import played_operations
 
+    _has_no_cudnn(torch)
     played_operations.install()
 
 
@@ -32,7 +37,7 @@ def _compiles_nothing(compiler) -> None:
     compiler.compile = played_launches.compile_nothing
 
 
-_CHANGES = {"batchgen.core.device": _has_devices}
+_CHANGES = {"batchgen.core.device": _has_devices, "torch": _has_no_cudnn}
 if _KERNELS:
     _CHANGES |= {"torch": _plays_operations, "batchgen.ops.triton.launch": _plays_launches}
 if not _COMPILES:
