@@ -75,7 +75,7 @@ def _quantized(plan: Plan, other: OtherQuality | None) -> StrategyTime:
     if not quantized:
         return StrategyTime(*_QUANTIZED, None, "is no faster" if other else "is not among what this plan may do")
     best = min(quantized, key=lambda p: p.prediction.total_s)
-    return StrategyTime(*_QUANTIZED, best.prediction.total_s, described(best.policy))
+    return StrategyTime(_QUANTIZED[0], described(best.policy), best.prediction.total_s)
 
 
 def strategy_rows(plan: Plan) -> list[list[str]]:

@@ -147,7 +147,7 @@ class TestTheOtherChoice:
         asked, plan, other = exact
         row = with_strategies(plan, asked, other).strategies[-2]
         assert row.name == "quantized" and row.seconds == other.plan.prediction.total_s
-        assert "perplexity" in row.reason
+        assert "perplexity" in row.description and not row.reason
 
     def test_is_a_row_among_the_strategies_without_a_gpu(self):
         asked = problem("exact", cpu_box(cpu_memory_bytes=24 * GIB))
