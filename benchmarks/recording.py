@@ -41,9 +41,13 @@ def machine() -> dict[str, Any]:
 
 
 def slug(machine: dict[str, Any]) -> str:
-    """A kind of CPU as part of a file's name: what it is called, its family and model, its best instruction set."""
+    """A kind of CPU as part of a file's name: what it is called, its family and model, its best instruction set.
+
+    zen4 has no instructions beyond avx512_bf16, but other products.
+    """
+    best = next(name for name in machine["instruction_sets"] if name != "zen4")
     called = re.sub(r"\(.*?\)|@.*", " ", machine["cpu"]).lower()
-    name = f"{called} {machine['family']} {machine['model']} {machine['instruction_sets'][0]}"
+    name = f"{called} {machine['family']} {machine['model']} {best}"
     return re.sub(r"[^a-z0-9]+", "-", name).strip("-")
 
 

@@ -46,7 +46,7 @@ Default: `~/.cache/batchgen`. One that another user may write to is not used: a 
 more (`openssl rand -hex 32`), or a file of mode 0600 that has them. |
 | `BATCHGEN_HARDWARE` | A hardware profile, by name or file, to plan with instead of this machine's. |
 | `BATCHGEN_ISA` | One instruction set for all kernels, instead of the fastest for each shape: `scalar`, `avx2`, \
-`avx_vnni`, `avx512`, `avx512_vnni`, `avx512_bf16`, `amx`, `neon` or `neon_dot`. |
+`avx_vnni`, `avx512`, `avx512_vnni`, `avx512_bf16`, `zen4`, `amx`, `neon` or `neon_dot`. |
 | `BATCHGEN_NUM_THREADS` | The number of threads of the kernels. Without it `OMP_NUM_THREADS` counts, then the \
 number of cores. |
 | `BATCHGEN_LOG` | The least level of the log records that a job shows as lines: `DEBUG`, `INFO` (default), `WARNING` \

@@ -11,7 +11,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from batchgen.core.dtypes import packed_matmul_key
 from batchgen.core.errors import InputError, one_line
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.knowledge import Knowledge
@@ -235,9 +234,9 @@ class ComputeRates:
 
 def _stand_ins(name: str) -> tuple[str, ...]:
     """Keys of a table that may stand for this one: the key itself, and the same with another dtype of 16 bits."""
-    for key in (str, packed_matmul_key):
-        if name in map(key, SIXTEEN_BIT):
-            return (name, *map(key, SIXTEEN_BIT))
+    weights, _, dtype = name.rpartition(" ")  # of products with packed weights, the format of these comes first
+    if dtype in SIXTEEN_BIT:
+        return (name, *(f"{weights} {other}".lstrip() for other in SIXTEEN_BIT))
     return (name,)
 
 

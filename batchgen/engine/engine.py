@@ -36,6 +36,7 @@ from batchgen.engine.non_finite import NonFiniteSequences
 from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.engine.prefetch import Prefetch
 from batchgen.engine.preparation import KnownAnswers
+from batchgen.engine.prompt_order import PromptOrder
 from batchgen.engine.scoring import Scoring
 from batchgen.engine.tensor_parallel import first_shard, load_on_ranks, shard_weights
 from batchgen.models.files import read_config, resolve_model
@@ -138,7 +139,7 @@ class _Call:
     Attributes:
         handler: The handler of the call's requests.
         scheduler: The scheduler of the call's sequences.
-        source: The prepared requests, read ahead in a thread.
+        source: The prepared requests, read ahead in a thread, in the order in which they start.
         adaptation: Adaptation of the policy to measurements; None: the policy stays.
         sweeps_in_flight: The most sweeps that may be in flight at once.
         under_way: Sweeps that were launched and whose results have not been taken.
@@ -148,7 +149,7 @@ class _Call:
 
     handler: RequestHandler[Any]
     scheduler: Scheduler
-    source: Prefetch
+    source: Prefetch | PromptOrder
     adaptation: Adaptation | None = None
     sweeps_in_flight: int = 1
     under_way: deque[_Sweep] = field(default_factory=deque)
@@ -194,9 +195,9 @@ class _Call:
 class Engine:
     """A model held in memory, which generates completions for any number of requests, or scores texts.
 
-    An engine does not measure the machine. On a CPU all kernels use the first of the instruction sets amx, avx512_bf16,
-    avx512, avx2 and scalar that the CPU has, or the one that BATCHGEN_ISA names. (A job, in contrast, uses for each
-    matrix shape the set that is fastest in the machine's profile.)
+    An engine does not measure the machine. On a CPU all kernels use the first of the instruction sets amx, zen4,
+    avx512_bf16, avx512, avx2 and scalar that the CPU has, or the one that BATCHGEN_ISA names. (A job, in contrast, uses
+    for each matrix shape the set that is fastest in the machine's profile.)
 
     Args:
         model: A local Hugging Face directory, a `.gguf` file, a hub id, or "demo".
@@ -272,7 +273,8 @@ class Engine:
         budgets = resolve_budgets(
             where, cpu_memory=cpu_memory, gpu_memory=gpu_memory, processes=ranks_of_host(tensor_parallel)
         )
-        weights = choose_weights(files, config, weights, dtype, where, lambda: budgets["cpu"])
+        tier = "gpu" if where.kind == "cuda" else "cpu"
+        weights = choose_weights(files, config, weights, dtype, where, lambda: budgets[tier])
         if shard is not None:
             weights = shard_weights(shard, weights)
         policy = in_memory_policy(
@@ -485,7 +487,8 @@ class Engine:
         on_sweep: Callable[[EngineStats], None],
     ) -> Iterator:
         self._running = scheduler
-        source = Prefetch(handler.prepare(requests), ahead=_INPUT_AHEAD)
+        ahead = Prefetch(handler.prepare(requests), ahead=_INPUT_AHEAD)
+        source = PromptOrder(ahead) if scheduler.tables.share_prefixes else ahead
         drop, in_flight = self.parts.executor.drop, self.parts.sweeps_in_flight
         call = _Call(handler, scheduler, source, adaptation, in_flight, drop=drop)
         self._lanes_before, self._collected_s = self._lanes_s(), time.perf_counter()

@@ -6,19 +6,20 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from batchgen.core.device import Device, compute_capability, sixteen_bits
+from batchgen.core.device import Device, compute_capability, has_cuda, sixteen_bits
 from batchgen.core.direct_io import make_offload_dir
 from batchgen.core.dtypes import (
     AUTO,
     DEQUANTIZED,
     FORMAT_BYTES,
+    GPU_FORMATS,
     INT4,
     KV_CODE_BITS,
     NATIVE,
@@ -78,7 +79,7 @@ if TYPE_CHECKING:
 
 ADMISSIONS = ("continuous", "static")
 _MARGIN_FRAC = 0.1  # part of the free memory that is left for everything else on the machine
-_DEQUANTIZED_FRAC = 0.5  # part of the host's memory that dequantized weights may take, so that KV has capacity
+_DEQUANTIZED_FRAC = 0.5  # part of the memory that dequantized weights may take, so that KV has capacity
 # Bytes of KV pools whose pages are touched before they are used: rows may share most of their KV, so that the rest may
 # never be. Loading keeps two or three cores busy: with fewer cores than these the pages are touched after it.
 _PREFAULT_BYTES, _PREFAULT_CORES = 1 << 30, 4
@@ -195,6 +196,22 @@ def resolve_budgets(
     return budgets
 
 
+def native_formats(device: Device) -> Collection[str]:
+    """The packed formats of models' files that a device multiplies as they are.
+
+    On a GPU that is not here, as in a plan for another machine, those that kernels for GPUs know.
+    """
+    if device.kind != "cuda":
+        return NATIVE_FORMATS
+    if not has_cuda():
+        return GPU_FORMATS
+    import torch
+
+    from batchgen.ops.dispatch import multiplies_packed
+
+    return GPU_FORMATS if multiplies_packed(torch.device(device.kind)) else ()
+
+
 def choose_weights(
     files: ModelFiles,
     config: ModelConfig,
@@ -215,13 +232,13 @@ def choose_weights(
         weights: The value of `--weights`.
         dtype: Compute dtype.
         device: Compute device.
-        memory_bytes: Function that returns the host memory of the process in bytes; called only where the choice
-            depends on it.
+        memory_bytes: Function that returns the bytes of memory that the process has for weights: the host's, or of a
+            CUDA GPU its own; called only where the choice depends on it.
 
     Raises:
         InputError: There is no such format, or the model's weights are in another one.
     """
-    resolved = resolve_weights(files, weights, on_cpu=device.kind != "cuda")
+    resolved = resolve_weights(files, weights, native_formats(device))
     if weights != AUTO or resolved not in NATIVE_FORMATS:
         return resolved
     expanded_bytes = config.held_params * FORMAT_BYTES[dtype]

@@ -63,6 +63,11 @@ class Prepared:
         """The id of the request's row, which keys random draws."""
         return self.index if self.request.id is None else self.request.id
 
+    @property
+    def prompt(self) -> array[int] | None:
+        """Token ids of its first prompt, by which requests are put in order; None: it has a result already."""
+        return self.prompts[0][0] if self.error is None and self.answer is None else None
+
     def completion(self) -> Completion | None:
         """The result of a request that fails, or whose answer is known; None: it has to be computed."""
         index, row_id, row, answer = self.index, self.row_id, self.request.row, self.answer

@@ -59,6 +59,11 @@ class _Prepared:
     tokens: Tokens | None = None
     error: str | None = None
 
+    @property
+    def prompt(self) -> array | None:
+        """Token ids of the context, by which requests are put in order; None: it has failed."""
+        return None if self.tokens is None else self.tokens.context
+
 
 @dataclass
 class _InFlight:

@@ -25,7 +25,14 @@ from batchgen.core.hardware import HardwareProfile
 from batchgen.core.quality import KV_LOSSES
 from batchgen.core.units import parse_rate, size_bytes
 from batchgen.distributed.launch import ranks_of_host
-from batchgen.engine.loader import check_state_dtype, choose_weights, resolve_budgets, resolve_context, resolve_dtype
+from batchgen.engine.loader import (
+    check_state_dtype,
+    choose_weights,
+    native_formats,
+    resolve_budgets,
+    resolve_context,
+    resolve_dtype,
+)
 from batchgen.engine.tensor_parallel import check_hosts, first_shard, shard_weights
 from batchgen.job.options import JobOptions
 from batchgen.models.config import ModelConfig
@@ -165,7 +172,7 @@ def resolve_job(
             cpu_memory=options.cpu_memory,
             gpu_memory=options.gpu_memory,
             processes=of_host,
-        )["cpu"]
+        )["gpu" if device.kind == "cuda" else "cpu"]
 
     job = _resolved(options, files, config, device, dtype, memory_bytes)
     return replace(_in_shards(job, shard), of_host=of_host)
@@ -195,6 +202,8 @@ def resolve_for(
     device = Device("cpu" if hardware.gpu is None else "cuda")
 
     def memory_bytes() -> int:
+        if hardware.gpu_memory_bytes is not None:
+            return hardware.gpu_memory_bytes if options.gpu_memory is None else size_bytes(options.gpu_memory)
         whole = hardware.cpu_memory_bytes if options.cpu_memory is None else size_bytes(options.cpu_memory)
         return whole // (of_host or max(options.tensor_parallel, options.pipeline))
 
@@ -269,7 +278,7 @@ def _resolved(
     memory_bytes: Callable[[], int],
 ) -> Job:
     check_state_dtype(config, options.state_dtype)
-    stored = resolve_weights(files, options.weights, on_cpu=device.kind != "cuda")
+    stored = resolve_weights(files, options.weights, native_formats(device))
     weights = choose_weights(files, config, options.weights, dtype, device, memory_bytes)
 
     def size(value: str | int | None) -> int | None:

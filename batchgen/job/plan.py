@@ -289,8 +289,11 @@ def _changed(
     """
     job, hardware = what_if(job, problem.hardware, changes)
     if job.shard is None:
-        cpu_memory = job.process_memory["cpu_memory"]
-        memory = hardware.cpu_memory_bytes if cpu_memory is None else cpu_memory
+        of_machine, name = hardware.cpu_memory_bytes, "cpu_memory"
+        if job.device.kind == "cuda" and hardware.gpu_memory_bytes is not None:
+            of_machine, name = hardware.gpu_memory_bytes, "gpu_memory"
+        given = job.process_memory[name]
+        memory = of_machine if given is None else given
         weights = choose_weights(job.files, job.config, weights, job.dtype, job.device, lambda: memory)
         job = with_faster_weights(
             replace(job, options=replace(job.options, weights=weights)), hardware, estimated.workload

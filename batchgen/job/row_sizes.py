@@ -32,11 +32,16 @@ class RowSizes:
         """
         self._sample = sample
         self._tokens: Array | None = None
+        self._mixed_rows = 1
         self._stopped = threading.Event()
 
     def sampled(self, sample: Sequence[tuple[int, int]]) -> None:
         """Take a sample before sizes are read. sample: (number of the row, tokens of its prompt) of some rows."""
         self._sample = sample
+
+    def mixed(self, rows: int) -> None:
+        """Expect so many neighbouring rows to be run in any order, from before sizes are read."""
+        self._mixed_rows = rows
 
     def stop(self) -> None:
         """Read no further."""
@@ -90,7 +95,9 @@ class RowSizes:
         slope = min(max(slope, 0.0), 1.0)  # a token has at least one byte
         fitted = np.maximum(1.0, tokens.mean() + slope * (sizes - x.mean()))
         fitted[rows] = tokens
-        self._tokens = fitted
+        starts = np.arange(0, len(fitted), self._mixed_rows)
+        counts = np.diff([*starts, len(fitted)])
+        self._tokens = np.repeat(np.add.reduceat(fitted, starts) / counts, counts)
 
     def prompt_tokens(self, first_row: float, count: int) -> Array | None:
         """Prompt tokens of the rows from one on, divided into equal stretches; None: not known.

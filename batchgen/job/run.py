@@ -25,6 +25,7 @@ from batchgen.distributed.launch import own_share
 from batchgen.engine.encode import encode_all, encode_pairs, encode_prompt
 from batchgen.engine.engine import Engine
 from batchgen.engine.parts import EngineStats
+from batchgen.engine.prompt_order import MOST_REQUESTS
 from batchgen.job.answer_cache import AnswerCache, answered
 from batchgen.job.cached_outputs import cached_output
 from batchgen.job.chat_notices import watch_chats
@@ -528,6 +529,7 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
     stepped = isinstance(job.source, SteppedSource)  # its later steps are not in the plan
     expected = None if stepped else expected_of(plan, options, state, total_rows, job.row_sizes)
     if expected is not None:
+        job.row_sizes.mixed(MOST_REQUESTS if plan.policy.share_prefixes else 1)
         job.row_sizes.scan_in_thread(job.source.batches(0, SCAN_ROWS), plan.prediction.total_s)
     observer.start(expected, engine)
     planned = (

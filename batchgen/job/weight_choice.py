@@ -28,7 +28,7 @@ def with_faster_weights(job: Job, hardware: HardwareProfile, workload: Workload)
 
     Args:
         job: The job. It is returned unchanged where its options give the format, or where the machine's rates of GEMMs
-            with weights in the model's own format are not known.
+            with weights in the model's own format are not known; on a CUDA GPU weights are dequantized then.
         hardware: The profile of one process's part of the machine.
         workload: The job's rows.
     """
@@ -37,7 +37,7 @@ def with_faster_weights(job: Job, hardware: HardwareProfile, workload: Workload)
     config, rates = job.process_config, hardware.compute
     key = matmul_key(main_format(config, job.open_format), job.dtype)
     if not rates.has_rates("gemm_flops_per_s", key):
-        return job
+        return job if job.device.kind != "cuda" else _in_format(job, DEQUANTIZED, "")
     native = job.open_format if job.open_format != MIXED else "the formats of the file"
     if not dequantized_fit(job, _memory_bytes(job, hardware)):
         size = format_bytes(store_bytes(config, job.dtype, DEQUANTIZED))

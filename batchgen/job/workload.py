@@ -13,6 +13,7 @@ from batchgen.core.request import Request, SamplingParams, ScoreRequest, cut_ove
 from batchgen.core.workload import Lengths, Workload
 from batchgen.engine.encode import LengthLimit, encode_all, encode_prompt
 from batchgen.engine.scoring import paths_to_run, tokens_of
+from batchgen.job.shared_prefixes import SampledPrompt, shared_part
 from batchgen.models.tokenizers.harmony import Harmony
 from batchgen.models.tokenizers.thinking import Thinking
 
@@ -94,7 +95,7 @@ def measure_workload(
         prompt_len=prompt_len,
         output_len=outputs,
         max_output_len=max(limits),
-        shared_prefix_len=_shared_part(sequences, copies) * prompt_len.mean if options.share_prefixes else 0.0,
+        shared_prefix_len=_shared_part(rows, copies, rows_to_run) * prompt_len.mean if options.share_prefixes else 0.0,
         scored_len=sum(scored) / len(scored) if len(scored) == len(sequences) else None,
     )
     tokens = tuple((row, sum(len(sequence.tokens) for sequence in of_row)) for row, of_row in numbered.items())
@@ -216,23 +217,19 @@ def _first_rows(batches: Iterator[tuple[int, Any]], count: int) -> Iterator[tupl
             return
 
 
-def _shared_part(sequences: list[_Sampled], copies: float) -> float:
-    """The part of all prompt tokens whose KV an earlier sequence has computed.
+def _shared_part(rows: list[list[_Sampled]], copies: float, rows_to_run: float) -> float:
+    """The part of all prompt tokens whose KV another sequence has computed.
 
-    It is measured in the second half of the sample, after the first half has filled the prefix cache. Further copies of
-    a sequence reuse all of its prompt but the last block.
+    Args:
+        rows: The sequences of each sampled row.
+        copies: Mean number of samples of a prompt. Further copies reuse all of it but the last block.
+        rows_to_run: Number of rows of the job.
     """
-    block = DEFAULT_KV_BLOCK_SIZE  # prefixes are shared in whole blocks
-    nodes: dict[tuple[int, tuple[int, ...]], int] = {}  # (node of the prefix, next block) -> node
-    shared = []
-    for sequence in sequences:
-        tokens, matched, matching, node = sequence.tokens, 0, True, 0
-        whole = sequence.shareable // block * block
-        for end in range(block, len(tokens) + 1, block):
-            key = node, tuple(tokens[end - block : end])
-            matching = matching and end <= whole and key in nodes and not sequence.whole_prompt
-            matched = end if matching else matched
-            node = nodes.setdefault(key, len(nodes) + 1)
-        shared.append((matched + (copies - 1) * whole) / copies)
-    warm = len(sequences) // 2
-    return sum(shared[warm:]) / sum(len(sequence.tokens) for sequence in sequences[warm:])
+    prompts = [
+        SampledPrompt(sequence.tokens, 0 if sequence.whole_prompt else sequence.shareable, number // _STRETCH_ROWS)
+        for number, of_row in enumerate(rows)
+        for sequence in of_row
+    ]
+    whole = sum(prompt.num_shareable // DEFAULT_KV_BLOCK_SIZE * DEFAULT_KV_BLOCK_SIZE for prompt in prompts)
+    of_copies = whole / sum(len(prompt.tokens) for prompt in prompts)
+    return (shared_part(prompts, rows_to_run * len(prompts) / len(rows)) + (copies - 1) * of_copies) / copies

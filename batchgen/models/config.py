@@ -848,7 +848,9 @@ class ModelConfig:
 
 def _check_rope(rope: RopeConfig, head_dim: int) -> None:
     if head_dim % 2:
-        raise InputError(f"rotary positions need an even head_dim, not {head_dim}")
+        raise InputError(
+            f"rotary positions need an even head_dim (or hidden_size / num_attention_heads), not {head_dim}"
+        )
     rotated = rope.rotated or head_dim
     if rotated > head_dim:
         raise InputError(f"{rotated} rotated values are more than head_dim {head_dim}")

@@ -7,7 +7,7 @@ imported here, so that a wrong model is refused at once.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -239,13 +239,13 @@ def _gguf_format(path: Path) -> str | None:
     return next(iter(matrix_formats(read_gguf(path).tensors, 1)[0].values()), "") or None
 
 
-def resolve_weights(files: ModelFiles, weights: str, *, on_cpu: bool = True) -> str:
+def resolve_weights(files: ModelFiles, weights: str, formats: Collection[str] = NATIVE_FORMATS) -> str:
     """The format in which layers are run: the format that is asked for, or the model's own.
 
     Args:
         files: Files of the model.
         weights: One of `WEIGHTS`, or a result of this function.
-        on_cpu: Whether a CPU computes the linear layers. Other devices have no kernels for block-quantized rows.
+        formats: Packed formats of files that the device multiplies as they are.
 
     Returns:
         "native" if the model's weights are numbers: they are run in the compute dtype. "dequantized" if the model has a
@@ -259,9 +259,9 @@ def resolve_weights(files: ModelFiles, weights: str, *, on_cpu: bool = True) -> 
         raise InputError(f"weights {weights!r} is not one of {', '.join(WEIGHTS)}")
     asked = NATIVE if weights == AUTO else weights
     resolved = stored if asked == NATIVE and stored else asked
-    if resolved in NATIVE_FORMATS and not on_cpu:
+    if resolved in NATIVE_FORMATS and resolved not in formats:
         if weights == NATIVE:
-            raise InputError(f"--weights native: only CPUs multiply weights in {resolved} yet: leave out --weights")
+            raise InputError(f"--weights native: this device does not multiply weights in {resolved}: leave it out")
         return DEQUANTIZED
     return resolved
 
@@ -271,6 +271,7 @@ def _check_directory(files: ModelFiles) -> None:
         raise InputError(f"{files.path} is a conversion that has not finished: run its `batchgen convert` again")
     if not (files.path / "config.json").exists():
         raise no_config(files.path)
+    _config_without_weights(files.path / "config.json")  # a model that is not supported is told so first
     weight_paths(files)
 
 

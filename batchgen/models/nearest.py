@@ -1,4 +1,4 @@
-"""The supported family that is nearest to a model which is not, for the message that refuses it."""
+"""Words for the message that refuses a model: the supported family that is nearest to it, and what it is itself."""
 
 from __future__ import annotations
 
@@ -17,14 +17,22 @@ _NEAREST = {
     "internlm": "llama",
     "deepseek": "qwen3_moe",
     "glm4moe": "qwen3_moe",
+    "glm4vmoe": "qwen3_moe",
+    "glmmoe": "qwen3_moe",
     "glm": "qwen3",
+    "chatglm": "qwen3",
     "kimi": "qwen3_moe",
+    "kimilinear": "qwen3_next",
+    "longcat": "qwen3_moe",
+    "dots1": "qwen3_moe",
+    "mimov2": "qwen3_moe",
     "minimax": "mixtral",
     "dbrx": "mixtral",
     "jetmoe": "granitemoe",
     "mistral4": "qwen3_moe",
     "pixtral": "mistral",
     "gemma": "gemma3",
+    "gemma3n": "gemma4",
     "recurrentgemma": "gemma3",
     "paligemma": "gemma3",
     "t5gemma": "gemma3",
@@ -33,6 +41,7 @@ _NEAREST = {
     "smolvlm": "smollm3",
     "bamba": "granitemoehybrid",
     "olmohybrid": "qwen3_5",
+    "olmo35hybrid": "qwen3_5",
     "flexolmo": "olmoe",
     "olmo": "olmo2",
     "gptoss": "gpt_oss",
@@ -47,6 +56,9 @@ _NEAREST = {
 # Parts of names of models whose layers keep a state, and of mixtures of experts.
 _STATES = ("mamba", "jamba", "zamba", "rwkv", "xlstm", "nemotronh", "falconh1", "plamo2", "linear", "hybrid", "lfm")
 _MIXTURES = ("moe", "mixture", "experts")
+# Parts of names of models with an encoder beside the decoder, and of those that are an encoder alone.
+_WITH_ENCODER = ("t5", "bart", "pegasus", "marian", "whisper", "m2m100", "prophetnet", "seamless", "moonshine")
+_ENCODERS = ("bert", "electra", "t5encoder", "clip", "siglip", "wav2vec", "embedding", "xlnet")
 
 
 def nearest_family(name: str, families: Iterable[str]) -> str:
@@ -57,7 +69,7 @@ def nearest_family(name: str, families: Iterable[str]) -> str:
         families: Names of the supported families.
     """
     known = tuple(families)
-    plain = re.sub(r"[^a-z0-9]", "", name.lower())
+    plain = _plain(name)
     begins = [begin for begin in _NEAREST if plain.startswith(begin) and _NEAREST[begin] in known]
     begins += [family for family in known if plain.startswith(family.replace("_", ""))]
     if begins:
@@ -66,6 +78,24 @@ def nearest_family(name: str, families: Iterable[str]) -> str:
     if any(part in plain for part in _STATES):
         return _first(("qwen3_next", "qwen3"), known)
     return _first(("qwen3_moe" if any(part in plain for part in _MIXTURES) else "llama",), known)
+
+
+def not_a_decoder(name: str) -> str:
+    """Words for a model that generates no text, or not by a decoder alone, with "; " at their end; else nothing.
+
+    Args:
+        name: Name of a class in transformers, of a `model_type`, or of an architecture of GGUFs.
+    """
+    plain = _plain(name)
+    if any(part in plain for part in _ENCODERS):
+        return "it is an encoder, which generates no text; "
+    if any(part in plain for part in _WITH_ENCODER):
+        return "it has an encoder beside its decoder; "
+    return ""
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def _first(wanted: tuple[str, ...], known: tuple[str, ...]) -> str:

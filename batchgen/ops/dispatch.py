@@ -110,8 +110,9 @@ def linear(
         x: Activations, [M, K].
         weight: Weight matrix [N, K]. It may be prepacked for an instruction set of the CPU (`pack_weight`), bound to
             one (`bind_weight`), or int8 rows [N, int8.row_bytes(K)], with which x is multiplied as integers (`int8`).
-            On the CPU it may be block-quantized. On a GPU that `multiplies_int4` it may be int4 rows, uint8 [N,
-            quant.row_bytes(K)]. The parts of a `SplitWeight` are multiplied one by one.
+            On the CPU it may be block-quantized. On a GPU that `multiplies_packed` it may be int4 rows, uint8 [N,
+            quant.row_bytes(K)], or blocks in one of the formats of `triton/blocks.py`. The parts of a `SplitWeight` are
+            multiplied one by one.
         bias: Bias [N], or None.
         activation: None, "relu", "gelu" or "gelu_tanh"; or a gated activation, where rows [0, N / 2) of the weight are
             the gate and rows [N / 2, N) are the up projection. "silu_mul" is silu(gate) * up. "gelu_tanh_mul" is
@@ -138,7 +139,7 @@ def linear(
     return (compute or reference).linear(x, weight, bias, **options)
 
 
-def multiplies_int4(device: torch.device) -> bool:
+def multiplies_packed(device: torch.device) -> bool:
     """Tell whether `linear` and `grouped_experts` take int4 rows on a device, without dequantizing the whole matrix."""
     return _product_kernels(device) is not None
 
@@ -150,8 +151,8 @@ def _product_kernels(device: torch.device) -> ModuleType | None:
 
 
 def _is_packed(weight: Weight) -> bool:
-    """Tell whether a weight on a GPU is int8 or int4 rows."""
-    return isinstance(weight, Tensor) and weight.dtype in (torch.int8, torch.uint8)
+    """Tell whether a weight on a GPU is int8 rows, int4 rows or blocks."""
+    return isinstance(weight, BlockWeight) or (isinstance(weight, Tensor) and weight.dtype in (torch.int8, torch.uint8))
 
 
 def grouped_linear(
@@ -313,8 +314,13 @@ def pack_weight(weight: Tensor, *, gated: bool = False, isa: str = "") -> Weight
     return kernels.pack(weight, gated=gated, isa=isa)
 
 
-def pack_blocks(weight: BlockWeight, dtype: torch.dtype, *, gated: bool = False) -> PackedWeight:
-    """Prepack a block-quantized weight into panels of about as many bytes, for activations of dtype `dtype`."""
+def pack_blocks(weight: BlockWeight, dtype: torch.dtype, *, gated: bool = False) -> PackedWeight | BlockWeight:
+    """Prepack a block-quantized weight into panels of about as many bytes, for activations of dtype `dtype`.
+
+    On a GPU the weight comes back as it is.
+    """
+    if weight.data.device.type != "cpu":
+        return weight
     return kernels.pack_blocks(weight, dtype, gated=gated)
 
 
@@ -344,7 +350,8 @@ def weight_bytes(weight: Weight) -> int:
 def groups_experts(x: Tensor, *weights: Weight) -> bool:
     """Tell whether `grouped_experts` supports activations x and these weight matrices.
 
-    The matrices must be numbers of x's dtype, or int8 or int4 rows. The GPU must have units for matrix products.
+    The matrices must be numbers of x's dtype, int8 or int4 rows, or blocks. The GPU must have units for matrix
+    products.
 
     Args:
         x: Activations of one layer, on the device that computes.
@@ -358,9 +365,9 @@ def grouped_experts(  # the operands of two products
     x: Tensor,
     shares: Tensor,
     chosen: Tensor,
-    gate_up: Tensor,
+    gate_up: Tensor | BlockWeight,
     gate_up_bias: Tensor | None,
-    down: Tensor,
+    down: Tensor | BlockWeight,
     down_bias: Tensor | None,
     activation: str,
 ) -> Tensor:
@@ -375,7 +382,7 @@ def grouped_experts(  # the operands of two products
         shares: Weight of each expert's result, fp32 [tokens, experts of a token].
         chosen: Number of each expert in the layer, int64 [tokens, experts of a token].
         gate_up: Matrix [experts * 2 * intermediate, hidden], one expert after the other; an expert's gate is before its
-            up projection. It may be int8 or int4 rows, of which only those of experts with tokens are read.
+            up projection. It may be int8 or int4 rows or blocks, of which only those of experts with tokens are read.
         gate_up_bias: Bias [experts * 2 * intermediate], or None.
         down: Matrix [experts * hidden, intermediate], one expert after the other, stored in any of these ways.
         down_bias: Bias [experts * hidden], or None.

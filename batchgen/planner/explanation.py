@@ -255,9 +255,11 @@ def _state_sentences(plan: Plan) -> list[str]:
     slots = " and ".join(f"{count:,} {tiers[tier]}" for tier, count in states.slots.items())
     seqs = sum(plan.policy.kv_seqs.values())
     snapshots = sum(states.slots.values()) - seqs
+    forks = f", {snapshots:,} for snapshots of prefixes that rows share" if snapshots else ""
     return [
+        "Some layers keep a state of fixed size for each sequence, in place of KV.",
         f"The states of a sequence take {format_bytes(states.seq_bytes)} ({plan.policy.state_dtype}){as_kv}.",
-        f"There are slots for {slots}: {seqs:,} for sequences, {snapshots:,} for snapshots at forks of prompts.",
+        f"There are slots for {slots}: {seqs:,} for sequences{forks}.",
     ]
 
 

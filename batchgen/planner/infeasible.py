@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from batchgen.core.dtypes import FORMAT_BYTES, INT4
 from batchgen.core.errors import InputError
@@ -12,9 +13,15 @@ from batchgen.core.units import format_at_least, format_bytes
 from batchgen.models.layouts import main_format
 from batchgen.planner.kv_memory import TIER_FLAGS
 from batchgen.planner.mip import shortfall_bytes
-from batchgen.planner.problem import Problem
-from batchgen.planner.search_space import LEAST_BATCHED_TOKENS, search_space
+from batchgen.planner.problem import CostInputs, Problem
+from batchgen.planner.search_space import LEAST_BATCHED_TOKENS, least_batched_tokens, search_space
 
+# What the user may fix about the size of a batch -> the option, and the least value of it that is looked at.
+_SIZES = {
+    "max_num_seqs": ("--max-num-seqs", 1),
+    "max_num_batched_tokens": ("--max-num-batched-tokens", LEAST_BATCHED_TOKENS),
+    "num_gpu_batches": ("--num-gpu-batches", 1),
+}
 _TIER_WORDS = {"gpu": "GPU memory", "cpu": "memory", "disk": "free disk"}
 
 
@@ -42,24 +49,66 @@ def check_budgets(problem: Problem) -> None:
 
 
 def explain_infeasible(problem: Problem) -> str:
-    """A message with the budget that is short, and the smallest changes, each by itself, with which one row fits."""
+    """A message with the budget that is short, and the smallest changes, each by itself, with which a plan fits.
+
+    Where a size of the batch that the user fixes is what does not fit, the message begins with it.
+    """
     smallest = _smallest_batch(problem)
-    short_bytes = _shortfalls(smallest)
-    if not short_bytes and not any(True for _ in search_space(smallest)):
+    inputs = next((inputs for inputs, _ in search_space(smallest)), None)
+    if inputs is None:
         return f"{problem.hardware.name} has no rates for the formats asked for: allow another --weights"
-    message = f"no plan fits: {_fixed_use(problem)}"
-    if not short_bytes:
-        return f"{message}; no single budget can make up for it, raise several"
-    return f"{message}; {_remedies(problem, short_bytes)}{_int4_hint(problem)}"
+    fixed, smaller = _smaller_sizes(problem)
+    short_bytes = _shortfalls(smallest)
+    changes = [f"give at most {smaller}"] if smaller else []
+    changes += [_remedies(problem, short_bytes)] if short_bytes else []
+    if not changes:
+        changes = ["no single budget can make up for it, raise several"]
+    hint = _int4_hint(problem) if short_bytes and not smaller else ""
+    return f"no plan fits{fixed}: {_least_use(problem, inputs)}; {', or '.join(changes)}{hint}"
 
 
 def _smallest_batch(problem: Problem) -> Problem:
-    """The problem with the smallest batch of those that it allows."""
+    """The problem with the smallest batch of those that it allows, and one kind of admission: memory is that of all."""
+    max_num_seqs = problem.max_num_seqs or 1
     return replace(
         problem,
-        max_num_seqs=problem.max_num_seqs or 1,
-        num_gpu_batches=1,
-        max_num_batched_tokens=problem.max_num_batched_tokens or LEAST_BATCHED_TOKENS,
+        admissions=problem.admissions[:1],
+        max_num_seqs=max_num_seqs,
+        num_gpu_batches=problem.num_gpu_batches or 1,
+        max_num_batched_tokens=least_batched_tokens(problem, max_num_seqs),
+    )
+
+
+def _smaller_sizes(problem: Problem) -> tuple[str, str]:
+    """The option that alone keeps every plan from fitting, as it is given, and with the largest value that fits.
+
+    Both are empty where there is no such option.
+    """
+    for name, (flag, least) in _SIZES.items():
+        given = getattr(problem, name)
+        if given is None or given <= least or not _fits(_with_size(problem, name, least)):
+            continue
+        fitting, failing = least, min(given, problem.workload.num_seqs) if name == "max_num_seqs" else given
+        while failing - fitting > 1:
+            middle = (fitting + failing) // 2
+            if _fits(_with_size(problem, name, middle)):
+                fitting = middle
+            else:
+                failing = middle
+        return f" {flag} {given}", f"{flag} {fitting}"
+    return "", ""
+
+
+def _with_size(problem: Problem, name: str, size: int) -> Problem:
+    change: dict[str, Any] = {name: size}
+    return replace(problem, **change)
+
+
+def _fits(problem: Problem) -> bool:
+    """Tell whether a plan with the smallest batch that the problem allows fits all budgets."""
+    return any(
+        shortfall_bytes(inputs, phases, problem.allowed, "cpu") == 0
+        for inputs, phases in search_space(_smallest_batch(problem))
     )
 
 
@@ -79,12 +128,21 @@ def _least_weight_bytes(problem: Problem) -> float:
     return min(FORMAT_BYTES[main_format(problem.model, name)] for name in problem.weight_formats)
 
 
-def _fixed_use(problem: Problem) -> str:
-    """The memory that weights and the process take, in words."""
+def _least_use(problem: Problem, inputs: CostInputs) -> str:
+    """The memory that weights, the process and sequences in flight take, in words.
+
+    Args:
+        problem: The planner's problem.
+        inputs: Inputs with the smallest batch.
+    """
     whose = "the model's" if problem.sharing == 1 else "one process's"
     weights = problem.model.held_params * _least_weight_bytes(problem)
     process = f", the process {format_bytes(problem.process_bytes)}" if problem.process_bytes else ""
-    return f"{whose} weights take {format_bytes(weights)}{process}"
+    seqs = inputs.max_num_seqs
+    sizes = {"KV": seqs * inputs.seq_kv_bytes, "states": seqs * inputs.seq_state_bytes}
+    kept = " and ".join(f"{format_bytes(size)} of {name}" for name, size in sizes.items() if size)
+    sequences = "one sequence" if seqs == 1 else f"{seqs:,} sequences"
+    return f"{whose} weights take {format_bytes(weights)}{process}, {sequences} {kept}"
 
 
 def _remedies(problem: Problem, short_bytes: Mapping[str, float]) -> str:

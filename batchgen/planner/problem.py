@@ -113,10 +113,15 @@ class CostInputs(Sizes):
 
     @property
     def must_write_store(self) -> bool:
-        """True if a weight store must be written wherever weights are: memory does not hold them, or not unpacked."""
-        memory = sum(size for tier, size in self.budgets.items() if tier != "disk")
-        in_memory = self.weight_format != INT4 and self.layer_bytes * self.model.num_layers <= memory
-        return bool(self.loading.store_bytes) and not in_memory
+        """True if any placement has a weight store written: one of int4, or of weights that memory cannot hold.
+
+        Weights that memory cannot hold have no placement where the disk cannot hold their store.
+        """
+        size = self.loading.store_bytes
+        if not size or self.weight_format == INT4:
+            return bool(size)
+        memory = sum(budget for tier, budget in self.budgets.items() if tier != "disk")
+        return size <= self.budgets["disk"] and self.layer_bytes * self.model.num_layers > memory
 
     @property
     def rates(self) -> ComputeRates:
@@ -313,17 +318,18 @@ class Problem:
         for weight_format in self.weight_formats:
             for kv_format in self.kv_formats:
                 loss = (1 + loss_of(weight_format, kv_format)) / least - 1
-                if loss <= self.most_loss and _has_rates(self.hardware.compute, weight_format, kv_format):
+                if loss <= self.most_loss and self._has_rates(weight_format, kv_format):
                     yield weight_format, kv_format
 
-
-def _has_rates(rates: ComputeRates, weight_format: str, kv_format: str) -> bool:
-    """Return true if a machine has rates for a format of weights and one of KV."""
-    if weight_format == INT4 and not rates.expand_bytes_per_s:
-        return False
-    if weight_format == INT8 and not rates.has_rates("gemm_flops_per_s", INT8):
-        return False
-    return rates.has_rates("decode_attention_bytes_per_s", kv_format)
+    def _has_rates(self, weight_format: str, kv_format: str) -> bool:
+        """True if the machine has rates for both formats. Without a choice, int8 may have other products' rates."""
+        rates = self.hardware.compute
+        if weight_format == INT4 and not rates.expand_bytes_per_s:
+            return False
+        is_chosen = weight_format != self.weight_formats[0]
+        if weight_format == INT8 and is_chosen and not rates.has_rates("gemm_flops_per_s", INT8):
+            return False
+        return rates.has_rates("decode_attention_bytes_per_s", kv_format)
 
 
 def problem_of(

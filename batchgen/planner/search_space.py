@@ -77,6 +77,11 @@ def max_num_seqs_choices(problem: Problem) -> list[int]:
     return [size for size in ladder if size <= most]
 
 
+def least_batched_tokens(problem: Problem, max_num_seqs: int) -> int:
+    """The least tokens of a sweep that are looked at for so many sequences in flight."""
+    return min(_token_budgets(problem, max_num_seqs))
+
+
 def _token_budgets(problem: Problem, max_num_seqs: int) -> list[int]:
     """Token budgets: enough to keep up with finishing rows; four times that; 4,096; the whole block at once."""
     if problem.max_num_batched_tokens is not None:

@@ -219,7 +219,7 @@ def measure_dequantizing(
     name = f"expanding weights with {INT4} and {dtype_name} on {device.kind}"
     rate = timed(name, lambda: dequantize_rate(device, pool, subjects.main, effort))
     gemm = {}
-    if ops.multiplies_int4(pool.device):
+    if ops.multiplies_packed(pool.device):
         name = f"matrix products with {INT4} weights and {dtype_name} on {device.kind}"
         rates = timed(name, lambda: gemm_rates(device, pool, subjects.products, effort, INT4))
         gemm = {packed_matmul_key(dtype_name): rates}
@@ -348,9 +348,8 @@ def _weight(numbers: Tensor, weight_format: str, *, gated: bool, as_stored: bool
     """
     rows, columns = numbers.shape
     if weight_format in BLOCK_FORMATS:
-        data = torch.full(
-            (rows, weight_row_bytes(columns, weight_format)), 0x2A, dtype=torch.uint8
-        )  # scales are numbers
+        shape = rows, weight_row_bytes(columns, weight_format)
+        data = torch.full(shape, 0x2A, dtype=torch.uint8, device=numbers.device)  # scales are numbers
         weight = BlockWeight(data, weight_format)
         return weight if as_stored else ops.pack_blocks(weight, numbers.dtype, gated=gated)
     stored = numbers

@@ -112,18 +112,26 @@ class BlockTables:
         if num_tokens - num_known >= _LEAST_TOKENS:
             sequence.forks.add(num_tokens)
 
-    def fork_ahead(self, sequence: Sequence, following: Sequence) -> int:
-        """Tokens of a prefix that a sequence in flight is computing, and will leave a snapshot of; 0: there is none.
+    def prefix_ahead(self, sequence: Sequence, following: Sequence) -> int:
+        """Tokens of a prefix that a sequence in flight is computing, and that can be taken over later; 0: none can.
 
         Args:
             sequence: The sequence in flight.
-            following: A sequence that could take the snapshot over, with many tokens less to compute than without.
+            following: A sequence that could take over the KV, and the snapshot of a state, with many tokens less to
+                compute than now.
         """
-        if self.next_fork(sequence) is None:
+        pool = self.pool(sequence)
+        if not isinstance(pool, BlockManager) or not pool.share_prefixes:
             return 0
-        common, pool = self._common_tokens(sequence, following), self.pool(sequence)
-        end = max((end for end in self._fork_ends(sequence) if sequence.num_computed < end <= common), default=0)
-        if not end or not isinstance(pool, BlockManager):
+        known = sequence.num_inserted_blocks * pool.kv_block_size
+        if sequence.state is None and known >= sequence.num_prompt // pool.kv_block_size * pool.kv_block_size:
+            return 0
+        if sequence.state is not None and self.next_fork(sequence) is None:
+            return 0
+        end = self._common_tokens(sequence, following)
+        if sequence.state is not None:
+            end = max((fork for fork in self._fork_ends(sequence) if sequence.num_computed < fork <= end), default=0)
+        elif end <= known:
             return 0
         return end if end - pool.num_shareable(following.shareable) >= _LEAST_TOKENS else 0
 

@@ -302,11 +302,16 @@ class Scheduler:
                 self._queue_followers(sequence)
 
     def _follows_one_in_flight(self, sequence: Sequence) -> bool:
-        """Put a sequence aside if one in flight is about to leave a snapshot of a state for it; False: none is."""
-        if not self.tables.have_states or sequence.token_slot is not None or self.limits.admission == "static":
+        """Put a sequence aside if one in flight is computing a prefix of its prompt; False: none is.
+
+        A snapshot of a state may be left by any of them. KV alone is looked for where prompts are in order, at the last
+        one: in the tier that computes, all that is in a sweep can be taken over in that sweep.
+        """
+        if not self.tables.share_prefixes or sequence.token_slot is not None or self.limits.admission == "static":
             return False
-        tiers = [kv_placement.tier for kv_placement in islice(self._open_placements(), 1)]
-        ends = ((self.tables.fork_ahead(s, sequence), s) for s in self.running if s.kv_placement.tier in tiers)
+        tiers = {kv_placement.tier for kv_placement in islice(self._open_placements(), 1)}
+        sources = self.running if self.tables.have_states else islice(reversed(self.running), 1)
+        ends = ((self.tables.prefix_ahead(s, sequence), s) for s in sources if s.kv_placement.tier in tiers)
         end, source = max(ends, key=lambda pair: pair[0], default=(0, sequence))
         if end:
             sequence.prefix_source, sequence.num_source_tokens = source, end

@@ -5,8 +5,8 @@
 // has eight slots of four bits: slot i is value i of these four in the order of an operand, in that lane. Values of
 // more than four bits have their upper bits in a second plane of words; where a plane has fewer bits, several groups of
 // four share its words, shifted. Where values are multiplied as bytes (matmul/split_bytes.h), slots 2 i and 2 i + 1 are
-// byte i of the two vectors of columns, and a plane of values of eight bits is the bytes of one vector. Planes of FP8
-// (matmul/fp8.h) are the bytes of two values of K.
+// byte i of the two vectors of columns, and a plane of values of eight bits is the bytes of one vector. They lie
+// alike where they are multiplied as bf16 pairs (matmul/bf16_pairs.h).
 #pragma once
 
 #include <stdint.h>
@@ -229,7 +229,8 @@ inline void with_panels(BlockType type, F f) {
 inline bool is_operand(const Linear& args) { return args.packed && args.packing == BlockType::F32; }
 
 // Whether quantized values themselves are multiplied with x in bf16, and scales applied to sums: integers, with x split
-// into high and low bytes (matmul/split_bytes.h), and FP8 (matmul/fp8.h). Tile registers cannot apply a scale between
+// into high and low bytes (matmul/split_bytes.h), or as bf16 pairs (matmul/bf16_pairs.h) FP8, and values of four bits
+// where such products are as fast as those of bytes (BATCHGEN_EVEN_PAIRS). Tile registers cannot apply a scale between
 // two steps.
 #if (defined(BATCHGEN_VNNI) || defined(BATCHGEN_FAST_BF16)) && !defined(BATCHGEN_TILES)
 #define BATCHGEN_SPLIT_BYTES
@@ -237,22 +238,34 @@ constexpr bool kHasSplitBytes = true;
 #else
 constexpr bool kHasSplitBytes = false;
 #endif
-template <class Mma>
-constexpr bool kHasFp8 = false;
-#ifdef BATCHGEN_FAST_BF16
-template <>
-constexpr bool kHasFp8<Bf16Mma> = !kTiles;
+constexpr bool kHasPairs = kFastBF16 && !kTiles;
+#ifdef BATCHGEN_EVEN_PAIRS
+constexpr bool kEvenPairs = true;
+#else
+constexpr bool kEvenPairs = false;
 #endif
+template <class Kind>
+constexpr bool kAsPairs = kHasPairs && (Kind::kFloat8 || (kEvenPairs && Kind::kLow == 4 && Kind::kHigh == 0));
+// Whether a layer multiplies quantized values as bf16 pairs.
+inline bool multiplies_pairs(const Linear& args) {
+    bool pairs = false;
+    if (args.type == Type::BF16 && !args.int8)
+        with_panels(args.packing, [&]<class Format>(const int8_t*) { pairs = kAsPairs<typename Format::Kind>; });
+    return pairs;
+}
 // Whether a layer multiplies integers with x split into bytes.
 inline bool splits_bytes(const Linear& args) {
     return kHasSplitBytes && args.type == Type::BF16 && !args.int8 && args.packing != BlockType::F32 &&
-           !is_fp8(args.packing);
+           !is_fp8(args.packing) && !multiplies_pairs(args);
 }
-// Whether a layer multiplies FP8 numbers as bf16.
+
+// Whether all block-quantized weights are multiplied in one of these ways.
 template <class Mma>
-inline bool multiplies_fp8(const Linear& args) {
-    return kHasFp8<Mma> && is_fp8(args.packing);
-}
+constexpr bool kMultipliesQuants = false;
+#ifdef BATCHGEN_FAST_BF16
+template <>
+constexpr bool kMultipliesQuants<Bf16Mma> = !kTiles;
+#endif
 
 // Bytes of a panel of block-quantized weights, and the address of one.
 inline int64_t block_panel_bytes(const Linear& args) { return kPanelN * args.w_stride; }
@@ -283,25 +296,17 @@ inline Lanes slots_of(const Lanes (&columns)[2]) {
     }
 }
 
-// The bytes of two values of a group, the first or the last two, in two vectors of columns: pairs in bytes i and i + 2.
-inline Lanes byte_pairs(const Lanes (&columns)[2], int which) {
-    const Lanes first = columns[0] >> (16 * which), second = columns[1] >> (16 * which);
-    return (first & 0xff) | (first & 0xff00) << 8 | (second & 0xff) << 8 | (second & 0xff00) << 16;
-}
-
 // The words of a group in both planes, from its values in bytes.
 template <class Mma, class T, class Kind>
 inline void planes_of(const Lanes (&quants)[2], Lanes (&planes)[2]) {
-    constexpr bool kSplit = kHasSplitBytes && __is_same(T, bf16) && !Kind::kFloat8;
-    if constexpr (kSplit && Kind::kLow + Kind::kHigh == 8) {
+    constexpr bool kInBytes = __is_same(T, bf16) && (kAsPairs<Kind> || (kHasSplitBytes && !Kind::kFloat8));
+    if constexpr (kInBytes && Kind::kLow + Kind::kHigh == 8) {
         planes[0] = quants[0], planes[1] = quants[1];
-    } else if constexpr (kHasFp8<Mma> && Kind::kFloat8) {
-        planes[0] = byte_pairs(quants, 0), planes[1] = byte_pairs(quants, 1);
     } else {
         const auto plane = [&](int shift, int bits) {
             const uint32_t mask = ((1u << bits) - 1) * 0x01010101u;
             const Lanes columns[2] = {quants[0] >> shift & mask, quants[1] >> shift & mask};
-            return slots_of<Mma, kSplit>(columns);
+            return slots_of<Mma, kInBytes>(columns);
         };
         planes[0] = plane(0, Kind::kLow), planes[1] = Lanes{};
         if constexpr (Kind::kHigh) planes[1] = plane(Kind::kLow, Kind::kHigh);

@@ -26,9 +26,9 @@ inline LinearCut linear_cut(const Linear& args) {
         int64_t packed = args.m >= kMinPackedM ? tiled : 0;
         if (kIsInt8<Mma>) packed = QuantizedX::bytes_beside(args) + tiled;
         else if (splits_bytes(args)) packed = args.m * args.k * 2 + 4 * num_run_factors(args);
-        else if (multiplies_fp8<Mma>(args)) packed = tiled;
-        return LinearCut{kTileM, rows > 480 ? 480 : rows < 192 ? 192 : rows,     1, INT32_MAX, packed,
-                         kTileM, splits_bytes(args) || multiplies_fp8<Mma>(args)};
+        else if (multiplies_pairs(args)) packed = tiled + 4 * num_run_sums(args);
+        return LinearCut{kTileM, rows > 480 ? 480 : rows < 192 ? 192 : rows,  1, INT32_MAX, packed,
+                         kTileM, splits_bytes(args) || multiplies_pairs(args)};
     });
 }
 
@@ -38,6 +38,7 @@ inline void pack_rows(const Linear& args, int64_t group, int64_t stop, void* out
         if constexpr (uses_tiles<Mma>()) pack_tile_rows<Mma, T>(args, group, stop, out);
         else if constexpr (kIsInt8<Mma>) pack_quantized_x<T>(args, group, stop, out);
         else if (splits_bytes(args)) pack_split_tiles(args, group, stop, out);
+        else if (multiplies_pairs(args)) pack_pair_tiles(args, group, stop, out);
         else pack_row_tiles<Mma, T>(args, group, stop, out);
     });
 }

@@ -8,7 +8,7 @@
 #include "matmul/block_panels.h"
 #include "matmul/quant_panels.h"
 #include "matmul/dequantize.h"
-#include "matmul/fp8.h"
+#include "matmul/bf16_pairs.h"
 #include "matmul/int8.h"
 #include "matmul/layout.h"
 #include "matmul/operands.h"
@@ -26,7 +26,7 @@ inline void pack_panel(const Linear& args, int64_t panel, int64_t next, int64_t 
     if constexpr (kIsInt8<Mma>) {
         return pack_int8_panel(args, panel, start, stop, out);
     } else {
-        if constexpr (!kHasFp8<Mma>) {  // with kHasFp8, blocks are multiplied as they are
+        if constexpr (!kMultipliesQuants<Mma>) {
             if (args.packing != BlockType::F32) {
                 if (args.packed) return numbers_of_panel<Mma, T>(args, panel, next, start, stop, out);
                 return unpack_panel<Mma, T>(args, panel, start, stop, out);
@@ -77,7 +77,7 @@ inline void pack_row_tiles(const Linear& args, int64_t tile, int64_t stop, void*
 template <class Mma>
 inline int64_t panel_bytes_of(const Linear& args) {
     if (splits_bytes(args)) return unpacked_panel_bytes(args, 4);
-    if (multiplies_fp8<Mma>(args)) return unpacked_panel_bytes(args, 2);
+    if (multiplies_pairs(args)) return unpacked_panel_bytes(args, 2);
     return operand_panel_bytes<Mma>(args);
 }
 
@@ -88,11 +88,11 @@ inline void prepack_panels(const Linear& args, int64_t panel, int64_t stop, void
         for (; panel < stop; panel++) {
             auto* to = (typename Mma::Operand*)((uint8_t*)out + panel * panel_bytes_of<Mma>(args));
             const int64_t next = panel + 1 < stop ? panel + 1 : panel;
-            if (splits_bytes(args) || multiplies_fp8<Mma>(args)) {
+            if (splits_bytes(args) || multiplies_pairs(args)) {
                 const auto unpack = [&](const auto& products) {
                     unpack_quant_panel(args, products, panel, next, (uint32_t*)to);
                 };
-                splits_bytes(args) ? with_split_products(args, 0, unpack) : with_fp8_products(args, 0, unpack);
+                splits_bytes(args) ? with_split_products(args, 0, unpack) : with_pair_products(args, 0, unpack);
                 continue;
             }
             pack_panel<Mma, T>(args, panel, next, 0, k, to);

@@ -1,5 +1,5 @@
-// Products of quantized values themselves, with scales applied to their sums: what integers (matmul/split_bytes.h) and
-// FP8 (matmul/fp8.h) share.
+// Products of quantized values themselves, with scales applied to their sums: what bytes (matmul/split_bytes.h) and
+// bf16 pairs (matmul/bf16_pairs.h) share.
 #pragma once
 
 #include <stdint.h>
@@ -72,32 +72,46 @@ constexpr int64_t k_of_byte(int64_t byte) {
     else return byte / Block::kNibbles * 2 * Block::kNibbles + byte % Block::kNibbles;
 }
 
-// Hands a chunk of the rows of W columns, from `c` on, to sink(k, words): 4 bytes of values of each column, four times
-// in a row. The values of the format are bytes or nibbles as they lie. The scales go to `heads` [blocks,
-// Format::kScaleBytes], zeros where there is no row.
+// A chunk of the rows of W columns, from `c` on, whose values are bytes or nibbles as they lie. Their scales go to
+// `heads` [blocks, Format::kScaleBytes], zeros where there is no row.
+template <class Format>
+struct ColumnRows {
+    using Block = typename Format::Block;
+    static constexpr int64_t kPiece = 16, kCodeBytes = Block::kValues / (Block::kNibbles ? 2 : 1);
+    const uint8_t* rows[W];
+
+    ColumnRows(const Linear& args, int64_t panel, int64_t next, int c, int64_t at, uint8_t* heads) {
+        static const uint8_t nothing[kChunkK / Block::kValues * Block::kBytes] = {};
+        const int64_t blocks = smaller(kChunkK, args.k - at) / Block::kValues;
+        for (int i = 0; i < W; i++) {
+            rows[i] = row_at(args, panel, next, c + i, at / Block::kValues * Block::kBytes, blocks * Block::kBytes);
+            if (!rows[i]) rows[i] = nothing;
+            else
+                for (int64_t b = 0; b < blocks; b++)
+                    Format::Scales::put(rows[i] + b * Block::kBytes, c + i, heads + b * Format::kScaleBytes);
+        }
+    }
+    // Loads kPiece bytes of values of each column, the first of which is `byte`, a multiple: word i has four of them.
+    __attribute__((always_inline)) void words(int64_t byte, vi (&out)[4]) const {
+        const int64_t place = byte / kCodeBytes * Block::kBytes + Block::kQuantsAt + byte % kCodeBytes;
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++)
+            out[i] = load_quarters(rows[i] + place, rows[i + 4] + place, rows[i + 8] + place, rows[i + 12] + place);
+        transpose_quarters(out);
+    }
+};
+
+// Hands a chunk of the rows of W columns to sink(k, words): 4 bytes of values of each column, four times in a row.
 template <class Format, class Sink>
 __attribute__((always_inline)) inline void words_of_rows(const Linear& args, int64_t panel, int64_t next, int c,
                                                          int64_t at, uint8_t* heads, Sink sink) {
-    using Block = typename Format::Block;
-    static const uint8_t nothing[kChunkK / Block::kValues * Block::kBytes] = {};
-    constexpr int kPiece = 16, kCodeBytes = Block::kValues / (Block::kNibbles ? 2 : 1);
-    const int64_t blocks = smaller(kChunkK, args.k - at) / Block::kValues;
-    const uint8_t* rows[W];
-    for (int i = 0; i < W; i++) {
-        rows[i] = row_at(args, panel, next, c + i, at / Block::kValues * Block::kBytes, blocks * Block::kBytes);
-        if (!rows[i]) rows[i] = nothing;
-        else
-            for (int64_t b = 0; b < blocks; b++)
-                Format::Scales::put(rows[i] + b * Block::kBytes, c + i, heads + b * Format::kScaleBytes);
-    }
-    for (int64_t byte = 0; byte < blocks * kCodeBytes; byte += kPiece) {
-        const int64_t place = byte / kCodeBytes * Block::kBytes + Block::kQuantsAt + byte % kCodeBytes;
-        const int64_t k = k_of_byte<Block>(byte);
+    using Columns = ColumnRows<Format>;
+    const Columns columns(args, panel, next, c, at, heads);
+    const int64_t bytes = smaller(kChunkK, args.k - at) / Format::Block::kValues * Columns::kCodeBytes;
+    for (int64_t byte = 0; byte < bytes; byte += Columns::kPiece) {
+        const int64_t k = k_of_byte<typename Format::Block>(byte);
         vi r[4];
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; i++)
-            r[i] = load_quarters(rows[i] + place, rows[i + 4] + place, rows[i + 8] + place, rows[i + 12] + place);
-        transpose_quarters(r);
+        columns.words(byte, r);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) sink(k + 4 * i, (Lanes)r[i]);
     }
@@ -113,7 +127,8 @@ inline int64_t unpacked_panel_bytes(const Linear& args, int k_per_word) {
 }
 
 // A kind of products is a struct with
-//     kKPerWord: values of K in a word of an operand; kSmallM: the most rows that are multiplied in registers
+//     kKPerWord: values of K in a word of an operand
+//     kSmallM: the most rows that are multiplied in registers; kSmallMOfRows: also with w as it lies in a file
 //     operand(panel, next, at, out, scales): the operand of a chunk of a panel
 //     small_m<MR>(panel, next, c): c [MR, kPanelN] = all rows times a panel
 //     tile<MR>(r, i, count, at, k_count, b, scales, c): c += the rows from r + i on, of a tile of `count` rows from r
@@ -136,7 +151,7 @@ inline void products_of_panels(const Linear& args, const Products& products, int
                                int64_t panel_stop, int64_t next_panel, uint32_t* space, float* c, Finish finish) {
     for (; panel < panel_stop; panel++) {
         const int64_t next = panel + 1 < panel_stop ? panel + 1 : next_panel;
-        if (args.packed && !args.unpacked && rows <= Products::kSmallM) {
+        if ((args.packed || Products::kSmallMOfRows) && !args.unpacked && rows <= Products::kSmallM) {
             with_count<Products::kSmallM>(int(rows), [&]<int MR>() { products.template small_m<MR>(panel, next, c); });
             finish(panel);
             continue;

@@ -335,6 +335,7 @@ template <class Format>
 struct SplitProducts {
     using Kind = typename Format::Kind;
     static constexpr int kKPerWord = 4, kSmallM = kScaledTileM, kRun = Format::Block::kRun;
+    static constexpr bool kSmallMOfRows = false;
     const Linear& args;
     QuantFormat format;
     const uint32_t *x, *factors;
@@ -364,7 +365,8 @@ struct SplitProducts {
 template <class F>
 inline void with_split_products(const Linear& args, int64_t row, F f) {
     with_panels(args.packing, [&]<class Format>(const int8_t* table) {
-        if constexpr (!Format::Kind::kFloat8) f(SplitProducts<Format>(args, table, row));
+        if constexpr (!Format::Kind::kFloat8 && !kAsPairs<typename Format::Kind>)
+            f(SplitProducts<Format>(args, table, row));
     });
 }
 #else  // never called

@@ -5,7 +5,7 @@
 
 #include "kernels.h"
 #include "matmul/epilogue.h"
-#include "matmul/fp8.h"
+#include "matmul/bf16_pairs.h"
 #include "matmul/micro_kernel.h"
 #include "matmul/prepack.h"
 #include "matmul/split_bytes.h"
@@ -92,10 +92,10 @@ inline void linear_block(const Linear& args, int64_t row, int64_t row_stop, int6
                                [&](int64_t p) { finish<Mma, T, O>(args, row, p, rows, s.c); });
         };
         if (splits_bytes(args)) return with_split_products(args, row, multiply);
-        if (multiplies_fp8<Mma>(args)) return with_fp8_products(args, row, multiply);
+        if (multiplies_pairs(args)) return with_pair_products(args, row, multiply);
     }
     const Rows a = rows_as_operand<Mma, T>(args, row, rows, s.a);
-    if constexpr (direct<Mma, T>() && !kIsInt8<Mma> && !kHasFp8<Mma>) {
+    if constexpr (direct<Mma, T>() && !kIsInt8<Mma> && !kMultipliesQuants<Mma>) {
         if (args.packed && args.packing != BlockType::F32 && rows <= kSmallM)
             return small_m_block<Mma, T, O>(args, row, rows, a, panel, panel_stop, next_panel, s.c);
     }

@@ -14,7 +14,7 @@ from thorough import quick_or, rotating
 from tiered import make_parts
 
 from batchgen.core.device import Device
-from batchgen.core.dtypes import INT4, INT5, INT8
+from batchgen.core.dtypes import GPU_FORMATS, INT4, INT5, INT8
 from batchgen.runtime import graphs
 
 pytestmark = [
@@ -24,6 +24,7 @@ pytestmark = [
 
 # Fixtures of the table.
 expected, expected_of_codes, stores = identity.expected, identity.expected_of_codes, identity.stores
+expected_as_found = identity.expected_as_found
 
 CARD = Device("cuda")
 ON_CARD = {tier: (CARD, fields) for tier, (device, fields) in TIERS.items() if device is EMULATED}
@@ -89,4 +90,24 @@ def test_tokens_of_codes_equal_those_of_torch(
     weight_format, kv_format = formats
     given = {"weight_format": weight_format, "kv_format": kv_format, "packed_tokens": packed_tokens}
     parts = parts_of(path, tier, stores, *schedules(model, tier)[0], **given)
+    are_those(tokens_of(parts, prompts), wanted)
+
+
+_AS_FOUND = [
+    (weight_format, tier, launches)
+    for weight_format in GPU_FORMATS
+    for model, tier, launches in _CELLS
+    if model == "llama"
+]
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "tier", "launches"), rotating("as found on a card").sample(_AS_FOUND, quick_or(2, 12))
+)
+def test_weights_as_found_give_the_tokens_of_expanded_ones(
+    weight_format, tier, launches, expected_as_found, stores, monkeypatch
+):
+    monkeypatch.setattr(graphs, "_UNCAPTURED", UNCAPTURED[launches])
+    path, prompts, wanted = expected_as_found(weight_format)
+    parts = parts_of(path, tier, stores, *schedules("llama", tier)[0], weight_format=weight_format)
     are_those(tokens_of(parts, prompts), wanted)

@@ -7,16 +7,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from quantized_checkpoints import fp8, gptq, requantize
 from tiered import CPU, everything_moves, generate, make_parts, make_policy
+from tiny_gguf import write_tiny_gguf
+from tiny_models import make_tiny_model
+from tiny_tokenizers import make_tiny_tokenizer
 
 from batchgen import Engine, Request, SamplingParams
 from batchgen.core.cache_folder import cache_dir
 from batchgen.core.device import Device
 from batchgen.core.errors import InputError
 from batchgen.engine import loader as loading
+from batchgen.engine.loader import native_formats
 from batchgen.models.downloads import DEMO_MEMBER
-from batchgen.models.files import read_config, resolve_model
+from batchgen.models.files import read_config, resolve_model, resolve_weights
 
+FP8_BY_BLOCKS = fp8(
+    lambda r, c: (r // 128, c // 128), {"quant_method": "fp8", "weight_block_size": [128, 128]}, "weight_scale_inv"
+)
 on_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
@@ -74,6 +82,23 @@ def test_tokens_where_everything_moves_are_those_of_the_cpu(tiny_models, tmp_pat
         )
     )
     assert on_card == expected
+
+
+@pytest.mark.gpu
+@on_card
+@pytest.mark.parametrize("scheme", ["fp8_g128", "w4_g64"])
+def test_weights_stay_as_they_are_found(scheme, tmp_path):
+    """Tokens are those of the CPU; a GGUF's blocks are refused."""
+    make_tiny_tokenizer(tmp_path)
+    model = make_tiny_model("llama", tmp_path, hidden_size=256, intermediate_size=512, head_dim=128)
+    write_tiny_gguf(model, tmp_path / "model.gguf", tensor_type="Q8_0", tokenizer=make_tiny_tokenizer(tmp_path))
+    requantize(tmp_path, {"fp8_g128": FP8_BY_BLOCKS, "w4_g64": gptq(64)}[scheme])
+    assert resolve_weights(resolve_model(str(tmp_path)), "native", native_formats(Device("cuda"))) == scheme
+    prompts, options = rows(12, 400, longest=40), {"weights": "native", "dtype": "float32"}
+    expected = token_ids(completions(str(tmp_path), prompts, device="cpu", **options))
+    assert token_ids(completions(str(tmp_path), prompts, device="cuda", gpu_memory="2GiB", **options)) == expected
+    with pytest.raises(InputError, match="--weights native: this device does not multiply weights in q8_0"):
+        Engine(str(tmp_path / "model.gguf"), device="cuda", weights="native")
 
 
 @pytest.mark.gpu

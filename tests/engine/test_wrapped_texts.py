@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -113,6 +114,61 @@ def test_tokens_are_those_of_the_whole_model(name, tmp_path):
     with Engine(str(tmp_path), **options) as engine:
         done = {each.index: each for each in engine.generate([Request(prompt) for prompt in PROMPTS])}
     assert [list(done[i].samples[0].token_ids) for i in range(len(PROMPTS))] == wanted
+
+
+def in_fp8(folder, *, turned: bool) -> None:
+    """Put the text model's layers into FP8, with a scale for each block of 32 x 32; a router stays as it is.
+
+    Args:
+        folder: Directory of a model of Qwen3-VL's mixtures. One in fp32 with the same weights is made beside it.
+        turned: Whether columns of experts come before rows, as published.
+    """
+    weights = load_file(folder / "model.safetensors")
+    rounded, stored = dict(weights), dict(weights)
+    generator = torch.Generator().manual_seed(1)
+    for name, matrix in weights.items():
+        if "language_model.layers." not in name or matrix.ndim < 2 or name.endswith("mlp.gate.weight"):
+            continue
+        turns = turned and ".experts." in name
+        numbers = (matrix.transpose(1, 2) if turns else matrix).contiguous()
+        scales = torch.rand(*numbers.shape[:-2], *(n // 32 for n in numbers.shape[-2:]), generator=generator)
+        scales = scales * 1e-2 + 1e-3
+        each = scales.repeat_interleave(32, -2).repeat_interleave(32, -1)
+        codes = (numbers / each).clamp(-400, 400).to(torch.float8_e4m3fn)
+        numbers = codes.float() * each
+        rounded[name] = (numbers.transpose(1, 2) if turns else numbers).contiguous()
+        stored |= {name: codes, f"{name}_scale_inv": scales}
+    beside = folder.parent / "rounded"
+    shutil.copytree(folder, beside)
+    save_file(rounded, beside / "model.safetensors", {"format": "pt"})
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("turned", [True, False], ids=["as published", "rows first"])
+@pytest.mark.parametrize("weights", ["native", "dequantized"])
+def test_stacked_experts_of_qwen3_vl_in_fp8_are_read(weights, turned, tmp_path):
+    import transformers
+
+    prefix, text, vision, _ = WRAPPED["qwen3_vl_moe"]
+    sizes = {"moe_intermediate_size": 96}  # of whole blocks, and no matrix is square
+    config = getattr(transformers, f"{prefix}Config")(text_config=text | sizes, vision_config=vision)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{prefix}ForConditionalGeneration")(config)
+    randomize(model, "llama")
+    folder = tmp_path / "fp8"
+    model.save_pretrained(folder)
+    make_tiny_tokenizer(folder)
+    in_fp8(folder, turned=turned)
+    options = {"dtype": "float32", "cpu_memory": "4GiB", "max_model_len": 64, "sampling": SAMPLING}
+    answers = []
+    for path, asked in ((folder, weights), (tmp_path / "rounded", "auto")):
+        with Engine(str(path), weights=asked, **options) as engine:
+            done = {each.index: each for each in engine.generate([Request(prompt) for prompt in PROMPTS])}
+        answers.append([done[i].samples[0].token_ids for i in range(len(PROMPTS))])
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize(

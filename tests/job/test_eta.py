@@ -100,6 +100,18 @@ KINDS = (
 )
 
 
+def test_long_rows_are_expected_anywhere_among_rows_that_run_in_any_order():
+    tokens = [10] * 40 + [90] * 40
+    sizes = RowSizes(list(enumerate(tokens)))
+    sizes.mixed(80)
+    sizes.know(0, np.array(tokens, float))
+    assert sizes.prompt_tokens(0, 4) == pytest.approx([50.0] * 4)
+    sizes.mixed(50)
+    sizes.know(0, np.array(tokens, float))
+    assert sizes.prompt_tokens(50, 3) == pytest.approx([90.0] * 3)
+    assert sizes.prompt_tokens(0, 1) == pytest.approx([50.0])
+
+
 @pytest.mark.parametrize("kind", some_of(KINDS, 5, "kinds of jobs"))
 def test_the_time_left_is_within_a_quarter_from_the_tenth_part_on(kind):
     draws.seed(3)

@@ -2,12 +2,14 @@
 
 import sys
 from collections import Counter
+from dataclasses import replace
 from functools import wraps
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
+from quantized_checkpoints import gptq, requantize
 from tiny_gguf import write_tiny_gguf
 from tiny_models import make_tiny_model
 from tiny_tokenizers import make_tiny_tokenizer
@@ -15,9 +17,11 @@ from tiny_tokenizers import make_tiny_tokenizer
 from batchgen.cli.commands import cli
 from batchgen.core.device import Device, parse_device
 from batchgen.core.errors import InputError
+from batchgen.core.workload import Lengths, Workload
 from batchgen.engine.loader import resolve_budgets, resolve_context, resolve_dtype
 from batchgen.job.job import dequantized_line, resolve_for, resolve_job
 from batchgen.job.options import JobOptions
+from batchgen.job.weight_choice import with_faster_weights
 from batchgen.models.files import read_config, resolve_model
 from batchgen.profiler.shipped import shipped_profile
 
@@ -87,6 +91,22 @@ def test_another_machine_decides_the_dtype(model):
     for name, kind in (("t4", "cuda"), ("zen4", "cpu")):
         job = resolve_for(shipped_profile(name), JobOptions(model, None, None), files, config)
         assert (job.device.kind, job.dtype) == (kind, "float32")
+
+
+@pytest.mark.parametrize(("card", "gpu_memory", "weights"), [
+    ("h100", None, "dequantized"), ("h100", "2MiB", "w4_g64"), ("t4", "2MiB", "w4_g64"),
+])  # fmt: skip
+def test_a_card_that_would_not_hold_dequantized_weights_has_them_as_they_are_found(card, gpu_memory, weights, tmp_path):
+    """Of a plan the rates of products decide, where they are known: a T4 has none of weights as they are found."""
+    make_tiny_model("llama", tmp_path, hidden_size=256, intermediate_size=512, head_dim=128)
+    requantize(tmp_path, gptq(64))
+    files = resolve_model(str(tmp_path))
+    options = JobOptions(str(tmp_path), None, None, dtype="bfloat16", gpu_memory=gpu_memory)
+    job = resolve_for(shipped_profile(card), options, files, read_config(files))
+    assert (job.options.weights, job.native_format) == (weights, "w4_g64")
+    workload = Workload(16, Lengths.of([1]), Lengths.of([32]), 32)  # decoding, of which memory bounds products
+    planned = with_faster_weights(replace(job, gpu_memory=None), shipped_profile(card), workload)
+    assert planned.options.weights == ("w4_g64" if card == "h100" else "dequantized")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,14 @@ from tiny_tokenizers import make_tiny_tokenizer
 
 import batchgen
 from batchgen.core.device import parse_device
-from batchgen.core.dtypes import BLOCK_FORMATS, FORMAT_BYTES, GGUF_FORMATS, MXFP4_EXPERTS, weight_row_bytes
+from batchgen.core.dtypes import (
+    BLOCK_FORMATS,
+    FORMAT_BYTES,
+    GGUF_FORMATS,
+    GPU_FORMATS,
+    MXFP4_EXPERTS,
+    weight_row_bytes,
+)
 from batchgen.core.errors import InputError
 from batchgen.engine.loader import choose_weights
 from batchgen.models.checkpoint import open_checkpoint
@@ -95,7 +102,8 @@ def test_experts_in_mxfp4_hold_the_expanded_numbers(tmp_path):
     in_mxfp4(tmp_path / "model")
     files = resolve_model(str(tmp_path / "model"))
     assert resolve_weights(files, "native") == MXFP4_EXPERTS
-    assert [resolve_weights(files, "dequantized"), resolve_weights(files, "auto", on_cpu=False)] == ["dequantized"] * 2
+    assert [resolve_weights(files, "dequantized"), resolve_weights(files, "auto", ())] == ["dequantized"] * 2
+    assert resolve_weights(files, "auto", GPU_FORMATS) == MXFP4_EXPERTS
     store = convert(files, tmp_path / "store", dtype="bfloat16")
     kept = resolve_model(str(store.path))
     assert (store.weight_format, resolve_weights(kept, "native")) == (MXFP4_EXPERTS, MXFP4_EXPERTS)
@@ -138,9 +146,9 @@ def test_what_each_value_of_weights_means(tmp_path):
         "int8": "int8",
         "q8_0": "q8_0",
     }
-    assert resolve_weights(files, "auto", on_cpu=False) == "dequantized"
-    with pytest.raises(InputError, match="only CPUs multiply weights in q8_0 yet: leave out --weights"):
-        resolve_weights(files, "native", on_cpu=False)
+    assert resolve_weights(files, "auto", ()) == "dequantized"
+    with pytest.raises(InputError, match="this device does not multiply weights in q8_0: leave it out"):
+        resolve_weights(files, "native", GPU_FORMATS)
     with pytest.raises(InputError, match="'q4_0' is not one of auto, native, dequantized, int8, int4"):
         resolve_weights(files, "q4_0")
     plain = make_gguf(tmp_path / "plain", "F16")

@@ -136,6 +136,19 @@ def test_content_is_given_as_parts_where_the_template_reads_nothing_else(tokeniz
     assert either.render_chat([said("user", "a"), said("assistant", "b")]) == "SaSb"
 
 
+def test_results_of_tools_have_a_role_where_tools_do_and_roles_are_written_as_they_are(tokenizer_of):
+    """LFM2.5's template names no role but two: tools, their calls and their results are what the model was made for."""
+    messages = [said("user", "When?"), said("assistant", "ferry()"), said("tool", "At noon")]
+    with_tools = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
+    ours, reference = tokenizer_of(with_tools)
+    expected = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert ours.render_chat(messages) == expected and "tool\nAt noon" in expected
+    by_role = "{% for m in messages %}{{ 'A' if m.role == 'assistant' else 'U' }}{{ m.content }}{% endfor %}{{ tools }}"
+    for template, role in ((CHATML, "tool"), (by_role, "tool"), (with_tools, "tol")):
+        with pytest.raises(RowError, match=f"message 3 has the role '{role}'"):
+            tokenizer_of(template)[0].render_chat([*messages[:2], said(role, "At noon")])
+
+
 def test_each_role_gets_its_content_as_its_template_reads_it(tokenizer_of):
     forms = {"string": "{{ m.content }}", "parts": "{% for c in m.content %}{{ c.text }}{% endfor %}"}
     for system, user, assistant in itertools.product(forms, forms, forms):

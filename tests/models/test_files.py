@@ -48,6 +48,8 @@ def test_what_is_no_model_is_refused(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     assert "config.json" in refusal(tmp_path) and "adapter_config.json" in refusal(tmp_path)
     (tmp_path / "config.json").write_text("{}")
+    assert "neither architectures nor model_type is stated" in refusal(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert "model.safetensors" in refusal(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     assert "convert them to safetensors" in refusal(tmp_path)

@@ -64,6 +64,34 @@ def test_rotary_parameters_without_a_meaning_are_refused(family):
         model_config.config_of_hf(stated)
 
 
+# What is refused for a value that a file may leave out, or that is of no type.
+NAMED = {
+    "no layer attends": ("qwen3_5", {"num_hidden_layers": 3}, "num_hidden_layers"),
+    "heads of one value": ("llama", {"hidden_size": 64, "num_attention_heads": 64}, "num_attention_heads"),
+    "an object as a token": ("gemma4", {"eos_token_id": {"0": 2}}, "eos_token_id"),
+    "an object as a token of the text part": ("qwen3_5", {"text_config": {"eos_token_id": {}}}, "eos_token_id"),
+    "a list of objects as tokens": ("qwen3_5", {"text_config": {}, "eos_token_id": [{"0": 2}]}, "eos_token_id"),
+}
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_a_refusal_names_a_key_of_the_file(case):
+    family, stated, named = NAMED[case]
+    config_class, model_class = classes_of(family)
+    if "text_config" in stated:
+        names = {"architectures": [model_class.__name__.replace("CausalLM", "ConditionalGeneration")]}
+    else:
+        names = {"architectures": [model_class.__name__], "model_type": config_class.model_type}
+    with pytest.raises(InputError, match=named):
+        model_config.config_of_hf(names | stated)
+
+
+@pytest.mark.parametrize("eos", [{"0": 2}, [[2]], "2"])
+def test_ends_of_a_generation_config_are_refused_by_key(eos):
+    with pytest.raises(InputError, match="eos_token_id must be a token id"):
+        model_config.config_of_hf({"architectures": ["LlamaForCausalLM"]}, {"eos_token_id": eos})
+
+
 def test_a_wrong_answer_is_noticed(tokenizer, tmp_path, monkeypatch):
     seed = next(seed for seed in range(100) if not draw("qwen3", seed).odd)
     read = model_config.read_config_keys

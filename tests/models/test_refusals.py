@@ -13,11 +13,12 @@ from transformers.models.auto.modeling_auto import (
 
 from batchgen.core.errors import InputError
 from batchgen.models.families import ARCHITECTURES
-from batchgen.models.files import resolve_for_planning
+from batchgen.models.files import resolve_for_planning, resolve_model
 from batchgen.models.formats.gguf.fields import GGUF_ARCHITECTURES, check_architecture
 from batchgen.models.hf.fields import read_architecture
 from batchgen.models.hf.rope import read_ropes
 from batchgen.models.hf.wrappers import WRAPPERS
+from batchgen.models.nearest import not_a_decoder
 
 
 def names_of(mapping) -> list[str]:
@@ -60,7 +61,12 @@ def test_every_architecture_of_ggufs_is_supported_or_refused_by_its_name():
 NEAREST = {
     "MambaForCausalLM": "qwen3_next",
     "GemmaForCausalLM": "gemma3",
-    "Gemma3nForCausalLM": "gemma3",
+    "Gemma3nForCausalLM": "gemma4",
+    "Glm4vMoeForConditionalGeneration": "qwen3_moe",
+    "GlmMoeDsaForCausalLM": "qwen3_moe",
+    "KimiLinearForCausalLM": "qwen3_next",
+    "LongcatFlashForCausalLM": "qwen3_moe",
+    "Olmo3_5HybridForCausalLM": "qwen3_5",
     "PhiForCausalLM": "phi3",
     "OlmoForCausalLM": "olmo2",
     "DeepseekV3ForCausalLM": "qwen3_moe",
@@ -77,11 +83,56 @@ def test_the_nearest_family_is_named(name):
         read_architecture({"architectures": [name]})
 
 
+WHAT_IT_IS = {
+    "BertModel": "is an encoder",
+    "ModernBertForMaskedLM": "is an encoder",
+    "XLMRobertaModel": "is an encoder",
+    "CLIPModel": "is an encoder",
+    "T5EncoderModel": "is an encoder",
+    "T5ForConditionalGeneration": "has an encoder",
+    "MBartForConditionalGeneration": "has an encoder",
+    "WhisperForConditionalGeneration": "has an encoder",
+}
+
+
+@pytest.mark.parametrize("name", WHAT_IT_IS)
+def test_encoders_are_called_so(name):
+    with pytest.raises(InputError, match=f"{name} is not supported; it {WHAT_IT_IS[name]}"):
+        read_architecture({"architectures": [name]})
+
+
+def test_no_decoder_is_called_an_encoder():
+    for name in sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {*ARCHITECTURES.values()}):
+        encoder = any(part in name for part in ("bert", "electra", "xlnet", "bart", "pegasus", "marian", "prophet"))
+        assert encoder or name in ("whisper", "blenderbot", "data2vec-text", "ernie", "xlm") or not not_a_decoder(name)
+
+
+@pytest.mark.parametrize("config", [{}, {"architectures": []}, {"architectures": None, "vocab_size": 3}])
+def test_a_file_that_names_no_model_is_said_to_name_none(config):
+    with pytest.raises(InputError, match="neither architectures nor model_type is stated"):
+        read_architecture(config)
+
+
+def test_a_text_model_is_called_supported_only_where_it_is():
+    """An encoder with a decoder has no text model, and Llama 4's is of another family."""
+    wrapper = {"architectures": ["SomeVLForConditionalGeneration"]}
+    for text_type, nearest in {"qwen3": "Qwen3ForCausalLM", "gemma3_text": "Gemma3ForCausalLM"}.items():
+        with pytest.raises(InputError, match=rf"supported \({text_type}\): take a GGUF of it; the nearest .*{nearest}"):
+            read_architecture({**wrapper, "text_config": {"model_type": text_type}})
+    with pytest.raises(InputError, match=r"its text model is supported \(qwen2\)"):
+        read_architecture({"architectures": ["InternVLChatModel"], "llm_config": {"model_type": "qwen2"}})
+    for text in ({"text_config": {"model_type": "llama4_text"}}, {"text_config": {"model_type": []}}, {}):
+        with pytest.raises(InputError) as caught:
+            read_architecture({**wrapper, **text})
+        assert "GGUF" not in str(caught.value)
+
+
 def test_it_is_refused_before_any_weight_is_looked_for(tmp_path):
     """A directory with a config.json alone: nothing is said of weights that are missing."""
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"]}))
-    with pytest.raises(InputError, match="MambaForCausalLM is not supported"):
-        resolve_for_planning(str(tmp_path))
+    for resolve in (resolve_for_planning, resolve_model):
+        with pytest.raises(InputError, match="MambaForCausalLM is not supported"):
+            resolve(str(tmp_path))
 
 
 def test_a_further_factor_of_yarn_multiplies_that_of_its_formula():

@@ -64,7 +64,7 @@ def weights_as_on_a_card(monkeypatch):
         monkeypatch.setattr(ops, "pack_weight", lambda weight, **_: weight)
         monkeypatch.setattr(ops, "bind_weight", lambda weight, isa: weight)
         monkeypatch.setattr(WeightPacker, "splits_experts", False)
-        monkeypatch.setattr(ops, "multiplies_int4", lambda device: True)
+        monkeypatch.setattr(ops, "multiplies_packed", lambda device: True)
 
 
 def kernels_as_on_a_card(monkeypatch):

@@ -11,14 +11,16 @@ import torch
 import torch.nn.functional as F
 from attention_cases import attended, laid_out, paged
 from draw_cases import check_draws, drawn, draws
+from gguf_blocks import random_rows
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from thorough import quick_or, some_of
 from triton_device import DEVICE
 
-from batchgen.core.dtypes import KV_CODE_BITS, KVFormat, code_bytes
+from batchgen.core.dtypes import BLOCK_FORMATS, KV_CODE_BITS, KVFormat, code_bytes
 from batchgen.models.experts import experts, split_experts
 from batchgen.models.hf.config import config_of_hf
+from batchgen.ops import cpp as kernels
 from batchgen.ops import dispatch as ops
 from batchgen.ops import int8, quant, reference, torch_attention
 from batchgen.ops import triton as triton_kernels
@@ -33,6 +35,7 @@ from batchgen.ops.attention_plan import (
     SweepTables,
     plan_attention,
 )
+from batchgen.ops.cpp import BlockWeight
 from batchgen.ops.triton import attention, grouped, grouped_many, int8_rows, packed, product, rotary
 from batchgen.ops.triton import launch as launching
 from batchgen.ops.triton import plan as plans
@@ -41,6 +44,7 @@ from batchgen.planner.sizes import DEVICE_WORKSPACE_BYTES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+BLOCKS = ("fp8_g32", "fp8_g128", "w4_g32", "w4_g64", "w4_g128", "mxfp4")  # formats that a GPU multiplies as stored
 # On a card, compiling is what takes the time.
 MORE = quick_or(0.3, 1) if DEVICE.type == "cpu" else 2
 LARGE_VOCABULARY, LONG = quick_or((24_064, 1500), (152_064, 3000)) if DEVICE.type == "cpu" else (152_064, 3000)
@@ -589,7 +593,7 @@ ACTIVATIONS = [None, "relu", "gelu", "gelu_tanh", "silu_mul", "gelu_tanh_mul", "
 
 @settings(max_examples=int(50 * MORE), deadline=None)
 @given(
-    st.sampled_from(["int8", "int8, not rotated", "int4"]),
+    st.sampled_from(["int8", "int8, not rotated", "int4", *BLOCKS]),
     st.sampled_from([1, 3, 16, 17, 64, 70, 140]),
     st.sampled_from([1, 31, 64, 150]),
     st.sampled_from([40, 64, 100, 128, 300, 576]),
@@ -601,23 +605,31 @@ ACTIVATIONS = [None, "relu", "gelu", "gelu_tanh", "silu_mul", "gelu_tanh_mul", "
 )  # fmt: skip
 @example("int4", 17, 150, 576, torch.bfloat16, "silu_mul", "bias and residual", "new", 0)
 @example("int8", 140, 150, 577, torch.bfloat16, "silu_mul", "bias", "columns of a matrix", 0)
+@example("fp8_g32", 17, 150, 576, torch.bfloat16, "silu_mul", "bias and residual", "new", 0)
+@example("fp8_g128", 140, 64, 300, torch.bfloat16, None, "plain", "new, fp32", 0)
+@example("w4_g32", 3, 150, 576, torch.float32, "silu_mul", "bias", "new", 0)
+@example("w4_g128", 70, 31, 300, torch.bfloat16, "relu", "residual", "columns of a matrix", 0)
+@example("mxfp4", 16, 150, 100, torch.float16, "swiglu_oai_mul", "bias", "new", 0)
 def test_packed_linear(kind, rows, columns, depth, dtype, activation, added, where, seed):  # all that it takes
-    """Int8 rows as the reference multiplies them; int4 rows as the numbers that they are dequantized to."""
+    """Int8 rows as the reference multiplies them; int4 rows and blocks as the numbers that they are dequantized to."""
     of_weight = columns * (2 if activation in reference._GATES else 1)
+    if kind in BLOCKS:
+        depth = -(-depth // BLOCK_FORMATS[kind][0]) * BLOCK_FORMATS[kind][0]
     x = random(seed, rows, depth + 5, dtype=dtype)[:, :depth]
     w = random(seed + 1, of_weight, depth, scale=depth**-0.5)
     bias = random(seed + 2, of_weight, dtype=dtype) if "bias" in added else None
     residual = random(seed + 3, rows, columns, dtype=dtype) if "residual" in added or where == "residual" else None
-    if kind == "int4":
-        weight = quant.quantize(w)
-        numbers = quant.dequantize(weight, depth, dtype=dtype).double()
+    if kind == "int4" or kind in BLOCKS:
+        weight = quant.quantize(w) if kind == "int4" else blocks(kind, of_weight, depth, seed + 4)
+        numbers = dequantized(weight, depth, dtype).double()
         wide = (None if t is None else t.double() for t in (bias, residual))
         expected = plain_linear(x.double(), numbers, *wide, activation)
     else:
         weight = int8_rows_of(w, rotates=kind == "int8")
         options = {"activation": activation, "residual": residual, "out_dtype": torch.float32}
         expected = int8.linear(x, weight, bias, **options).double()
-    x, weight, bias, residual = (None if t is None else t.to(DEVICE) for t in (x, weight, bias, residual))
+    x, bias, residual = (None if t is None else t.to(DEVICE) for t in (x, bias, residual))
+    weight = on_device(weight)
     out = residual if where == "residual" else None
     around = torch.full((rows, columns + 8), 7.0, dtype=dtype, device=DEVICE)
     if where == "columns of a matrix":
@@ -630,6 +642,24 @@ def test_packed_linear(kind, rows, columns, depth, dtype, activation, added, whe
     assert (around[:, :4] == 7).all() and (around[:, -4:] == 7).all()
     rounding = ROUNDING[got.dtype]
     torch.testing.assert_close(got.cpu().double(), expected, atol=max(1e-5, 2 * rounding), rtol=max(1e-5, rounding))
+
+
+def blocks(weight_format, rows, depth, seed):
+    """Random blocks whose numbers are about as large as those of a layer."""
+    data = torch.from_numpy(random_rows(weight_format.upper(), rows, depth, seed=seed))
+    return BlockWeight(data, weight_format)
+
+
+def dequantized(weight, depth, dtype):
+    """The numbers of int4 rows or of blocks, in a dtype."""
+    if not isinstance(weight, BlockWeight):
+        return quant.dequantize(weight, depth, dtype=dtype)
+    numbers = torch.empty(weight.shape, dtype=dtype)
+    return kernels.unpack_blocks(weight.weight_format.upper(), weight.data, numbers)
+
+
+def on_device(weight):
+    return replace(weight, data=weight.data.to(DEVICE)) if isinstance(weight, BlockWeight) else weight.to(DEVICE)
 
 
 def plain_linear(x, w, bias, residual, activation):
@@ -656,7 +686,7 @@ def test_tiles_of_products_fit_the_shared_memory(shared_memory):
     card = launching.Card(90, 132, shared_memory << 10)
     for kind, dtype, rows, columns, gated in (
         (kind, dtype, rows, columns, gated)
-        for kind in ("numbers", "int8", "int4")
+        for kind in ("numbers", "int8", "int4", "fp8", "w4", "mxfp4")
         for dtype in DTYPES
         for rows in (1, 16, 17, 64, 65, 5000)
         for columns in (64, 4096, 28672)
@@ -664,7 +694,7 @@ def test_tiles_of_products_fit_the_shared_memory(shared_memory):
     ):
         tile = product.product_tile(kind, dtype, rows, columns, card, gated=gated)
         of_x = 1 if kind == "int8" else dtype.itemsize
-        stored = {"numbers": dtype.itemsize, "int8": 1, "int4": 0.5}[kind]
+        stored = {"numbers": dtype.itemsize, "int8": 1, "fp8": 1}.get(kind, 0.5)
         step = (tile.rows * of_x + tile.columns * (2 if gated else 1) * stored) * tile.depth
         assert step * tile.stages <= shared_memory << 10 and tile.columns >= 16 and tile.rows >= 16
 
@@ -690,7 +720,7 @@ def multiplied(x, shares, chosen, weights, activation):
     """On the device. x's rows have gaps between them; what is there is no number."""
     wide = torch.full((len(x), x.shape[1] + 16), float("nan"), dtype=x.dtype, device=DEVICE)
     wide[:, 8:-8] = x.to(DEVICE)
-    operands = [None if w is None else w.to(DEVICE) for w in (shares, chosen, *weights)]
+    operands = [None if w is None else on_device(w) for w in (shares, chosen, *weights)]
     return triton_kernels.grouped_experts(wide[:, 8:-8], *operands, activation).cpu()
 
 
@@ -772,6 +802,9 @@ PACKED_MIXTURES = [  # kind, experts, of a token, tokens, hidden, intermediate, 
     ("int4", 8, 2, 33, 136, 70, "swiglu_oai_mul", True, torch.float32),
     ("int4", 16, 4, 9, 320, 128, "silu_mul", False, torch.bfloat16),
     ("int4", 4, 2, 70, 64, 192, "gelu_tanh_mul", False, torch.float16),
+    ("fp8_g128", 8, 2, 33, 128, 256, "silu_mul", False, torch.bfloat16),
+    ("w4_g32", 16, 4, 9, 320, 96, "silu_mul", False, torch.float32),
+    ("mxfp4", 4, 2, 70, 96, 160, "swiglu_oai_mul", True, torch.bfloat16),
 ]
 
 
@@ -783,10 +816,12 @@ def test_tokens_go_through_their_packed_experts(case):
     gate_up, gate_up_bias, down, down_bias = mixture(8, num_experts, hidden, inner, torch.float32, biased)
     shares, chosen = routed(9, tokens, num_experts, k)
     chosen[chosen == 0] = 1
-    packed_as = int8.quantize if kind == "int8" else quant.quantize
-    stored = [packed_as(w) for w in (gate_up, down)]
+    if kind in BLOCKS:
+        stored = [blocks(kind, *w.shape, seed) for seed, w in enumerate((gate_up, down))]
+    else:
+        stored = [(int8.quantize if kind == "int8" else quant.quantize)(w) for w in (gate_up, down)]
     expected = packed_experts(x, shares, chosen, stored, (gate_up_bias, down_bias), activation)
-    for rows in stored:
+    for rows in () if kind in BLOCKS else stored:
         rows[1 if kind == "int8" else 0 : len(rows) // num_experts, -4:] = -1  # but for the sign of the first scale
     got = multiplied(x, shares, chosen, (stored[0], gate_up_bias, stored[1], down_bias), activation)
     rounding = max(1e-5, ROUNDING[dtype])
@@ -797,15 +832,17 @@ def test_tokens_go_through_their_packed_experts(case):
 
 def packed_experts(x, shares, chosen, stored, biases, activation):
     """One expert after the other, by the reference."""
-    num_experts = len(stored[1]) // x.shape[1]
+    num_experts = stored[1].shape[0] // x.shape[1]
     total = torch.zeros(x.shape, dtype=torch.float64)
 
     def multiplied_by(inputs, which, e, activation):
-        rows, bias = stored[which].chunk(num_experts)[e], biases[which]
+        whole, bias = stored[which], biases[which]
+        rows = (whole.data if isinstance(whole, BlockWeight) else whole).chunk(num_experts)[e]
         bias = None if bias is None else bias.chunk(num_experts)[e]
         if rows.dtype == torch.int8:
             return int8.linear(inputs, rows, bias, activation=activation)
-        numbers = quant.dequantize(rows, inputs.shape[1], dtype=x.dtype).double()
+        rows = replace(whole, data=rows) if isinstance(whole, BlockWeight) else rows
+        numbers = dequantized(rows, inputs.shape[1], x.dtype).double()
         return plain_linear(inputs.double(), numbers, None if bias is None else bias.double(), None, activation)
 
     for e in chosen.unique().tolist():
@@ -887,7 +924,8 @@ def test_experts_are_grouped_where_their_weights_are_numbers_of_the_inputs_kind_
     monkeypatch.setattr(ops, "device_kernels", lambda device: triton_kernels)
     x, weight = torch.zeros(2, 64), torch.zeros(8, 64)
     assert ops.groups_experts(x, weight, weight)
-    for other in (torch.zeros(8, 72, dtype=torch.int8), torch.zeros(8, 36, dtype=torch.uint8)):
+    packed = torch.zeros(8, 72, dtype=torch.int8), torch.zeros(8, 36, dtype=torch.uint8)
+    for other in (*packed, BlockWeight(torch.zeros(8, 72, dtype=torch.uint8), "fp8_g32")):
         assert ops.groups_experts(x, weight, other)
     for other in (weight.half(), ops.SplitWeight((weight,))):
         assert not ops.groups_experts(x, weight, other)
@@ -1106,7 +1144,7 @@ def test_old_cards_leave_products_or_all_to_torch(monkeypatch):
                 kernels.supports_attention(operands, there),
                 kernels.supports_rotary(64, False, there),
                 kernels.supports_rotary(64, True, there),
-                ops.multiplies_int4(there),
+                ops.multiplies_packed(there),
             ),
         )
 

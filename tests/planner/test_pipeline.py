@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from planner_cases import gpu_box, opt
-from simulated import SMALL_COPIES, Eager, one_byte_a_second, plan_of, planned_stage, stages_of
+from simulated import SMALL_COPIES, Eager, one_byte_a_second, plan_of, planned_stage, prompt_in_order, stages_of
 from stages import make_pipeline
 from tiered import BUDGETS, EMULATED, make_policy
 from tiny_models import make_tiny_model
@@ -85,8 +85,8 @@ def test_sweeps_steps_and_bytes_are_those_of_the_stages(case, count, model_path,
     )  # fmt: skip
     draw = random.Random(0)
     requests = [
-        Request([draw.randrange(5, 500) for _ in range(prompt)], SamplingParams(max_tokens=output, ignore_eos=True))
-        for prompt, output in simulated_rows(WORKLOAD)
+        Request(prompt_in_order(draw, number, prompt), SamplingParams(max_tokens=output, ignore_eos=True))
+        for number, (prompt, output) in enumerate(simulated_rows(WORKLOAD))
     ]
     with Engine.from_parts(parts) as engine:
         assert all(c.error is None for c in engine.generate(requests))

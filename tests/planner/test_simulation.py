@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from known_plans import plan_problem
 from planner_cases import budgets, cpu_box, gpu_box, opt
-from simulated import SMALL_COPIES, Eager, one_byte_a_second, plan_of
+from simulated import SMALL_COPIES, Eager, one_byte_a_second, plan_of, prompt_in_order
 from thorough import some_draws
 from tiered import BUDGETS, make_parts, make_policy
 from timing import undisturbed
@@ -597,8 +597,8 @@ def test_bytes_and_flows_are_those_of_the_engine(case, model_path, tmp_path, mon
     monkeypatch.setattr("batchgen.engine.engine.Prefetch", Eager)
     draw = random.Random(0)
     requests = [
-        Request([draw.randrange(5, 500) for _ in range(prompt)], SamplingParams(max_tokens=output, ignore_eos=True))
-        for prompt, output in simulated_rows(workload)
+        Request(prompt_in_order(draw, number, prompt), SamplingParams(max_tokens=output, ignore_eos=True))
+        for number, (prompt, output) in enumerate(simulated_rows(workload))
     ]
     with Engine.from_parts(replace(parts, pack=pack_and_compare)) as engine:
         assert all(c.error is None for c in engine.generate(requests))

@@ -3,14 +3,16 @@
 import bisect
 import itertools
 import json
+import re
 from dataclasses import replace
 
 import pytest
 from known_plans import plan_problem
 from planner_cases import GIB, budgets, constant, cpu_box, gpu_box, llama_8b, qwen36_35b_a3b
 
+from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan
-from batchgen.core.units import format_seconds
+from batchgen.core.units import format_bytes, format_seconds, parse_bytes
 from batchgen.core.workload import Workload
 from batchgen.models.state_layers import DeltaNet, ShortConv, StateRow
 from batchgen.planner.costs import decode_state_bytes, layer_lanes, moved_bytes, phase_decode_attention_s
@@ -179,6 +181,7 @@ def test_a_plan_says_what_states_take_and_what_smaller_ones_would_save():
     assert smaller_states_s(problem, smaller, lambda other: 0.0) is None
     said = "\n".join(explain(plan, explanation_of(plan, smaller_states_s=saved_s)))
     assert "KV float16, states float32" in said and "\nstate " in said and "KV and states" in said
+    assert "\nSome layers keep a state of fixed size for each sequence, in place of KV.\n" in said
     assert "states of a sequence take 3.1 MiB (float32), as much as the KV of 393 tokens" in said
     assert f"--state-dtype bfloat16 would save {format_seconds(saved_s)}" in said
     assert "states bfloat16" in "\n".join(explain(smaller)) and "--state-dtype" not in "\n".join(explain(smaller))
@@ -240,3 +243,47 @@ def test_qwen36_35b_within_10_gib_is_bound_by_the_disk(state_dtype, rows, genera
     assert plan.prediction.bottleneck in ("disk_read", "disk")
     in_memory = plan.policy.kv_seqs.get("cpu", 0)
     assert plan.prediction.generated_tokens_per_s == pytest.approx(generated_per_s, rel=0.25), in_memory
+
+
+class TestSizesThatDoNotFit:
+    """A number of sequences that the user fixes: the message names it, and what would fit in its place."""
+
+    MACHINE = cpu_box(cpu_memory_bytes=4 * GIB, disk_bytes=1)
+    ROWS = Workload.uniform(2000, 100, 50)
+
+    def problem(self, **options):
+        given = {"budgets": {"cpu": self.MACHINE.cpu_memory_bytes, "disk": 0}} | options
+        return problem_of(self.MACHINE, hybrid(16), self.ROWS, **given)
+
+    def said(self, **options):
+        with pytest.raises(InputError) as caught:
+            search(self.problem(**options))
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    def test_states_are_named_with_the_most_sequences_that_fit(self):
+        text = self.said(max_num_seqs=1500)
+        assert text.startswith("no plan fits --max-num-seqs 1500: the model's weights take ")
+        assert re.search(rf"1,500 sequences [\d.]+ [MG]iB of KV and {format_bytes(1500 * 12 * ROW)} of states; ", text)
+        most = int(re.search(r"give at most --max-num-seqs (\d+), or ", text)[1])
+        assert 100 < most < 1500
+        search(self.problem(max_num_seqs=most))
+        with pytest.raises(InputError):
+            search(self.problem(max_num_seqs=most + most // 50))
+
+    def test_the_budget_that_would_do_is_named_where_the_machine_has_it(self):
+        text = self.said(max_num_seqs=1500, budgets={"cpu": 2 * GIB, "disk": 0})
+        assert re.search(r"give at most --max-num-seqs \d+, or it takes a machine with at least [\d.]+ GiB", text)
+        text = self.said(max_num_seqs=300, budgets={"cpu": 2 * GIB, "disk": 0})
+        least = parse_bytes(re.search(r"or give at least --cpu-memory ([\d.]+ [KMG]iB)", text)[1])
+        search(self.problem(max_num_seqs=300, budgets={"cpu": least, "disk": 0}))
+
+    def test_a_length_of_sweeps_is_named_likewise(self):
+        text = self.said(max_num_batched_tokens=400_000)
+        assert text.startswith("no plan fits --max-num-batched-tokens 400000: ")
+        most = int(re.search(r"give at most --max-num-batched-tokens (\d+)", text)[1])
+        search(self.problem(max_num_batched_tokens=most))
+
+    def test_no_option_is_named_where_one_sequence_does_not_fit(self):
+        text = self.said(max_num_seqs=2, budgets={"cpu": GIB // 16, "disk": 0})
+        assert text.startswith("no plan fits: the model's weights take ") and "at most" not in text

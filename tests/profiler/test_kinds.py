@@ -14,7 +14,7 @@ from batchgen.core.knowledge import DECODE, FEW, MANY, OVERHEADS, SPEED, Knowled
 from batchgen.profiler import kinds
 from batchgen.profiler.kinds import first_knowledge, rates_of_kind, table_of_kind
 
-SETS = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx_vnni", "avx2", "neon", "neon_dot", "scalar")
+SETS = ("amx", "zen4", "avx512_bf16", "avx512_vnni", "avx512", "avx_vnni", "avx2", "neon", "neon_dot", "scalar")
 SIZES = {"cpu_memory_bytes": 1 << 30, "disk_bytes": 1 << 30}
 FOLDER = resources.files("batchgen.profiler") / "kinds"
 

@@ -392,6 +392,8 @@ def _windows(family: str, layers: int, rng: random.Random) -> dict[str, Any]:
         return drawn
     if family.startswith(("qwen", "smollm3")):
         used = rng.choice((_LEFT_OUT, True, False))
+        if family == "smollm3" and window is _LEFT_OUT:  # of which layers with a window need one
+            types = rng.choice((_LEFT_OUT, None, ["full_attention"] * layers))
         drawn = {"use_sliding_window": used, "sliding_window": window}
         if family not in ("smollm3", "qwen3_moe"):
             drawn["max_window_layers"] = rng.choice((_LEFT_OUT, 0, 1, 2))
@@ -562,6 +564,7 @@ def _odd_value(family: str, stated: dict[str, Any], rng: random.Random) -> tuple
         "label2id",
         "pad_token_id",
         "residual_dropout",
+        "initializer_range",
     ):  # what else these say is of no matter, unless it breaks transformers
         return name, _LEFT_OUT
     if name in _SIZES and rng.random() < 0.5:
@@ -574,6 +577,8 @@ def _odd_value(family: str, stated: dict[str, Any], rng: random.Random) -> tuple
         return name, not own[name]
     if isinstance(own.get(name), float):  # transformers takes no whole number for one
         return name, rng.choice((0.0, -1.0, 0.5, 1e12, float("nan"), float("inf"), "gelu"))
+    if name == "max_position_embeddings":  # at least as long as the prompts, whose lengths are refused otherwise
+        return name, rng.choice((0, 0.5, True, "gelu", [1], 10**12))
     if name == "vocab_size":
         return name, rng.choice((0, 0.5, True, "gelu", 10**12))
     odd = (3, 0, 1, 0.5, True, "gelu", "silu", [1], {"0": {"num_attention_heads": 1}}, float("nan"), 10**12)
@@ -616,8 +621,9 @@ _QWEN_TOWER = {
     "image_token_id": 500, "video_token_id": 501, "vision_start_token_id": 502, "vision_end_token_id": 503,
 }  # fmt: skip
 _GEMMA4_TOWER = {
-    "vision_config": None, "audio_config": None, "image_token_id": 500, "boi_token_id": 501, "eoi_token_id": 502,
-    "video_token_id": 503, "audio_token_id": 504, "boa_token_id": 505, "eoa_token_index": 506,
+    "vision_config": None, "audio_config": None, "boi_token_id": 501, "eoi_token_id": 502, "boa_token_id": 505,
+    # Beyond the vocabulary: transformers takes a padding token's embedding in place of one that is generated.
+    "image_token_id": 600, "video_token_id": 603, "audio_token_id": 604, "eoa_token_index": 506,
 }  # fmt: skip
 # Family -> its class with a vision tower, and that tower's keys.
 _WITH_IMAGES = {

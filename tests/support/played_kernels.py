@@ -61,10 +61,10 @@ def _code_rows(x, codes, scales, sign, **_):
     scales.copy_(scale[:, 0])
 
 
-def _multiply_packed(x, x_scales, weight, bias, residual, out, KIND, ACTIVATION, IS_GATED, **_):
+def _multiply_packed(x, x_scales, weight, bias, residual, out, KIND, VALUES, ACTIVATION, IS_GATED, **_):
     from batchgen.ops import reference
 
-    y = _products(x, x_scales, weight, KIND)
+    y = _products(x, x_scales, weight, KIND, VALUES)
     y = y if bias is None else y + bias.float()
     if IS_GATED:
         y = _activated(*y.chunk(2, 1), ACTIVATION)
@@ -73,14 +73,17 @@ def _multiply_packed(x, x_scales, weight, bias, residual, out, KIND, ACTIVATION,
     out.copy_(y if residual is None else y + residual.float())
 
 
-def _products(x: Tensor, x_scales: Tensor | None, weight: Tensor, kind: str) -> Tensor:
+def _products(x: Tensor, x_scales: Tensor | None, weight: Tensor, kind: str, values: int) -> Tensor:
     """Products of rows of x, which are codes if the weight's rows are, with the rows of a weight: fp32."""
-    from batchgen.ops import int8, quant
+    from batchgen.ops import cpp, int8, quant
 
     if kind == "int8":
         codes, scales = int8.split(weight, x.shape[1])
         return (x.double() @ codes.double().T).float() * scales.abs().view(-1) * x_scales[:, None]
     numbers = quant.dequantize(weight, x.shape[1], dtype=x.dtype) if kind == "int4" else weight
+    if values:
+        packing = "MXFP4" if kind == "mxfp4" else f"{kind.upper()}_G{values}"
+        numbers = cpp.unpack_blocks(packing, weight.contiguous(), torch.empty(len(weight), x.shape[1], dtype=x.dtype))
     return F.linear(x.float(), numbers.float())
 
 
@@ -240,13 +243,13 @@ def _sort(chosen, order, starts, places, **_):
     starts.copy_(torch.searchsorted(experts.sort().values, torch.arange(len(starts))))
 
 
-def _multiply(x, x_scales, weight, bias, out, order, starts, CHOICES, COLUMNS, KIND, ACTIVATION, **_):
+def _multiply(x, x_scales, weight, bias, out, order, starts, CHOICES, COLUMNS, KIND, VALUES, ACTIVATION, **_):
     matrices = 1 if ACTIVATION is None else 2
     for expert, (start, stop) in enumerate(itertools.pairwise(starts.tolist())):
         assigned = order[start:stop].long()
         columns = slice(expert * matrices * COLUMNS, (expert + 1) * matrices * COLUMNS)
         rows = torch.arange(start, stop) if ACTIVATION is None else assigned // CHOICES
-        product = _products(x[rows], None if x_scales is None else x_scales[rows], weight[columns], KIND)
+        product = _products(x[rows], None if x_scales is None else x_scales[rows], weight[columns], KIND, VALUES)
         if bias is not None:
             product += bias.flatten()[columns].float()
         if ACTIVATION is None:

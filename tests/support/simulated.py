@@ -60,3 +60,8 @@ def planned_stage(hardware, config, workload, count, **options):
     problem = problem_of(hardware, config.first_layers(layers), workload, dtype="float16", **given)
     problem = replace(problem, allowed=replace(problem.allowed, kv_placements=("cpu", "disk")))
     return plan_problem(problem)
+
+
+def prompt_in_order(draw, number, length):
+    """A prompt of random tokens that starts after those of the numbers before it."""
+    return [5 + number, *(draw.randrange(5, 500) for _ in range(length - 1))]

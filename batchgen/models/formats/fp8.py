@@ -146,7 +146,7 @@ class Fp8Matrix(StoredPart):
             else:
                 out[start:stop] = values.view(torch.float8_e4m3fn).float().mul_(of_rows[:, column_scale])
 
-    def _scales(self) -> Tensor:
+    def stored_scales(self) -> Tensor:
         """The scales, fp32 [blocks of rows, blocks of columns]."""
         import torch
 
@@ -155,15 +155,23 @@ class Fp8Matrix(StoredPart):
         name, info = self.scales
         scales = torch.empty(math.prod(info.shape))
         read_numbers(name, info, scales)
-        if not bool(scales.isfinite().all()):
-            raise InputError(f"tensor {name} in {info.path} has scales that are no numbers: fetch the model again")
         return scales.view(-(-self.shape[0] // self.block[0]), -1)
 
-    def _values(self, start: int, stop: int) -> Tensor:
+    def stored_rows(self, start: int, stop: int) -> Tensor:
         """The 8-bit numbers of rows [start, stop), uint8 [stop - start, columns]."""
         from batchgen.models.tensor_files.reading import read_rows
 
-        values = read_rows(*self.numbers, start, stop)
+        return read_rows(*self.numbers, start, stop)
+
+    def _scales(self) -> Tensor:
+        scales = self.stored_scales()
+        if not bool(scales.isfinite().all()):
+            name, info = self.scales
+            raise InputError(f"tensor {name} in {info.path} has scales that are no numbers: fetch the model again")
+        return scales
+
+    def _values(self, start: int, stop: int) -> Tensor:
+        values = self.stored_rows(start, stop)
         if bool((values & 127 == 127).any()):
             name, info = self.numbers
             raise InputError(f"tensor {name} in {info.path} has weights that are no numbers: fetch the model again")

@@ -23,7 +23,7 @@ from batchgen.models.families import (
 from batchgen.models.formats.schemes import read_scheme
 from batchgen.models.hf.keys import KEYS, read_keys, refuse_unsupported
 from batchgen.models.hf.wrappers import OUTER_KEYS
-from batchgen.models.nearest import nearest_family
+from batchgen.models.nearest import nearest_family, not_a_decoder
 from batchgen.models.scales import scales_of
 from batchgen.models.state_layers import DeltaNet, ShortConv
 from batchgen.models.stated_numbers import is_count, require_positive, shown
@@ -163,10 +163,13 @@ def read_architecture(config: Mapping[str, Any]) -> str:
         raise InputError(f"architectures must be a list of names, not {shown(stated)}")
     types = {name: _MODEL_TYPES.get(name, family) for name, family in ARCHITECTURES.items()}
     # Some configs state the model type only.
-    names = stated or [name for name, known in types.items() if known == model_type] or [f"model_type {model_type!r}"]
+    names = stated or [name for name, known in types.items() if known == model_type]
+    if not names and model_type is None:
+        raise InputError("neither architectures nor model_type is stated: take the model's own config.json")
+    if not names or names[0] not in ARCHITECTURES:
+        name = f"architecture {names[0]}" if names else f"model_type {shown(model_type)}"
+        raise InputError(f"{name} is not supported; {_instead(config, names[0] if names else str(model_type))}")
     architecture: str = names[0]
-    if architecture not in ARCHITECTURES:
-        raise InputError(f"architecture {architecture} is not supported; {_instead(architecture)}")
     if model_type not in (None, types[architecture]):
         raise InputError(
             f"model_type {shown(model_type)} contradicts architecture {architecture}, which is "
@@ -175,12 +178,21 @@ def read_architecture(config: Mapping[str, Any]) -> str:
     return architecture
 
 
-def _instead(architecture: str) -> str:
-    """Words for what can be taken in place of a model that is not supported."""
-    family = nearest_family(architecture.removeprefix("model_type "), dict.fromkeys(ARCHITECTURES.values()))
-    nearest = next(name for name, known in ARCHITECTURES.items() if known == family)
-    text = "its text model may be there as a GGUF; " if architecture.endswith("ForConditionalGeneration") else ""
-    return f"{text}the nearest that is: {nearest} ({family}); all: docs/getting_started.md"
+def _instead(config: Mapping[str, Any], name: str) -> str:
+    """Words for what can be taken in place of a model that is not supported.
+
+    Args:
+        config: Values of `config.json`.
+        name: Name of the model's class in transformers, or its `model_type`.
+    """
+    text = config.get("text_config", config.get("llm_config"))  # the latter in InternVL's files
+    text_type = text.get("model_type") if isinstance(text, Mapping) else None
+    families = {_MODEL_TYPES.get(known, family): family for known, family in ARCHITECTURES.items()}
+    of_text = families.get(text_type) if isinstance(text_type, str) else None
+    family = of_text or nearest_family(name, families.values())
+    nearest = next(known for known, each in ARCHITECTURES.items() if each == family)
+    words = f"its text model is supported ({text_type}): take a GGUF of it; " if of_text else not_a_decoder(name)
+    return f"{words}the nearest that is: {nearest} ({family}); all: docs/getting_started.md"
 
 
 def read_norm_place(keys: Mapping[str, Any], family: str) -> NormPlace:
@@ -418,7 +430,7 @@ def read_states(keys: Mapping[str, Any], family: str, layers: int) -> dict[str, 
     types = keys["layer_types"] or _layer_types(keys, family, layers, None)
     states = tuple(layer for layer, kind in enumerate(types) if kind == _STATE_TYPES[family])
     if len(states) == layers:
-        raise InputError("layer_types: at least one layer must have full_attention")
+        raise InputError(f"layer_types: at least one of {layers} layers (num_hidden_layers) must have full_attention")
     if family in SHORT_CONVS:
         conv = ShortConv(keys["hidden_size"], keys["conv_L_cache"], keys["conv_bias"])
         return {"state": conv if states else None, "state_layers": states}
@@ -464,6 +476,10 @@ def _layer_types(keys: Mapping[str, Any], family: str, layers: int, window: int 
 
 
 def token_ids(*values: int | list[int] | None) -> tuple[int, ...]:
-    """The token ids in numbers and lists of numbers: flattened, in order, without repetitions."""
+    """The token ids in numbers and lists of numbers: flattened, in order, without repetitions.
+
+    Values of other types are kept: `ModelConfig` and `read_keys` refuse them by name.
+    """
     lists = [value if isinstance(value, list) else [value] for value in values if value is not None]
-    return tuple(dict.fromkeys(i for ids in lists for i in ids))
+    ids = [i for each in lists for i in each]
+    return tuple(value for place, value in enumerate(ids) if value not in ids[:place])

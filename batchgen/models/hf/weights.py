@@ -19,7 +19,7 @@ from batchgen.models.formats import fused_experts
 from batchgen.models.formats.base import Scheme, StoredPart, Tensors
 from batchgen.models.formats.head_order import in_head_order, in_sections
 from batchgen.models.formats.numbers import Numbers
-from batchgen.models.hf.stacked_experts import StackedExpert, either_way_stacked, single_experts
+from batchgen.models.hf.stacked_experts import StackedExpert, either_way_stacked, found_expert, single_experts
 from batchgen.models.hf.tensor_names import EXPERTS_OF_QWEN3_VL, stacked_experts, tensor_names
 from batchgen.models.hf.weight_files import ModelTensors, missing_tensor
 from batchgen.models.layouts import Part, all_parts
@@ -91,8 +91,8 @@ def _find(
     stem = names[stem].format(part.layer)
     name = f"{stem}.{suffix}"
     if (expert := stacked_either_way.get(name)) is not None:
-        expert.check(config.num_experts, part.shape)
-        return expert
+        rows, columns = part.shape
+        return found_expert(expert, tensors, scheme, config.num_experts, (rows, columns))
     if fused_experts.is_fused(part.name):
         return fused_experts.find(config, model, tensors, part.name, name)
     is_convolution = part.name in _CONVOLUTIONS

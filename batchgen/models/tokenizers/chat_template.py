@@ -98,6 +98,19 @@ class ChatTemplate:
         """Roles that every template knows, and all quoted texts in this template, which may be roles."""
         return frozenset(["system", "user", "assistant", *re.findall(r"""['"](\w+)['"]""", self.text)])
 
+    def knows_role(self, role: str) -> bool:
+        """Tell whether the template knows a role.
+
+        A template that takes tools and writes every role as it is, such as LFM2.5's, knows that of their results.
+        """
+        return role in self.roles or (role == "tool" and "tools" in self.variables and self._writes_any_role)
+
+    @cached_property
+    def _writes_any_role(self) -> bool:
+        messages = [{"role": "user", "content": "?"}, {"role": _PROBES["user"], "content": "!"}]
+        (text,) = self._template.render([self._around(messages, add_generation_prompt=True)])
+        return isinstance(text, str) and _PROBES["user"] in text
+
     @cached_property
     def variables(self) -> frozenset[str]:
         """Names of the variables that the template uses. Raises InputError if the text is not a template."""

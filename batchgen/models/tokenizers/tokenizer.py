@@ -116,7 +116,7 @@ class Tokenizer:
         """
         for number, message in enumerate(messages, 1):
             role = message.get("role") if isinstance(message, dict) else None
-            if isinstance(role, str) and role not in self.chat_template.roles and role != "developer":
+            if isinstance(role, str) and role != "developer" and not self.chat_template.knows_role(role):
                 return RowError(
                     f"message {number} has the role {role!r}, which the model's chat template does not know:"
                     " give system, user or assistant"

@@ -28,11 +28,13 @@ from batchgen.core.dtypes import KV_CODE_BITS, KVFormat
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.ops import quant
 from batchgen.ops.attention_plan import AttentionPlan, DecodeGroup, PrefillItem, SharedItem
+from batchgen.ops.cpp import BlockWeight
 from batchgen.ops.state_slots import StateSlots
 from batchgen.ops.triton import attention, conv, delta, grouped, packed, plan, rotary, sampling, weights
+from batchgen.ops.triton.blocks import BLOCK_CODINGS
 from batchgen.ops.triton.launch import SHARED_MEMORY, Card, Launch, attention_tiles
 from batchgen.ops.triton.norm import gate_launch, gated_launch, gated_norm_launch, norm_launch
-from batchgen.ops.triton.product import WeightKind, row_width
+from batchgen.ops.triton.product import Storage
 from batchgen.ops.triton.rows import gather_launch, scatter_launch
 
 _STATE_DTYPES = (torch.float32, torch.bfloat16)
@@ -41,7 +43,9 @@ _KV_HEADS = 2
 _MIXTURES = ((128, 8, 2048, 768, "silu_mul", False), (32, 4, 2880, 2880, "swiglu_oai_mul", True))
 # Key heads, value heads, key and value size: of Qwen3-Next-80B-A3B (and Qwen3.5), and those of a wide state.
 _DELTA_NETS = ((16, 32, 128, 128), (2, 6, 256, 256))
-_WEIGHT_KINDS: dict[WeightKind, torch.dtype | None] = {"numbers": None, "int8": torch.int8, "int4": torch.uint8}
+# Ways in which weights are stored, of which block formats are compiled for fewer shapes.
+_STORED = (Storage("numbers"), Storage("int8"), Storage("int4"))
+_BLOCKS = tuple(Storage(BLOCK_CODINGS[name], name) for name in ("fp8_g128", "w4_g128", "mxfp4"))
 # Rows of x, N, K, activation, with a residual: products of Llama-3-8B with few, some and many rows.
 _PRODUCTS = (
     *((16, n, 4096, activation, residual) for n, activation, residual in ((6144, None, False), (4096, None, True))),
@@ -167,8 +171,8 @@ def all_launches(card: Card, head_dims: tuple[int, ...], groups: tuple[int, ...]
         yield from _state_launches(dtype, card)
         if card.has_products:
             yield from _packed_launches(dtype, card)
-            for kind in _WEIGHT_KINDS:
-                yield from _expert_launches(kind, dtype, card)
+            for storage in (*_STORED, *(_BLOCKS if dtype == torch.bfloat16 else ())):
+                yield from _expert_launches(storage, dtype, card)
     for columns in (68, 65536):
         pool, rows = torch.empty(64, columns, dtype=torch.uint8), torch.empty(2, columns, dtype=torch.uint8)
         index = torch.zeros(2, dtype=torch.int64)
@@ -223,32 +227,35 @@ def _state_launches(dtype: torch.dtype, card: Card) -> Iterator[tuple[str, Launc
 
 
 def _packed_launches(dtype: torch.dtype, card: Card) -> Iterator[tuple[str, Launch]]:
-    kinds = [kind for kind in _WEIGHT_KINDS if kind != "numbers"]
     shapes = _PRODUCTS if dtype == torch.bfloat16 else _PRODUCTS[1:4]
-    for kind, (rows, columns, depth, activation, adds) in itertools.product(kinds, shapes):
+    products = [*itertools.product(_STORED[1:], shapes), *itertools.product(_BLOCKS, _PRODUCTS[1:5])]
+    for storage, (rows, columns, depth, activation, adds) in products:
         where = {"dtype": dtype, "device": "meta"}
         x, bias = torch.empty(rows, depth, **where), torch.empty(columns, **where)
         out = torch.empty(rows, columns // 2 if activation == "silu_mul" else columns, **where)
-        weight = _rows(kind, columns, depth, dtype)
+        weight = _rows(storage, columns, depth, dtype)
         residual = out if adds else None
         for launch in packed.packed_launches(x, weight, None if adds else bias, activation, residual, out, card):
             shape = f"{rows} by {columns} by {depth}, {_short(dtype)}" + (f", {activation}" if activation else "")
-            yield f"{launch.kernel.__name__}, {kind}, {shape}", launch
+            yield f"{launch.kernel.__name__}, {storage.weight_format or storage.kind}, {shape}", launch
 
 
-def _rows(kind: WeightKind, rows: int, depth: int, dtype: torch.dtype) -> Tensor:
+def _rows(storage: Storage, rows: int, depth: int, dtype: torch.dtype) -> Tensor | BlockWeight:
     """A matrix without memory, stored in one of the ways that products know."""
-    return torch.empty(rows, row_width(kind, depth), dtype=_WEIGHT_KINDS[kind] or dtype, device="meta")
+    stored_as = {"numbers": dtype, "int8": torch.int8}.get(storage.kind, torch.uint8)
+    matrix = torch.empty(rows, storage.row_width(depth), dtype=stored_as, device="meta")
+    return BlockWeight(matrix, storage.weight_format) if storage.weight_format else matrix
 
 
-def _expert_launches(kind: WeightKind, dtype: torch.dtype, card: Card) -> Iterator[tuple[str, Launch]]:
+def _expert_launches(storage: Storage, dtype: torch.dtype, card: Card) -> Iterator[tuple[str, Launch]]:
+    kind = storage.kind
     for num_experts, k, hidden, inner, activation, biased in _MIXTURES:
         where = {"dtype": dtype, "device": "meta"}
         x = torch.empty(2, hidden, **where)
         shares, chosen = torch.empty(2, k, device="meta"), torch.empty(2, k, dtype=torch.int64, device="meta")
-        gate_up = _rows(kind, num_experts * 2 * inner, hidden, dtype)
-        down = _rows(kind, num_experts * hidden, inner, dtype)
-        biases = [torch.empty(len(w), **where) if biased else None for w in (gate_up, down)]
+        gate_up = _rows(storage, num_experts * 2 * inner, hidden, dtype)
+        down = _rows(storage, num_experts * hidden, inner, dtype)
+        biases = [torch.empty(w.shape[0], **where) if biased else None for w in (gate_up, down)]
         operands = x, shares, chosen, gate_up, biases[0], down, biases[1], activation, torch.empty_like(x)
         for launch in grouped.launches(*operands, card):
             if kind != "numbers" and launch.kernel in (grouped._sort, grouped._add):  # which do not know the weights

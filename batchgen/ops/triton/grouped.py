@@ -14,11 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from batchgen.ops.cpp import BlockWeight
 from batchgen.ops.triton.groups import aligned
 from batchgen.ops.triton.int8_rows import coded_launch
 from batchgen.ops.triton.launch import Card, Launch, card, power_of_two
 from batchgen.ops.triton.norm import activated
-from batchgen.ops.triton.product import product_tile, row_width, scaled, sums_of_products, weight_kind
+from batchgen.ops.triton.product import product_tile, scaled, storage_of, sums_of_products, tensor_of
 
 _SORTED_AT_ONCE = 2048
 _ADDED_COLUMNS = 1024
@@ -28,9 +29,9 @@ def grouped_experts(  # the operands of two products
     x: Tensor,
     shares: Tensor,
     chosen: Tensor,
-    gate_up: Tensor,
+    gate_up: Tensor | BlockWeight,
     gate_up_bias: Tensor | None,
-    down: Tensor,
+    down: Tensor | BlockWeight,
     down_bias: Tensor | None,
     activation: str,
 ) -> Tensor:
@@ -48,9 +49,9 @@ def launches(  # the operands of two products
     x: Tensor,
     shares: Tensor,
     chosen: Tensor,
-    gate_up: Tensor,
+    gate_up: Tensor | BlockWeight,
     gate_up_bias: Tensor | None,
-    down: Tensor,
+    down: Tensor | BlockWeight,
     down_bias: Tensor | None,
     activation: str,
     total: Tensor,
@@ -63,7 +64,8 @@ def launches(  # the operands of two products
     (tokens, hidden), k = x.shape, chosen.shape[1]
     num_experts = down.shape[0] // hidden
     inner_size = gate_up.shape[0] // (2 * num_experts)
-    assert x.stride(1) == 1 and all(t.is_contiguous() for t in (shares, chosen, gate_up, down, total))
+    contiguous = shares, chosen, tensor_of(gate_up), tensor_of(down), total
+    assert x.stride(1) == 1 and all(t.is_contiguous() for t in contiguous)
     assert shares.dtype == torch.float32
     where = {"device": x.device}
     order = torch.empty(tokens * k, dtype=torch.int32, **where)
@@ -113,7 +115,7 @@ def add_launch(made: Tensor, shares: Tensor, total: Tensor, places: Tensor | Non
 
 def _product_launches(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | BlockWeight,
     bias: Tensor | None,
     out: Tensor,
     routes: tuple[Tensor, Tensor, int],
@@ -121,10 +123,11 @@ def _product_launches(
     on: Card,
 ) -> list[Launch]:
     """The launches of one product with the experts' matrices: of int8 rows, x is quantized first."""
-    (order, starts, k), kind = routes, weight_kind(weight)
+    (order, starts, k), storage = routes, storage_of(weight)
+    kind, weight = storage.kind, tensor_of(weight)
     num_experts, (count, columns), depth = len(starts) - 1, out.shape, x.shape[1]
     matrices = 1 if activation is None else 2
-    assert weight.shape == (num_experts * matrices * columns, row_width(kind, depth))
+    assert weight.shape == (num_experts * matrices * columns, storage.row_width(depth))
     of_experts = columns * min(num_experts, count)
     tile = product_tile(kind, x.dtype, count / num_experts, of_experts, on, gated=matrices == 2)
     quantizing, scales = [], None
@@ -148,7 +151,7 @@ def _product_launches(
         "COLUMNS": columns,
         "DEPTH": depth,
         "WIDTH": weight.shape[1],
-        "KIND": kind,
+        **storage.constants,
         "ALIGNED": kind == "int4" and aligned(depth, 4, weight.data_ptr()),
         "ACTIVATION": activation,
         "ROWS": tile.rows,
@@ -200,6 +203,8 @@ def _multiply(  # a kernel takes pointers and scalars only
     DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
     KIND: tl.constexpr,
+    VALUES: tl.constexpr,
+    HEAD: tl.constexpr,
     ALIGNED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr,
@@ -235,7 +240,7 @@ def _multiply(  # a kernel takes pointers and scalars only
     up_offset: tl.constexpr = COLUMNS * WIDTH
     total, up = sums_of_products(
         x + x_row.to(tl.int64) * x_stride, there, w_rows, inside, up_offset,
-        DEPTH, KIND, ALIGNED, matrices == 2, ROWS, BLOCK, STEP,
+        DEPTH, KIND, VALUES, HEAD, ALIGNED, matrices == 2, ROWS, BLOCK, STEP,
     )  # fmt: skip
     if KIND == "int8":
         total = scaled(total, x_scales + x_row, there, w_rows, inside, WIDTH)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from batchgen.ops.cpp import BlockWeight
 from batchgen.ops.triton.grouped import add_launch, sort_launch
 from batchgen.ops.triton.launch import card
 from batchgen.ops.triton.norm import gate
@@ -21,10 +22,15 @@ _ALIGNED_COLUMNS = 8  # rows of operands begin at multiples of 16 bytes
 
 
 def takes_many(
-    x: Tensor, chosen: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None
+    x: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor | BlockWeight,
+    gate_up_bias: Tensor | None,
+    down: Tensor | BlockWeight,
+    down_bias: Tensor | None,
 ) -> bool:
     """Tell whether the grouped product of torch is for these operands, which `dispatch.grouped_experts` describes."""
-    num_experts = len(down) // x.shape[1]
+    num_experts = down.shape[0] // x.shape[1]
     return (
         hasattr(F, "grouped_mm")
         and x.dtype == gate_up.dtype == down.dtype == torch.bfloat16

@@ -1,6 +1,6 @@
 """Linear layers with packed weights by Triton kernels.
 
-Int8 rows are multiplied as integers, int4 rows are unpacked in registers (`product.py`).
+Int8 rows are multiplied as integers, int4 rows and blocks are unpacked in registers (`product.py`).
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen.ops.cpp import GATED
+from batchgen.ops.cpp import GATED, BlockWeight
 from batchgen.ops.triton.groups import aligned
 from batchgen.ops.triton.int8_rows import coded_launch
 from batchgen.ops.triton.launch import Card, Launch, card
 from batchgen.ops.triton.norm import activated, pointwise
-from batchgen.ops.triton.product import product_tile, row_width, scaled, sums_of_products, weight_kind
+from batchgen.ops.triton.product import product_tile, scaled, storage_of, sums_of_products, tensor_of
 
 
 def packed_linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | BlockWeight,
     bias: Tensor | None = None,
     *,
     activation: str | None = None,
@@ -28,12 +28,13 @@ def packed_linear(
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Compute activation(x weightᵀ + bias) + residual for int8 rows [N, bytes], int8, or int4 rows [N, bytes], uint8.
+    """Compute activation(x weightᵀ + bias) + residual for int8 rows [N, bytes], int8, int4 rows [N, bytes], or blocks.
 
-    `dispatch.linear` describes the arguments. Sums, bias, activation and residual are in fp32, and are rounded once.
+    Int4 rows are uint8. `dispatch.linear` describes the arguments. Sums, bias, activation and residual are in fp32, and
+    are rounded once.
     """
     if out is None:
-        columns = len(weight) // (2 if activation in GATED else 1)
+        columns = weight.shape[0] // (2 if activation in GATED else 1)
         out = torch.empty(len(x), columns, dtype=out_dtype or x.dtype, device=x.device)
     for launch in packed_launches(x, weight, bias, activation, residual, out):
         launch()
@@ -42,7 +43,7 @@ def packed_linear(
 
 def packed_launches(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | BlockWeight,
     bias: Tensor | None,
     activation: str | None,
     residual: Tensor | None,
@@ -53,8 +54,9 @@ def packed_launches(
 
     `on` is the GPU whose properties determine the tile; None: the GPU of x.
     """
-    (rows, depth), columns, kind = x.shape, out.shape[1], weight_kind(weight)
-    assert kind != "numbers" and weight.is_contiguous() and weight.shape[1] == row_width(kind, depth)
+    (rows, depth), columns, storage = x.shape, out.shape[1], storage_of(weight)
+    kind, weight = storage.kind, tensor_of(weight)
+    assert kind != "numbers" and weight.is_contiguous() and weight.shape[1] == storage.row_width(depth)
     assert x.stride(1) == out.stride(1) == 1 and (residual is None or residual.stride(1) == 1)
     gated = activation in GATED
     tile = product_tile(kind, x.dtype, rows, columns, on or card(x.device), gated=gated)
@@ -78,7 +80,7 @@ def packed_launches(
         "COLUMNS": columns,
         "DEPTH": depth,
         "WIDTH": weight.shape[1],
-        "KIND": kind,
+        **storage.constants,
         "ALIGNED": kind == "int4" and aligned(depth, 4, weight.data_ptr()),
         "ACTIVATION": activation,
         "IS_GATED": gated,
@@ -106,6 +108,8 @@ def _multiply_packed(  # a kernel takes pointers and scalars only
     DEPTH: tl.constexpr,
     WIDTH: tl.constexpr,
     KIND: tl.constexpr,
+    VALUES: tl.constexpr,
+    HEAD: tl.constexpr,
     ALIGNED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     IS_GATED: tl.constexpr,
@@ -121,8 +125,9 @@ def _multiply_packed(  # a kernel takes pointers and scalars only
     w_rows = weight + column.to(tl.int64) * WIDTH
     up_offset = COLUMNS * WIDTH
     total, up = sums_of_products(
-        x + rows * x_stride, there, w_rows, inside, up_offset, DEPTH, KIND, ALIGNED, IS_GATED, ROWS, BLOCK, STEP
-    )
+        x + rows * x_stride, there, w_rows, inside, up_offset,
+        DEPTH, KIND, VALUES, HEAD, ALIGNED, IS_GATED, ROWS, BLOCK, STEP,
+    )  # fmt: skip
     if KIND == "int8":
         total = scaled(total, x_scales + row, there, w_rows, inside, WIDTH)
         if IS_GATED:

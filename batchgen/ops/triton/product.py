@@ -1,4 +1,4 @@
-"""A tile of a matrix product, for weights that are numbers, int8 rows or int4 rows, and the rules for its size.
+"""A tile of a matrix product, for weights that are numbers, int8 rows, int4 rows or blocks, and the rules for its size.
 
 `packed.py` has the kernel for one matrix, `grouped.py` that for the matrices of experts. Both compute their tiles here.
 
@@ -8,6 +8,7 @@
 - *Int4 rows* (`ops/quant.py`) are read once and unpacked in registers. Each weight is rounded to x's dtype, so the
   product has the numbers of a weight that was dequantized before. Low and high nibbles are two products: a byte has
   values of two columns that lie half a group apart.
+- *Blocks* (`blocks.py`) are unpacked in registers in the same way.
 """
 
 from __future__ import annotations
@@ -20,14 +21,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen.core.dtypes import CODE_GROUP
+from batchgen.core.dtypes import BLOCK_FORMATS, CODE_GROUP, weight_row_bytes
 from batchgen.ops import int8, quant
+from batchgen.ops.cpp import BlockWeight
+from batchgen.ops.triton.blocks import BLOCK_CODINGS, BlockCoding, byte_numbers, nibble_columns, nibble_numbers
 from batchgen.ops.triton.groups import flat_columns, unpack_flat
 from batchgen.ops.triton.launch import Card
 
-WeightKind = Literal["numbers", "int8", "int4"]
+WeightKind = Literal["numbers", "int8", "int4"] | BlockCoding
+# Bytes of a value, without its scale, where it has fewer than x's dtype.
+_VALUE_BYTES: dict[WeightKind, float] = {"int8": 1, "int4": 0.5, "fp8": 1, "w4": 0.5, "mxfp4": 0.5}
+_BLOCK_KINDS = set(BLOCK_CODINGS.values())
 # Rows of a tile: of a product with few rows, with some, and of one whose time is that of multiplying.
 _FEW, _SOME, _MANY = 16, 64, 128
+_ROOMY = 200 << 10  # bytes of shared memory of cards whose products take both operands from there
 
 
 @dataclass(frozen=True)
@@ -49,14 +56,42 @@ class ProductTile:
     stages: int
 
 
-def weight_kind(weight: Tensor) -> WeightKind:
-    """The way in which a weight matrix is stored, by its dtype."""
-    return "int8" if weight.dtype == torch.int8 else "int4" if weight.dtype == torch.uint8 else "numbers"
+@dataclass(frozen=True)
+class Storage:
+    """The way in which a weight matrix is stored.
+
+    Attributes:
+        kind: The kind of its rows.
+        weight_format: Format of the blocks, a key of `BLOCK_CODINGS`; "": its rows are not in blocks.
+    """
+
+    kind: WeightKind
+    weight_format: str = ""
+
+    def row_width(self, depth: int) -> int:
+        """Elements of the tensor that has a row of `depth` weights."""
+        if self.weight_format:
+            return weight_row_bytes(depth, self.weight_format)
+        return {"int8": int8.row_bytes(depth), "int4": quant.row_bytes(depth)}.get(self.kind, depth)
+
+    @property
+    def constants(self) -> dict[str, str | int]:
+        """Constants of kernels: the kind, and the values of a block and the bytes before them."""
+        values, num_bytes = BLOCK_FORMATS.get(self.weight_format, (0, 0))
+        head = num_bytes - int(values * _VALUE_BYTES[self.kind]) if values else 0
+        return {"KIND": self.kind, "VALUES": values, "HEAD": head}
 
 
-def row_width(kind: WeightKind, depth: int) -> int:
-    """Elements of the tensor that has a row of `depth` weights."""
-    return {"numbers": depth, "int8": int8.row_bytes(depth), "int4": quant.row_bytes(depth)}[kind]
+def storage_of(weight: Tensor | BlockWeight) -> Storage:
+    """The way in which a weight matrix is stored: its format, or by its dtype."""
+    if isinstance(weight, BlockWeight):
+        return Storage(BLOCK_CODINGS[weight.weight_format], weight.weight_format)
+    return Storage("int8" if weight.dtype == torch.int8 else "int4" if weight.dtype == torch.uint8 else "numbers")
+
+
+def tensor_of(weight: Tensor | BlockWeight) -> Tensor:
+    """The tensor with a matrix's rows."""
+    return weight.data if isinstance(weight, BlockWeight) else weight
 
 
 def product_tile(
@@ -84,12 +119,16 @@ def product_tile(
     if kind == "numbers":
         tile_rows, across, depth = _SOME, 128, 64
     else:
-        tile_rows = _FEW if rows <= _FEW else _SOME if rows <= _SOME or kind == "int4" else _MANY
-        widest = next((n for n in (128, 64) if columns * matrices // n >= on.num_sms), 32)
+        is_blocks, is_roomy = kind in _BLOCK_KINDS, on.shared_memory >= _ROOMY
+        has_many = kind == "int8" or (is_blocks and is_roomy)
+        tile_rows = _FEW if rows <= _FEW else _MANY if rows > _SOME and has_many else _SOME
+        # Blocks that become floats take registers; where operands are in shared memory, a tile of some rows has them.
+        widths = (64,) if is_blocks and (tile_rows == _FEW or not is_roomy) else (128, 64)
+        widest = next((n for n in widths if columns * matrices // n >= on.num_sms), 32)
         across = 128 if tile_rows == _MANY else widest
-        depth = (4 if tile_rows == _FEW else 2) * CODE_GROUP
-    stored, of_x = {"numbers": (dtype.itemsize,) * 2, "int8": (1, 1), "int4": (0.5, dtype.itemsize)}[kind]
-    step_bytes = int((tile_rows * of_x + across * stored) * depth)
+        depth = (4 if tile_rows == _FEW and not is_blocks else 2) * CODE_GROUP
+    of_x = 1 if kind == "int8" else dtype.itemsize
+    step_bytes = int((tile_rows * of_x + across * _VALUE_BYTES.get(kind, dtype.itemsize)) * depth)
     warps = 8 if tile_rows == _MANY else 4
     stages = max(2, min(4, on.shared_memory // step_bytes - 1))
     return ProductTile(tile_rows, across // matrices, depth, warps, stages)
@@ -104,6 +143,8 @@ def sums_of_products(
     up_offset,
     DEPTH: tl.constexpr,
     KIND: tl.constexpr,
+    VALUES: tl.constexpr,
+    HEAD: tl.constexpr,
     ALIGNED: tl.constexpr,
     IS_GATED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -119,7 +160,9 @@ def sums_of_products(
         inside: Mask of the rows of the weight to load, [BLOCK].
         up_offset: Distance from a row of the gate to that of the up projection, in elements.
         DEPTH: Number of columns.
-        KIND: The way in which the weight is stored (`WeightKind`).
+        KIND: The kind of the weight's rows (`WeightKind`).
+        VALUES: Values of a block; 0 where rows are not in blocks.
+        HEAD: Bytes of a block before its values.
         ALIGNED: Whether tables of scales of int4 rows are at multiples of 4 bytes.
         IS_GATED: Whether rows at `up_offset` are multiplied, too.
         ROWS, BLOCK: Sizes of the tile.
@@ -130,41 +173,81 @@ def sums_of_products(
     """
     total = tl.zeros((ROWS, BLOCK), tl.int32 if KIND == "int8" else tl.float32)
     up = total
-    GROUPS: tl.constexpr = STEP // 64
     for step in range(0, DEPTH, STEP):
-        if KIND == "int4":
-            first_group = step // 64
-            low, high, low_there, high_there = flat_columns(first_group, DEPTH, GROUPS)
+        if KIND == "int4" or KIND == "w4" or KIND == "mxfp4":
+            low, high, low_there, high_there = _halves(step, DEPTH, KIND, STEP)
             low_mask, high_mask = there[:, None], there[:, None]
             if DEPTH % STEP:
                 low_mask, high_mask = low_mask & low_there[None, :], high_mask & high_there[None, :]
             x_low = tl.load(x_rows[:, None] + low[None, :], mask=low_mask, other=0.0)
             x_high = tl.load(x_rows[:, None] + high[None, :], mask=high_mask, other=0.0)
-            w_low, w_high = unpack_flat(w_rows, inside, first_group, DEPTH, GROUPS, ALIGNED)
+            w_low, w_high = _nibbles(w_rows, inside, step, DEPTH, KIND, VALUES, HEAD, ALIGNED, STEP)
             total = tl.dot(x_low, tl.trans(w_low.to(x_low.dtype)), total, input_precision="ieee")
             total = tl.dot(x_high, tl.trans(w_high.to(x_low.dtype)), total, input_precision="ieee")
             if IS_GATED:
-                w_low, w_high = unpack_flat(w_rows + up_offset, inside, first_group, DEPTH, GROUPS, ALIGNED)
+                w_low, w_high = _nibbles(w_rows + up_offset, inside, step, DEPTH, KIND, VALUES, HEAD, ALIGNED, STEP)
                 up = tl.dot(x_low, tl.trans(w_low.to(x_low.dtype)), up, input_precision="ieee")
                 up = tl.dot(x_high, tl.trans(w_high.to(x_low.dtype)), up, input_precision="ieee")
         else:
             depth = step + tl.arange(0, STEP)[None, :]
-            x_mask, w_mask = there[:, None], inside[:, None]
+            x_mask = there[:, None]
             if DEPTH % STEP:
-                x_mask, w_mask = x_mask & (depth < DEPTH), w_mask & (depth < DEPTH)
+                x_mask = x_mask & (depth < DEPTH)
             some = tl.load(x_rows[:, None] + depth, mask=x_mask, other=0)
-            part = tl.load(w_rows[:, None] + depth, mask=w_mask, other=0)
+            part = _numbers(w_rows, inside, step, DEPTH, KIND, VALUES, HEAD, STEP).to(some.dtype)
             if KIND == "int8":
                 total = tl.dot(some, tl.trans(part), total, out_dtype=tl.int32)
             else:
                 total = tl.dot(some, tl.trans(part), total, input_precision="ieee")
             if IS_GATED:
-                part = tl.load(w_rows[:, None] + up_offset + depth, mask=w_mask, other=0)
+                part = _numbers(w_rows + up_offset, inside, step, DEPTH, KIND, VALUES, HEAD, STEP).to(some.dtype)
                 if KIND == "int8":
                     up = tl.dot(some, tl.trans(part), up, out_dtype=tl.int32)
                 else:
                     up = tl.dot(some, tl.trans(part), up, input_precision="ieee")
     return total, up
+
+
+@triton.jit
+def _numbers(
+    w_rows, inside, step, DEPTH: tl.constexpr, KIND: tl.constexpr, VALUES: tl.constexpr, HEAD: tl.constexpr,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    """Columns [step, step + STEP) of rows whose values are numbers or bytes."""
+    if KIND == "fp8":
+        numbers = byte_numbers(w_rows, inside, step, DEPTH, STEP, KIND, VALUES, HEAD)
+    else:
+        depth = step + tl.arange(0, STEP)[None, :]
+        mask = inside[:, None]
+        if DEPTH % STEP:
+            mask = mask & (depth < DEPTH)
+        numbers = tl.load(w_rows[:, None] + depth, mask=mask, other=0)
+    return numbers
+
+
+@triton.jit
+def _halves(step, DEPTH: tl.constexpr, KIND: tl.constexpr, STEP: tl.constexpr):
+    """Columns of the low and of the high nibbles of STEP columns from `step` on, and masks of those that are there."""
+    if KIND == "int4":
+        low, high, low_there, high_there = flat_columns(step // 64, DEPTH, STEP // 64)
+    else:
+        low = nibble_columns(step, STEP)
+        high, low_there = low + 16, low < DEPTH
+        high_there = low_there
+    return low, high, low_there, high_there
+
+
+@triton.jit
+def _nibbles(
+    w_rows, inside, step, DEPTH: tl.constexpr, KIND: tl.constexpr, VALUES: tl.constexpr, HEAD: tl.constexpr,
+    ALIGNED: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Numbers of rows whose values are nibbles, in the columns of `_halves`."""
+    if KIND == "int4":
+        low, high = unpack_flat(w_rows, inside, step // 64, DEPTH, STEP // 64, ALIGNED)
+    else:
+        low, high = nibble_numbers(w_rows, inside, step, DEPTH, STEP, KIND, VALUES, HEAD)
+    return low, high
 
 
 @triton.jit

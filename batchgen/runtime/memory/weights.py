@@ -87,7 +87,7 @@ class Weights:
             BatchgenError: Memory does not suffice, or a file is not what it was.
         """
         tiers = tiers or Tiers()
-        if not ops.multiplies_int4(tiers.device):
+        if not ops.multiplies_packed(tiers.device):
             residency = replace(residency, packed_tokens=0)
         self.config, self.residency, self.dtype = config, residency, dtype
         self._compute_tier, self.arenas = tiers.compute_tier, tiers.arenas

@@ -44,7 +44,7 @@ from batchgen.models.formats.gguf.short_conv import (
     SHORT_CONV_VECTORS,
     read_short_convs,
 )
-from batchgen.models.nearest import nearest_family
+from batchgen.models.nearest import nearest_family, not_a_decoder
 from batchgen.models.rope import RopeConfig
 from batchgen.models.scales import scales_of
 from batchgen.models.stated_numbers import require_positive
@@ -195,7 +195,8 @@ def check_architecture(arch: Any) -> str:
         families = {ARCHITECTURES[name]: known for known, name in GGUF_ARCHITECTURES.items()}
         nearest = families[nearest_family(str(arch), families)]
         raise InputError(
-            f"GGUF architecture {arch!r} is not supported; the nearest that is: {nearest!r}; supported: "
+            f"GGUF architecture {arch!r} is not supported; {not_a_decoder(str(arch))}the nearest that is: {nearest!r}; "
+            f"supported: "
             f"{', '.join(GGUF_ARCHITECTURES)}"
         )
     return arch

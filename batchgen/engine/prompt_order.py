@@ -1,0 +1,112 @@
+"""The order in which requests start: that of their prompts, so that those with a common prefix follow each other.
+
+A job's rows come in any order. Where few sequences are in flight, the KV of a prefix that others will share is evicted
+before they come. Prompts in lexicographic order are a walk through the tree of their tokens: all that have a prefix
+come one after the other, so its KV is computed once, and no longer needed when it is evicted (BatchLLM: Zheng et al.,
+2024, section 4). The order is kept among the requests that wait; of a larger input, each prefix is met in several of
+these walks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterator
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from batchgen.engine.prefetch import Prefetch
+
+MOST_REQUESTS = 4096
+_MOST_TOKENS = 1 << 22  # of their prompts, which take eight bytes each
+
+
+class Prompted(Protocol):
+    """A prepared request.
+
+    Attributes:
+        prompt: Token ids of its prompt, an array of int32; None: nothing of it is to be run.
+    """
+
+    @property
+    def prompt(self) -> np.ndarray | None: ...
+
+
+P = TypeVar("P", bound=Prompted)
+
+
+class PromptOrder(Iterator[P]):
+    """The prepared requests of a source, each the one that waits whose prompt follows on that of the one before it.
+
+    After the last prompt comes the first one again. Requests with nothing to run come at once. An exception of the
+    source is raised when all requests before it have been taken.
+    """
+
+    def __init__(self, source: Prefetch[P], most_requests: int = MOST_REQUESTS) -> None:
+        """Let no more than `most_requests` wait, of the prepared requests of `source`."""
+        self._source, self._most_requests = source, most_requests
+        self._at_once: deque[P] = deque()
+        self._waiting: list[tuple[bytes, int, P]] = []  # prompt, number of arrival, request
+        self._num_tokens = self._num_arrived = 0
+        self._last = b""
+        self._error: BaseException | None = None
+        self._ended = False
+
+    @property
+    def ready(self) -> bool:
+        """True where the next request, or the exception in its place, is there, so that `next` does not wait."""
+        return bool(self._at_once or self._waiting or self._ended) or self._source.ready
+
+    def __next__(self) -> P:
+        self._take_ready()
+        while not (self._at_once or self._waiting or self._ended):
+            self._take()
+        if self._at_once:
+            return self._at_once.popleft()
+        if self._waiting:
+            return self._following()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        raise StopIteration
+
+    def close(self) -> None:
+        self._source.close()
+        self._ended = True
+        self._waiting.clear()
+        self._at_once.clear()
+
+    def _take_ready(self) -> None:
+        """Take what the source has ready, while there is space for it."""
+        while not self._ended and len(self._waiting) < self._most_requests and self._num_tokens < _MOST_TOKENS:
+            if not self._source.ready:
+                return
+            self._take()
+
+    def _take(self) -> None:
+        """Take one request of the source, which may have to be waited for, or its end."""
+        try:
+            request = next(self._source)
+        except StopIteration:
+            self._ended = True
+            return
+        except BaseException as error:  # raised in its place, after the requests that came before it
+            self._error, self._ended = error, True
+            return
+        prompt = request.prompt
+        if prompt is None:
+            self._at_once.append(request)
+            return
+        # As big-endian bytes, prompts are compared in the order of their token ids.
+        insort(self._waiting, (np.asarray(prompt, dtype=">u4").tobytes(), self._num_arrived, request))
+        self._num_arrived += 1
+        self._num_tokens += len(prompt)
+
+    def _following(self) -> P:
+        """The request whose prompt is the first at or after that of the last one, or the first of all."""
+        position = bisect_left(self._waiting, (self._last, -1))
+        prompt, _, request = self._waiting.pop(position if position < len(self._waiting) else 0)
+        self._last = prompt
+        self._num_tokens -= len(prompt) // 4
+        return request

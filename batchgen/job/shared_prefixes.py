@@ -1,0 +1,116 @@
+"""The part of a job's prompt tokens whose KV other rows compute, estimated from a sample of its sequences.
+
+Sequences start in the order of their prompts (`engine.prompt_order`), so a prefix is computed once for all rows that
+have it among those that wait, wherever they are in the input.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
+from batchgen.engine.prompt_order import MOST_REQUESTS
+
+
+@dataclass(frozen=True)
+class SampledPrompt:
+    """A sequence of the sample.
+
+    Attributes:
+        tokens: Token ids of the prompt, or of all that is scored.
+        num_shareable: First tokens whose KV may be taken over from other sequences.
+        stretch: Number of the stretch of neighbouring rows that it was read with.
+    """
+
+    tokens: Sequence[int]
+    num_shareable: int
+    stretch: int
+
+
+def shared_part(prompts: Sequence[SampledPrompt], num_seqs: float) -> float:
+    """The part of all prompt tokens that are in prefixes which an earlier sequence has computed, 0 to 1.
+
+    Args:
+        prompts: The sample.
+        num_seqs: Number of sequences of the job.
+    """
+    if num_seqs <= len(prompts):
+        return _part(_matched(prompts), prompts)
+    # The first half of the sample has been through the tree when the second half is looked up.
+    half = len(prompts) // 2
+    near = _part(_matched(prompts)[half:], prompts[half:])
+    return max(near, _of_tree(prompts, min(num_seqs, 2 * MOST_REQUESTS)))
+
+
+def _part(shared_tokens: Sequence[float], prompts: Sequence[SampledPrompt]) -> float:
+    return sum(shared_tokens) / sum(len(prompt.tokens) for prompt in prompts)
+
+
+def _nodes(prompts: Sequence[SampledPrompt]) -> list[list[int]]:
+    """The path of each prompt in the tree of all: a node for each block of tokens (prefixes are shared in blocks)."""
+    numbers: dict[tuple[int, tuple[int, ...]], int] = {}  # (node of the prefix, next block) -> node
+    paths = []
+    for prompt in prompts:
+        path, node = [], 0
+        for end in range(DEFAULT_KV_BLOCK_SIZE, len(prompt.tokens) + 1, DEFAULT_KV_BLOCK_SIZE):
+            block = tuple(prompt.tokens[end - DEFAULT_KV_BLOCK_SIZE : end])
+            node = numbers.setdefault((node, block), len(numbers) + 1)
+            path.append(node)
+        paths.append(path)
+    return paths
+
+
+def _matched(prompts: Sequence[SampledPrompt]) -> list[int]:
+    """Tokens of each prompt that those before it have."""
+    known: set[int] = set()
+    matched = []
+    for prompt, path in zip(prompts, _nodes(prompts), strict=True):
+        shareable = path[: prompt.num_shareable // DEFAULT_KV_BLOCK_SIZE]
+        blocks = next((i for i, node in enumerate(shareable) if node not in known), len(shareable))
+        matched.append(blocks * DEFAULT_KV_BLOCK_SIZE)
+        known.update(path)
+    return matched
+
+
+def _of_tree(prompts: Sequence[SampledPrompt], num_waiting: float) -> float:
+    """The shared part of `num_waiting` sequences of which the sample is one, if its stretches are far from each other.
+
+    Rows of one stretch may be more alike than others, so a row is compared with those of other stretches alone. That a
+    row of the sample has no like there does not mean that it has none: those with one and with two tell how many have
+    (as the numbers of species seen once and twice tell those not seen: Chao, 1984).
+    """
+    sizes = Counter(prompt.stretch for prompt in prompts)
+    paths = [path[: p.num_shareable // DEFAULT_KV_BLOCK_SIZE] for p, path in zip(prompts, _nodes(prompts), strict=True)]
+    by_node: defaultdict[int, Counter[int]] = defaultdict(Counter)  # node -> rows of each stretch
+    for prompt, path in zip(prompts, paths, strict=True):
+        for node in path:
+            by_node[node][prompt.stretch] += 1
+    shared = 0.0
+    for depth in range(max(map(len, paths), default=0)):
+        others = []  # rows of other stretches with the same prefix, for each row, as if there were as many as all
+        for prompt, path in zip(prompts, paths, strict=True):
+            apart = len(prompts) - sizes[prompt.stretch]
+            if depth < len(path) and apart:
+                of_node = by_node[path[depth]]
+                others.append((of_node.total() - of_node[prompt.stretch]) * len(prompts) / apart)
+        shared += DEFAULT_KV_BLOCK_SIZE * _saved_rows(others, num_waiting / len(prompts))
+    return _part([shared], prompts)
+
+
+def _saved_rows(others: Sequence[float], factor: float) -> float:
+    """The number of sampled rows that do not compute a block, as an earlier row of the job has done so.
+
+    Args:
+        others: Other rows of the sample with the same prefix, for each row.
+        factor: Rows of the job for each row of the sample.
+    """
+    saved = sum(1 - 1 / (factor * (1 + count)) for count in others if count)
+    alone, twice, thrice = (sum(k - 0.5 <= count < k + 0.5 for count in others) for k in range(3))
+    if not alone or not twice:
+        return saved
+    # Rows of a prefix in a sample, if these are many prefixes of equal size: Poisson.
+    mean = max(2 * thrice / twice, twice / alone)
+    with_likes = min(alone, twice / mean)
+    return saved + with_likes * max(0.0, 1 - 1 / (factor * mean))
