@@ -30,7 +30,7 @@ def in_best_formats(problem: Problem) -> Problem:
     job_s: dict[_Formats, float] = {}
 
     def is_within(pair: _Formats, limit_s: float) -> bool:
-        """Whether the fastest plan in two formats takes no longer; it is searched for no further than that."""
+        """True if the fastest plan in two formats takes no longer; it is searched for no further than that."""
         if pair not in job_s:
             with contextlib.suppress(InputError):
                 fastest = searches[pair].fastest(lambda seconds: seconds > limit_s)

@@ -16,7 +16,7 @@ from batchgen.planner.problem import Problem
 
 @dataclass(frozen=True)
 class OtherQuality:
-    """What another quality would give.
+    """Another quality than the plan's, with the plan that it would give.
 
     Attributes:
         quality: A value of `--quality`: "small" beside a plan in the formats without a choice, "exact" beside others.
@@ -28,7 +28,7 @@ class OtherQuality:
 
 
 def other_quality(plan: Plan, problem: Problem) -> OtherQuality | None:
-    """What another quality would give; None where no other formats can be chosen, or the machine has no rates for them.
+    """Another quality and its plan; None where no other formats can be chosen, or the machine has no rates for them.
 
     Args:
         plan: The plan.
@@ -61,7 +61,7 @@ def quality_line(plan: Plan, problem: Problem, other: OtherQuality | None) -> st
 
 
 def _beside(other: Plan | None, plan: Plan) -> str:
-    """What another plan would take, beside this one."""
+    """The time of another plan beside that of this one."""
     if other is None:
         return "no plan fits"
     if formats_of(other.policy) == formats_of(plan.policy):

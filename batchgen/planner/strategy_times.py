@@ -51,7 +51,7 @@ def with_strategies(plan: Plan, problem: Problem, other: OtherQuality | None = N
     Args:
         plan: The plan that was chosen for the problem.
         problem: The planner's problem.
-        other: What another quality would give; None: no other formats can be chosen.
+        other: Another quality with its plan; None: no other formats can be chosen.
     """
     problem = in_formats(problem, *formats_of(plan.policy))
     strategies = strategies_for(problem)
