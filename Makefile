@@ -162,7 +162,7 @@ gpu-check:
 gpu-wheels:
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --implementation cp --python-version $(GPU_PYTHON) \
 		$(foreach glibc,2_28 2_27 2_24 2_17,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64 \
-		--dest $(GPU_WHEELS) accelerate psutil highspy "pulp<4" xxhash gguf flexgen flashinfer-python==0.5.3 "apache-tvm-ffi<0.2"
+		--dest $(GPU_WHEELS) accelerate attrs psutil highspy "pulp<4" xxhash gguf flexgen flashinfer-python==0.5.3 "apache-tvm-ffi<0.2"
 
 # torch's CUDA build beside the CPU's, for tests on a card that is played on the CPU (tests/support/played_card.py): a download of
 # 2.7 GB. Where it is not there, those tests are left out. CUDA_TORCH is its version; make test-all takes all that are there.

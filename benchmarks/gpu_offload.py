@@ -17,10 +17,7 @@ streamed, under a plain policy with the largest block that host memory holds; wh
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -58,9 +55,8 @@ def run(
     at_first = least = available()
     ends, failed = time.monotonic() + limit_s, None
     with tempfile.TemporaryFile("w+") as told:
-        process = subprocess.Popen(
-            [*map(str, command), "--output", str(output)], stdout=told, stderr=told, start_new_session=True
-        )
+        # In this process's group: whoever ends that ends the engine as well, and the card is free.
+        process = subprocess.Popen([*map(str, command), "--output", str(output)], stdout=told, stderr=told)
         while process.poll() is None and failed is None:
             time.sleep(_LOOK_S)
             least = min(least, available())
@@ -68,8 +64,7 @@ def run(
                 failed = f"took more host memory than {host_bytes:,} bytes"
             elif time.monotonic() > ends:
                 failed = f"took longer than {limit_s:.0f} s"
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
         process.wait()
         if failed is None and not output.exists():
             told.seek(0)

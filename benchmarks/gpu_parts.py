@@ -107,7 +107,8 @@ def _offload(engine: str) -> Part:
     job = ("--engines", engine, "--rounds", "1", "--variants", "1", "--gen-len", "8", "--num-prompts", "48")
     limits = ("--host-memory", _HOST_MEMORY, "--limit-s", "95")
     small = ("--shape", f"{SHAPES}/opt-1.3b", "--host-memory", "8GiB", "--prompt-len", "16", "--gen-len", "3")
-    return _script("gpu_offload", 120, *job, *limits, needs=(engine,), small=(*small, "--limit-s", "600"))
+    small += ("--gpu-memory", "3GiB", "--limit-s", "600")
+    return _script("gpu_offload", 120, *job, *limits, needs=(engine,), small=small)
 
 
 _ENGINE = "tests/engine/test_gpu_engine.py"
@@ -124,7 +125,7 @@ PARTS: dict[str, Part] = {
     # Engines that compile kernels for the first time, and FlashInfer's compiler.
     "demo": _smoke("model", 100, small=("--layers", "2")),
     "demo, int4": _smoke("model", 100, "--weights", "int4", small=("--layers", "2"), needs=("xxhash",)),
-    "everything moves": _tests(100, 1, _ENGINE, "-k", "everything_moves", part=1),
+    "everything moves": _tests(100, 1, _ENGINE, "-k", "everything_moves", part=1, needs=("xxhash",)),
     "memcheck": Part(
         ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", *_SWEEP),
         100,
@@ -148,7 +149,7 @@ PARTS: dict[str, Part] = {
     "tests-policies": _tests(160, 6, "tests/engine/test_tiers.py"),
     "tests-scores": _tests(120, 4, "tests/engine/test_scoring_tiers.py"),
     "tests-identity": _tests(200, 8, "tests/engine/card_checks.py", marked=False),
-    "tests-ranks": _tests(120, 4, "tests/engine/test_gpu_ranks.py"),
+    "tests-ranks": _tests(120, 4, "tests/engine/test_gpu_ranks.py", part=0.2),
 }
 
 # Each call is rows of parts. Parts of a row run side by side, rows one after the other: what is timed is alone. The

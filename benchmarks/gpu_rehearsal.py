@@ -30,11 +30,13 @@ PACKAGES = (
     "torch", "triton", "transformers", "pyarrow", "safetensors", "click", "tqdm", "pybind11", "cmake", "ninja",
     "pytest", "hypothesis",
 )  # fmt: skip
-WHEELS = ("highspy", "pulp", "xxhash", "gguf")  # of `make gpu-wheels`, but for the engines that are compared with
+# What `make gpu-wheels` fetches, but for FlashInfer, which a compiler takes minutes for.
+WHEELS = ("accelerate", "attrs", "flexgen", "gguf", "highspy", "psutil", "pulp", "xxhash")
 _LIMIT_S = 900  # of a part: it has the CPU for everything
 _EMPTY = {"PLAYED_CUDA_KERNELS": "0", "PLAYED_CUDA_EMPTY": "1"}
-# What asks the card for numbers: checks of tokens by gpu_smoke.py, and routes that torch waits for.
-_READS_NUMBERS = {"model", "sweep", "benchmarks/gpu_experts.py"}
+# What asks the card for numbers: checks of tokens by gpu_smoke.py, routes that torch waits for, and an engine that
+# looks after each token if all rows have ended.
+_READS_NUMBERS = {"model", "sweep", "benchmarks/gpu_experts.py", "accelerate"}
 
 
 def with_required(names: Iterable[str]) -> set[str]:

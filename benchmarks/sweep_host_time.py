@@ -44,20 +44,18 @@ from batchgen.runtime import sampler
 model, rows, seqs, prompt_tokens, least, most = sys.argv[1], *map(int, sys.argv[2:])
 sampler.Sampled.tokens = lambda self, five=sampler.SampledToken(5): [five] * len(self.on_host)
 draw, times, last = random.Random(0), [], None
+sampling = {n: batchgen.SamplingParams(max_tokens=n, ignore_eos=True) for n in range(least, most + 1)}
 requests = [
-    batchgen.Request(
-        [draw.randrange(1, 1024) for _ in range(prompt_tokens)],
-        batchgen.SamplingParams(max_tokens=draw.randint(least, most), ignore_eos=True),
-    )
+    batchgen.Request([draw.randrange(1, 1024) for _ in range(prompt_tokens)], sampling[draw.randint(least, most)])
     for _ in range(rows)
 ]
-with batchgen.Engine(model, device="cuda", gpu_memory="2GiB", max_num_seqs=seqs) as engine:
+with batchgen.Engine(model, device="cuda", gpu_memory="8GiB", max_num_seqs=seqs) as engine:
     def after_sweep(stats):
         global last
-        now, before = time.thread_time(), last
-        last = now, stats.prefilled_tokens
-        if before and done > rows // 10 and len(engine.in_flight().context) > 0.9 * seqs:
-            times.append((now - before[0], stats.prefilled_tokens > before[1]))
+        now = time.thread_time()
+        if last and done > rows // 10 and len(engine.in_flight().context) > 0.9 * seqs:
+            times.append((now - last[0], stats.prefilled_tokens > last[1]))
+        last = time.thread_time(), stats.prefilled_tokens
     done = 0
     for _ in engine.generate(requests, on_sweep=after_sweep):
         done += 1
@@ -69,12 +67,12 @@ def sweep_times(checkout: Path, model: Path, rows: int, seqs: int) -> list[tuple
     """CPU seconds of each sweep in a checkout, and whether prompts were in it."""
     import played_card
 
-    options = {"kernels": 0, "empty": 1, "at_once": 1, "counts": 0, "compile": 1}
-    environment = played_card.environment(**options)
+    venv = played_card.venvs()[0]
+    environment = played_card.environment(venv, kernels=0, empty=1, at_once=1, counts=0, compile=1)
     environment["PYTHONPATH"] = environment["PYTHONPATH"].replace(str(ROOT) + ":", f"{checkout}:", 1)
     numbers = map(str, (rows, seqs, _PROMPT_TOKENS, *_OUTPUT_TOKENS))
     done = subprocess.run(
-        [played_card.python(), "-c", _RUN, model, *numbers],
+        [played_card.python(venv), "-c", _RUN, model, *numbers],
         cwd=checkout,
         env=environment,
         check=True,

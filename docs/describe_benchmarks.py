@@ -256,6 +256,22 @@ def memory_flat(d: dict) -> str:
     return f"{many:.0f} MB against {few:.0f} MB"
 
 
+def host_time(d: dict) -> str:
+    now, before = (d["million_rows_cpu_s"][side] for side in ("this", "other"))
+    return f"{now:.0f} CPU seconds; {before:.0f} before"
+
+
+def sweep_host_time(seqs: int) -> Callable[[dict], str]:
+    def words(d: dict) -> str:
+        now, before = (d["least_of_rounds"][side][str(seqs)] for side in ("this", "other"))
+        return (
+            f"{now['mean_ms']:.1f} ms, {now['with_prompts'] / now['sweeps']:.0%} of the sweeps with prompts;"
+            f" {before['mean_ms']:.1f} ms before"
+        )
+
+    return words
+
+
 def kills(d: dict) -> str:
     assert d["mismatches"] == 0
     return f"{sum(d['hits'].values())} kills and interrupts: every output equal to an undisturbed one's"
@@ -550,6 +566,21 @@ TABLES: dict[str, list[Row]] = {
             "memory_flat",
             "memory_flat.py",
             memory_flat,
+        ),
+        Row(
+            "host time of a million rows of 10 tokens, 4 out, through two layers of 64 columns, reading to joining",
+            "host_time",
+            "host_time.py --other DIR",
+            host_time,
+        ),
+        *(
+            Row(
+                f"host time of a sweep of {seqs} sequences on a played card, 32 layers, mean",
+                "sweep_host_time",
+                "sweep_host_time.py --other DIR",
+                sweep_host_time(seqs),
+            )
+            for seqs in (256, 512)
         ),
         Row(
             "random configurations of every family, tiny models in fp32, against transformers",

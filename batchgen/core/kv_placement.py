@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 Tier = Literal["gpu", "cpu", "disk"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
+_TIERS: dict[str, Tier] = {"gpu": "gpu", "cpu": "cpu", "streamed": "cpu", "disk": "disk", "deferred": "cpu"}
 
 
 class KVPlacement(str, Enum):
@@ -22,7 +23,10 @@ class KVPlacement(str, Enum):
         DISK: KV lies on disk. It is copied through the staging buffer too.
         DEFERRED: KV lies in host memory. The CPU computes attention, and the sweep goes on without the sequence (APEX
             section 3.3).
+        tier: The tier where the KV lies: "gpu", "cpu" or "disk".
     """
+
+    tier: Tier
 
     DEVICE = "gpu"
     CPU = "cpu"
@@ -36,10 +40,8 @@ class KVPlacement(str, Enum):
     def __format__(self, spec: str) -> str:
         return str.__format__(self, spec)
 
-    @property
-    def tier(self) -> Tier:
-        """The tier where the KV lies: "gpu", "cpu" or "disk"."""
-        return _TIERS[self]
+    def __init__(self, value: str) -> None:
+        self.tier = _TIERS[value]  # no property: it is asked for each sequence of each sweep
 
     def in_sweep(self, compute_tier: str, decodes: bool) -> KVPlacement:
         """The placement as the attention of one sweep sees it: DEVICE, CPU, STREAMED or DEFERRED.
@@ -56,12 +58,3 @@ class KVPlacement(str, Enum):
             return KVPlacement.DEVICE
         attended_on_cpu = self is KVPlacement.CPU or self is KVPlacement.DEFERRED
         return self if attended_on_cpu and decodes else KVPlacement.STREAMED
-
-
-_TIERS: dict[KVPlacement, Tier] = {
-    KVPlacement.DEVICE: "gpu",
-    KVPlacement.CPU: "cpu",
-    KVPlacement.STREAMED: "cpu",
-    KVPlacement.DISK: "disk",
-    KVPlacement.DEFERRED: "cpu",
-}

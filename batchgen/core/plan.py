@@ -19,7 +19,7 @@ DEFAULT_KV_BLOCK_SIZE = 16
 # `Policy.packed_tokens` where no rates say what is faster: rows that one tile has.
 UNPLANNED_PACKED_TOKENS = 64
 # `Policy.captured_tokens` where no rates say how long launching takes: that of small models on a large GPU.
-UNPLANNED_CAPTURED_TOKENS = 1024
+UNPLANNED_CAPTURED_TOKENS = 2048
 # Pinned memory of the host through which small arrays come to an accelerator and results come back, allocated with
 # the engine.
 PINNED_BYTES = 16 << 20

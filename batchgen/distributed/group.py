@@ -13,6 +13,7 @@ import json
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -41,6 +42,7 @@ START_TIMEOUT_S = 120.0  # for all ranks to come: importing torch from a cold di
 # For the others to come to the same place of a sweep. That a process has ended is noticed at once; this is for one
 # that hangs.
 SWEEP_TIMEOUT_S = 900.0
+_STORE_TIMEOUT_S = 60.0  # for the ranks' entries in NCCL's file, which they write at the same time
 _TOLD_WITHIN_S = 5.0  # between a transfer that breaks and the news which rank has ended
 _REFUSED_S = 3.0  # for others to hear that rank 0 has refused the job, which may be starting
 _POLL_S = 0.05
@@ -100,6 +102,7 @@ class Group:
         self._on_one_host, self._nccl_name = place.on_one_host, nccl_name
         self._links, self._hub, self._line, self._processes = links, hub, line, processes
         self._nccl: Any = None  # once there is a sum on a CUDA device
+        self._aborting, self._is_aborted = threading.Lock(), False
 
     # Tensors.
 
@@ -128,25 +131,44 @@ class Group:
     def _on_cuda(self) -> Any:
         """The process group of NCCL, which connects the ranks in their first sum.
 
-        It is aborted where a rank is lost, since kernels would otherwise wait for ever. The ranks exchange the
-        addresses for it in a file that only this user can read. NCCL's sockets are on loopback, unless
-        NCCL_SOCKET_IFNAME is set.
+        It is aborted where a rank is lost, since kernels would otherwise wait for ever. So would the start of NCCL for
+        a rank that has ended, so all ranks first come together on the host. They exchange the addresses for NCCL in a
+        file that only this user can read. Its sockets are on loopback, unless NCCL_SOCKET_IFNAME is set.
         """
         if self._nccl is None:
+            import torch
             import torch.distributed as dist
 
             if not self._on_one_host:
                 raise InputError("sums on CUDA devices are for the ranks of one host: start all of them there")
+            self._links.all_reduce(torch.zeros(1))
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=SWEEP_TIMEOUT_S)
             path = runtime_folder() / self._nccl_name
-            self.undo.callback(path.unlink, missing_ok=True)
             store = dist.FileStore(str(path), self.size)
+            store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
             self._nccl = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
             if self._hub is not None:
-                self._hub.when_lost(self._nccl.abort)
+                self.undo.callback(path.unlink, missing_ok=True)
+                self._hub.when_lost(self._abort_nccl)
         return self._nccl
+
+    def _abort_nccl(self) -> None:
+        """End the sums that are under way. Called by the thread that finds a rank lost, or by that of the sums."""
+        with self._aborting:
+            if self._nccl is not None and not self._is_aborted:
+                self._is_aborted = True
+                self._nccl.abort()
+
+    def _end_nccl(self) -> None:
+        """End NCCL, where no sum is under way, and threads of torch's with it.
+
+        These threads read the ranks' file: without it, the end of the last of them would take as long as a file may
+        take to come.
+        """
+        self._abort_nccl()
+        self._nccl = None
 
     def check(self) -> None:
         """Raise BatchgenError where another rank has ended; for rank 0, as sums on a CUDA device do not raise it."""
@@ -224,6 +246,7 @@ class Group:
             peaks: The most bytes that this rank has held in each tier.
         """
         assert self._line is not None
+        self._end_nccl()  # before rank 0 removes the file
         self._line.end(peaks)
 
     def peaks(self) -> list[dict[str, int] | None]:
@@ -249,6 +272,7 @@ class Group:
         if self._hub is not None:
             self._hub.close(done=done)
         self._links.close()
+        self._end_nccl()
         self.undo.close()
 
 

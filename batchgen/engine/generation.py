@@ -133,6 +133,9 @@ class _Finish:
     error: str | None = None
 
 
+_LENGTH = _Finish("length")
+
+
 @dataclass(frozen=True)
 class _Chosen:
     """Tokens that a sweep samples.
@@ -167,6 +170,8 @@ class _Chosen:
 
 def _sharing_prefixes(sequences: list[Sequence]) -> list[Sequence]:
     """Have the first sequence of each prompt compute the prompt for the others; returns the sequences."""
+    if len(sequences) == 1:
+        return sequences
     first: dict[int, Sequence] = {}
     for sequence in sequences:
         source = first.setdefault(sequence.sample_index // sequence.sampling.n, sequence)
@@ -521,9 +526,7 @@ class Generation:
             stop = detector.push(token)
             if stop is not None:
                 return _Finish("stop", stop)
-        if num_generated >= sampling.max_tokens:
-            return _Finish("length")
-        return None
+        return _LENGTH if num_generated >= sampling.max_tokens else None
 
     def _sample(self, sequence: Sequence, finish: _Finish, detector) -> Sample:
         tokenizer, generated = self._parts.tokenizer, sequence.generated

@@ -26,7 +26,7 @@ from batchgen.engine.parts import EngineParts, process_peaks
 from batchgen.engine.ranks import RankGroup, RankZeroCounts
 from batchgen.runtime.executor import Executor
 from batchgen.runtime.logits_parts import LogitsParts, take
-from batchgen.runtime.sampler import SampledToken, sample
+from batchgen.runtime.sampler import Sampled, SampledToken, sample
 from batchgen.runtime.scorer import Scorer
 from batchgen.runtime.sweep_options import OnLogits
 from batchgen.schedule.deferred_batches import DeferredBatches
@@ -223,8 +223,6 @@ def check_stages(request: LoadRequest, stages: Sequence[Stage], size: int) -> No
     Raises:
         InputError: The stages cannot run the model; the message says why.
     """
-    if request.device.kind == "cuda":
-        raise InputError("a pipeline does not run on CUDA: leave out --pipeline, or give --device cpu")
     if size != len(stages):
         raise InputError(f"{len(stages)} stages need as many processes, not {size}")
     if any(stage.policy.kv_seqs.get("deferred") for stage in stages):
@@ -301,7 +299,7 @@ class _SweepAnswers:
 
     def __init__(self) -> None:
         self._rows: list[LogitsRow] = []
-        self._tokens: list[SampledToken] = []
+        self._sampled: list[Sampled] = []
         self._scorer = Scorer()
 
     def take(self, rows: Sequence[LogitsRow], logits: Tensor, start: int) -> None:
@@ -319,11 +317,12 @@ class _SweepAnswers:
             self._scorer.take([rows[i] for i in parts.scored], take(logits, parts.scored), start)
         if parts.sampled:
             sequences = [rows[i].sequence for i in parts.sampled]
-            self._tokens += sample(take(logits, parts.sampled), sequences).tokens()
+            self._sampled.append(sample(take(logits, parts.sampled), sequences))
 
     def in_order(self) -> Answers:
-        """The token or the score of each row, in the order of the rows."""
-        tokens, scores = iter(self._tokens), (score for _, score in self._scorer.results())
+        """The token or the score of each row, in the order of the rows, once the sweep has run."""
+        tokens = (token for sampled in self._sampled for token in sampled.tokens())
+        scores = (score for _, score in self._scorer.results())
         return [next(scores) if row.sequence.targets else next(tokens) for row in self._rows]
 
 

@@ -4,12 +4,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from batchgen.core.errors import InputError
 from batchgen.core.routing import RoutingCounts
+from batchgen.distributed.launch import ranks_of_host
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from batchgen.engine.parts import SweepRunner
+
+
+def check_cards(flag: str, size: int) -> None:
+    """Raise InputError where this host has fewer GPUs than ranks of a job.
+
+    Args:
+        flag: The option that asks for the ranks.
+        size: Number of ranks on all hosts.
+    """
+    import torch
+
+    here = ranks_of_host(size)
+    if here > (count := torch.cuda.device_count()):
+        raise InputError(f"{flag} {size} needs {here} GPUs here, one for each rank, and torch sees {count}")
 
 
 class RankGroup(Protocol):

@@ -20,7 +20,7 @@ from batchgen.distributed.launch import ranks_of_host
 from batchgen.engine.loader import LoadRequest, load_executor, load_parts
 from batchgen.engine.messages import WORK, ShardLoad, SweepMessage, decode, encode
 from batchgen.engine.parts import EngineParts, SweepRunner, process_peaks
-from batchgen.engine.ranks import RankGroup, RankZeroCounts
+from batchgen.engine.ranks import RankGroup, RankZeroCounts, check_cards
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles, stored_weights
 from batchgen.models.kept_stores import find_or_convert
@@ -74,10 +74,8 @@ def _check_cuda(size: int) -> None:
         raise InputError(
             "--tensor-parallel on --device cuda needs a torch with NCCL: install one, or give --device cpu"
         )
-    here = ranks_of_host(size)
-    check_hosts("cuda", size, here)
-    if here > (count := torch.cuda.device_count()):
-        raise InputError(f"--tensor-parallel {size} needs {here} GPUs here, one for each rank, and torch sees {count}")
+    check_hosts("cuda", size, ranks_of_host(size))
+    check_cards("--tensor-parallel", size)
 
 
 def check_hosts(device_kind: str, size: int, of_host: int) -> None:

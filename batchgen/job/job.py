@@ -33,6 +33,7 @@ from batchgen.engine.loader import (
     resolve_context,
     resolve_dtype,
 )
+from batchgen.engine.ranks import check_cards
 from batchgen.engine.tensor_parallel import check_hosts, first_shard, shard_weights
 from batchgen.job.options import JobOptions
 from batchgen.models.config import ModelConfig
@@ -220,7 +221,7 @@ def why_not_run(job: Job, of_host: int | None = None) -> str:
     """
     size = job.options.tensor_parallel
     try:
-        check_stages(job.config, job.options.pipeline, job.device)
+        check_stages(job.config, job.options.pipeline)
         check_hosts(job.device.kind, size, size if of_host is None else of_host)
     except InputError as error:
         return str(error)
@@ -231,7 +232,9 @@ def _split(
     options: JobOptions, files: ModelFiles, config: ModelConfig, device: Device
 ) -> tuple[ModelConfig, Shard | None]:
     """The configuration and the shard of rank 0 under tensor parallelism; for a pipeline, its stages are checked."""
-    check_stages(config, options.pipeline, device)
+    check_stages(config, options.pipeline)
+    if options.pipeline > 1 and device.kind == "cuda":
+        check_cards("--pipeline", options.pipeline)
     if options.tensor_parallel == 1:
         return config, None
     shard = first_shard(files, config, options.tensor_parallel, device, options.weights)

@@ -21,6 +21,8 @@ from torch import Tensor
 from batchgen.models.config import ModelConfig
 from batchgen.ops import cpp as kernels
 from batchgen.ops import dispatch as ops
+from batchgen.ops.host_copy import fetch
+from batchgen.ops.long_steps import note
 from batchgen.ops.scratch import scratch
 
 Weights = Mapping[str, ops.Weight]
@@ -32,6 +34,8 @@ OnCounts = Callable[[Sequence[int]], None]
 # Matrices of all experts of a layer, one after the other in the rows.
 MATRICES = ("gate_up.weight", "down.weight")
 STACKED = (*MATRICES, "gate_up.bias", "down.bias")
+# Operations of an expert's two products on a GPU, at most; those of packed matrices are noted where they are launched.
+_EXPERT_OPERATIONS = 24
 # Summand of the sum of sigmoids that weights are divided by, as in LFM2-MoE.
 _LEAST_SUM = 1e-6
 # Weights of the experts' results, fp32, and the experts' numbers, int64: [tokens, experts_per_token] each.
@@ -245,10 +249,11 @@ def chosen_experts(config: ModelConfig, weights: Weights, x: Tensor, shares: Ten
     counts = flat.new_zeros(config.num_experts).scatter_add_(0, flat, torch.ones_like(flat))
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device)).view(-1, k)
     rows, start = x.index_select(0, order // k), 0
-    for e, count in enumerate(counts.tolist()):
+    for e, count in enumerate(fetch(counts).tolist()):
         if count:
             some = rows[start : start + count]
             _expert(config, weights, e, some, some, x.new_empty(count, config.intermediate_size))
+            note(_EXPERT_OPERATIONS)
         start += count
     total = torch.zeros_like(x, dtype=torch.float32)
     for i in range(k):

@@ -74,6 +74,12 @@ def download(tensor: Tensor) -> Tensor:
     return passage.download(tensor)
 
 
+def fetch(tensor: Tensor) -> Tensor:
+    """Copy a small tensor to the host's memory, and wait for it. Other threads run meanwhile."""
+    passage = getattr(_of_thread, "passage", None)
+    return tensor.cpu() if passage is None or tensor.device.type == "cpu" else passage.fetch(tensor)
+
+
 class Passage:
     """Pinned memory through which one stream of a GPU exchanges small tensors with the host.
 
@@ -151,6 +157,12 @@ class Passage:
         window.copy_(source, non_blocking=True)
         self.num_copies += 1
         return window
+
+    def fetch(self, source: Tensor) -> Tensor:
+        """Copy a tensor to the host, and wait for it."""
+        found = self.download(source)
+        self._synchronize(self._record())
+        return found
 
     def _window(self, num_bytes: int) -> Tensor | None:
         """Free memory for a download, uint8 [num_bytes]; None if the results that the host holds leave too little."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from batchgen.core.dtypes import INT8, weight_row_bytes
+from batchgen.ops.long_steps import note
 
 _LARGEST = 127.0
 _LEAST = 2.0**-100  # a row of smaller numbers counts as zeros
@@ -28,6 +29,8 @@ _LEAST = 2.0**-100  # a row of smaller numbers counts as zeros
 # launches: for memory that the planner counts on (planner/sizes.py).
 _VALUES, _GPU_WEIGHT_VALUES = 1 << 21, 1 << 23
 _FEWEST_ROWS = 16
+# Operations of one part on a GPU, at most: of the rows of activations, of a weight.
+_LINEAR_OPERATIONS, _PRODUCT_OPERATIONS = 120, 8
 _BLOCK = 64  # values that are rotated together
 
 
@@ -143,6 +146,7 @@ def linear(
         codes, scale = to_codes(torch.where(rotated, rotate(values), values))
         y = _scaled_sums(codes, weight) * scale
         out[some] = _finished(y, bias, activation, None if residual is None else residual[some])
+        note(_LINEAR_OPERATIONS)
     return out
 
 
@@ -160,6 +164,7 @@ def _scaled_sums(codes: Tensor, weight: Tensor) -> Tensor:
     for some in _parts(len(weight), depth, _GPU_WEIGHT_VALUES if on_gpu else _VALUES):
         w, scale = split(weight[some], depth)
         scaled[:, some] = torch.mm(wide, w.to(dtype).T, **wide_sums).float() * scale.abs().view(-1)
+        note(_PRODUCT_OPERATIONS)
     return scaled
 
 

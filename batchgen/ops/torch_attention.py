@@ -34,12 +34,15 @@ from batchgen.ops.attention_items import (
 from batchgen.ops.attention_operands import AttentionOperands
 from batchgen.ops.attention_plan import AttentionPlan
 from batchgen.ops.host_copy import upload
+from batchgen.ops.long_steps import note
 
 # Bytes that a batch makes beside its result: on a CPU what stays in its cache; on a GPU enough for efficient products,
 # and less than what is planned for them (planner/sizes.py, DEVICE_WORKSPACE_BYTES).
 _CPU_BATCH_BYTES, _GPU_BATCH_BYTES = 8 << 20, 24 << 20
 # Keys of an item, and its tokens, which are fewer than its keys: so a token sees some key of its first part.
 _MOST_KEYS, _MOST_TOKENS = 1024, 256
+# Operations of a batch on a GPU, at most.
+_BATCH_OPERATIONS = 96
 # Padding of a batch: this factor, and so many blocks with one query each.
 _PADDED, _PADDED_BLOCKS = 1.25, 64
 
@@ -228,6 +231,7 @@ def paged_attention(
         out.index_copy_(0, batch.targets, result)
         if lse is not None and part is not None:
             lse.index_copy_(0, batch.targets, part)
+        note(_BATCH_OPERATIONS)
     if sinks is not None and lse is not None:
         out.copy_(out.float() * torch.sigmoid(lse - sinks)[..., None])
     return out

@@ -172,6 +172,8 @@ def _activation_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
     yield Item("gpu", "activations", held.delegates * sent_bytes(model, element, batches.batch_seqs), "d2h")
     exchanged = batches.batch_seqs * exchanged_values(model, kv=True) * element
     yield Item("cpu", "activations", WORKSPACE_BYTES + PINNED_BYTES)
+    other_stages = (not model.embeds) + (not model.has_head)
+    yield Item("cpu", "activations", other_stages * batches.num_gpu_batches * hidden)
     yield Item("cpu", "activations", held.act_cpu * waiting + held.delegates * (EXCHANGE_SLOTS * exchanged))
     if held.deferred_seqs:
         waits = held.deferred_seqs * exchanged_values(model, kv=False) * element
@@ -343,7 +345,7 @@ def plan_memory(
         window_blocks=pools.window_blocks,
         state_slots={tier: int(number(slots)) for tier, slots in held.state_slots.items()},
         staging_states=int(number(held.staged_states)),
-        stream_bytes=streams if held.on_gpu and not policy.all_on_gpu else {},
+        stream_bytes={} if not held.on_gpu or (policy.all_on_gpu and config.embeds and config.has_head) else streams,
     )
 
 

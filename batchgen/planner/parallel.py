@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from batchgen.core.device import Device
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import COMPUTE_RATES, HardwareProfile, known
 from batchgen.core.plan import Policy, spread_layers
@@ -86,10 +85,8 @@ def with_all_reduce(hardware: HardwareProfile, ranks: int, link: Link) -> Hardwa
     )
 
 
-def check_stages(config: ModelConfig, count: int, device: Device) -> None:
-    """Refuse more stages than layers, models that cannot be cut, and a device that runs none. Raises InputError."""
-    if count > 1 and device.kind == "cuda":
-        raise InputError("--pipeline does not run on CUDA yet: leave it out, or give --device cpu")
+def check_stages(config: ModelConfig, count: int) -> None:
+    """Refuse more stages than layers, and models that cannot be cut. Raises InputError."""
     if count > 1 and (config.shared_kv_layers or config.per_layer_size):
         shares = "reuse the KV of earlier ones" if config.shared_kv_layers else "have embeddings of their own"
         raise InputError(f"--pipeline cannot cut a model whose layers {shares}: use --tensor-parallel, or leave it out")

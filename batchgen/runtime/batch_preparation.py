@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -25,7 +26,11 @@ from batchgen.schedule.packed_batch import PackedBatch, Segment
 def prepare_batches(context: StepContext, batches: Sequence[PackedBatch]) -> list[BatchState]:
     """The micro-batches of a sweep, ready for their Steps. The activations of the last ones wait in host memory."""
     first_on_host = len(batches) - context.options.batches_on_host
-    return [_prepare(context, batch, k >= first_on_host) for k, batch in enumerate(batches)]
+    stops = itertools.accumulate(batch.num_tokens for batch in batches)
+    return [
+        _prepare(context, batch, k >= first_on_host, stop - batch.num_tokens)
+        for k, (batch, stop) in enumerate(zip(batches, stops, strict=True))
+    ]
 
 
 def prepare_in_buffers(context: StepContext, packed: PackedBatch, buffers: StaticBuffers) -> BatchState:
@@ -39,7 +44,7 @@ def _logits_indices(context: StepContext, packed: PackedBatch) -> Tensor | None:
     return upload(packed.logits_indices, context.device) if len(packed.logits_rows) < packed.num_tokens else None
 
 
-def _prepare(context: StepContext, packed: PackedBatch, on_host: bool) -> BatchState:
+def _prepare(context: StepContext, packed: PackedBatch, on_host: bool, first_token: int) -> BatchState:
     parts: dict[KVPlacement, BatchPart] = {}
     begins = None
     for segment in packed.segments:
@@ -69,9 +74,14 @@ def _prepare(context: StepContext, packed: PackedBatch, on_host: bool) -> BatchS
     indices = _logits_indices(context, packed)
     if indices is None and on_host:  # whose memory is the next batch's before the head
         indices = upload(packed.logits_indices, context.device)
-    return BatchState(
-        packed, *positions, indices, parts, moves, on_host, begins=begins, in_place=in_place, state_moves=state_moves
-    )
+    batch = BatchState(
+        packed, *positions, indices, parts, moves, on_host, begins=begins, in_place=in_place, state_moves=state_moves,
+        first_token=first_token,
+    )  # fmt: skip
+    if context.tiers.links and not (context.config.embeds or on_host):  # for what the previous stage will send
+        shape = packed.num_tokens, context.config.hidden_size
+        batch.hidden = torch.empty(shape, dtype=context.weights.dtype, device=context.device)
+    return batch
 
 
 def _prepare_deferred(context: StepContext, packed: PackedBatch, segment: Segment, plans: Plans) -> DeferredBatchState:

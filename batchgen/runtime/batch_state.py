@@ -77,6 +77,7 @@ class BatchState:
         logits_indices: tokens whose logits are asked for, int64; None: all of them, in their order.
         parts: its segments by placement, but for the deferred one.
         moves: KV that passes through the staging buffer, by sliding window; empty: none does.
+        first_token: number of tokens of the sweep's micro-batches before it.
         state_moves: states that pass; None: none does.
         on_host: Whether its activations wait in host memory between layers.
         hidden: activations, [tokens, hidden], on the compute device, or between layers in host memory.
@@ -115,6 +116,7 @@ class BatchState:
     per_layer: Tensor | None = None
     routes: list[Routes] | None = None
     state_moves: StateMoves | None = None
+    first_token: int = 0
 
     @property
     def experts(self) -> list[int]:

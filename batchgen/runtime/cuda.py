@@ -21,6 +21,7 @@ from batchgen.core.plan import PINNED_BYTES
 from batchgen.core.units import format_bytes
 from batchgen.ops import dispatch as ops
 from batchgen.ops.host_copy import Passage, through
+from batchgen.ops.long_steps import LongStep, noted_in
 from batchgen.runtime.memory.transfers import Link, tensor_over
 from batchgen.runtime.streams import STREAMS, Driver
 from batchgen.schedule.step_graph import LANES
@@ -47,12 +48,16 @@ class CudaDriver:
             _synchronize,
         )
         self._graph_pool = torch.cuda.graph_pool_handle()  # one for all graphs: they never run at once
+        # torch takes a pool's handle no more once all graphs of the pool are gone.
+        self._first_graph: torch.cuda.CUDAGraph | None = None
 
     def launch(self, lane: str, work: Callable[[], None]) -> int:
         before = self._num_copies + self._passage.num_copies
-        with torch.cuda.stream(self.streams[lane]), through(self._passage if lane == "compute" else None):
+        step = LongStep(partial(_recorded, self.streams[lane]), _synchronize)
+        passage = self._passage if lane == "compute" else None
+        with torch.cuda.stream(self.streams[lane]), through(passage), noted_in(step):
             work()
-        return self._num_copies + self._passage.num_copies - before
+        return self._num_copies + self._passage.num_copies - before + step.most_queued
 
     def note_copy(self) -> None:
         self._num_copies += 1
@@ -102,13 +107,14 @@ class CudaDriver:
         torch.cuda.graph would first wait for the device, and give back all memory that streams keep.
         """
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self.streams["compute"]):
+        with torch.cuda.stream(self.streams["compute"]), noted_in(None):
             # Other threads may go on with what is theirs meanwhile.
             graph.capture_begin(pool=self._graph_pool, capture_error_mode="thread_local")
             try:
                 work()
             finally:
                 graph.capture_end()
+        self._first_graph = self._first_graph or graph
         return graph.replay
 
     def reserve(self, lane: str, num_bytes: int) -> None:

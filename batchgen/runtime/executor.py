@@ -90,11 +90,12 @@ class Executor:
             self.context = StepContext(config, weights, kv_cache, tiers, options, states)
         self.context.layer_steps = _layer_steps(self._sweeps)
         self.routing = self.context.routing
-        if options.captured_tokens and tiers.driver:
+        if options.captured_tokens and tiers.driver and options.is_whole:
             self.capture_sweeps(tiers.driver, options.captured_tokens)
-        # Tokens can be taken over from one sweep to the next where embeddings need nothing of the host.
+        # Tokens can be taken over from one sweep to the next where they are sampled, if embeddings need nothing of the
+        # host.
         on_device = weights.embeds_on_device and weights.per_layer is None
-        if tiers.driver is not None and not options.serial and on_device:
+        if tiers.driver is not None and not options.serial and on_device and options.is_whole:
             self.context.tokens = TokenTable(tiers.device)
         self._batch_of: dict[int, BatchState] = {}  # Step -> the micro-batch that it works on
         self._deferred_batches: dict[int, DeferredBatchState] = {}  # under way, by number
@@ -191,7 +192,7 @@ class Executor:
             vocabulary_chunks: Whether it takes chunks of the vocabulary.
         """
         context = self.context
-        context.on_logits, context.vocabulary_chunks = on_logits, vocabulary_chunks
+        context.on_logits, context.vocabulary_chunks, context.is_alone = on_logits, vocabulary_chunks, True
         layers = layers_that_differ(context)
         graph, deferred_batches = sweeps_of_layers(context, layers), DeferredBatches()
         with self.lanes.one_by_one(), kernels_alone(), self._computing():
@@ -209,6 +210,7 @@ class Executor:
                     to_run = [empty_batch()] if deferred_batches.waiting else []  # until they are through all layers
                 self._deferred_batches.clear()
                 self.lanes.prepare(partial(clear_kv, context, batches, layers))
+        context.is_alone = False
         for counted in (self.weights, *self._caches, self.routing, *(self._tiers.links or ())):
             counted.reset_counts()
 

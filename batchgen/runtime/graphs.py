@@ -150,9 +150,9 @@ class SweepGraphs:
         self._launch_layers, self._capture, self._cut = launch_layers, capture, cut
         self._most_tokens, self._hidden_size, self._dtype, self._device = most_tokens, hidden_size, dtype, device
         self._buffers: OrderedDict[Size, StaticBuffers] = OrderedDict()
-        # Sizes of sweeps that no graph has served, and of those that a graph for more tokens has.
+        # Sizes of sweeps that no graph has served, and by tokens of those that a graph for more tokens has.
         self._unserved: deque[Size] = deque(maxlen=_REMEMBERED)
-        self._loosely_served: deque[Size] = deque(maxlen=_REMEMBERED)
+        self._loosely_served: dict[int, list[Size]] = {}
 
     def buffers(self, packed: PackedBatch) -> StaticBuffers | None:
         """Return static buffers filled for a batch, but for the hidden states.
@@ -165,7 +165,10 @@ class SweepGraphs:
         cuts = {window: self._cut(plan, window) for window, plan in segment.plans.items()}
         size = self._size(packed, cuts)
         kept = min((kept for kept in self._buffers if kept.serves(size)), key=lambda kept: kept.tokens, default=None)
-        due = None if kept is not None and kept.tokens == size.tokens else self._due(size, served=kept is not None)
+        if kept is None:
+            due = self._due(size)
+        else:
+            due = None if kept.tokens == size.tokens else self._due_beside_a_larger(size)
         if due is not None:
             kept, buffers = due, self._add(due, cuts)
         elif kept is not None:
@@ -209,22 +212,23 @@ class SweepGraphs:
             sequences = tokens if num_sequences == packed.num_tokens else rounded_up(num_sequences + 1)
         return Size(tokens, sequences, tuple((window, cut.capacity.rounded()) for window, cut in cuts.items()))
 
-    def _due(self, size: Size, *, served: bool) -> Size | None:
-        """Note a sweep for whose number of tokens there is no graph; returns the size to be captured now, or None.
-
-        Args:
-            size: Size of the sweep.
-            served: Whether a graph for more tokens serves it.
-        """
-        noted = self._loosely_served if served else self._unserved
-        noted.append(size)
-        alike = [other for other in noted if other.tokens == size.tokens or (not served and size.takes(other))]
-        alike = [other for other in alike if other.sequences == size.sequences]
-        if len(alike) <= (_LOOSELY_SERVED if served else _UNCAPTURED):
+    def _due(self, size: Size) -> Size | None:
+        """Note a sweep that no graph serves; returns the size to be captured now, or None."""
+        self._unserved.append(size)
+        alike = [other for other in self._unserved if size.takes(other)]
+        if len(alike) <= _UNCAPTURED:
             return None
         for other in alike:
-            noted.remove(other)
+            self._unserved.remove(other)
         return reduce(Size.enlarged, alike, size)
+
+    def _due_beside_a_larger(self, size: Size) -> Size | None:
+        """Note a sweep that a graph for more tokens serves; returns the size to be captured now, or None."""
+        alike = self._loosely_served.setdefault(size.tokens, [])
+        alike.append(size)
+        if len(alike) <= _LOOSELY_SERVED:
+            return None
+        return reduce(Size.enlarged, self._loosely_served.pop(size.tokens))
 
     def _add(self, size: Size, cuts: Mapping[int | None, CutPlan]) -> StaticBuffers:
         """New static buffers of a size, with these plans, in place of smaller ones for as many tokens."""

@@ -27,9 +27,9 @@ LAYERS_AHEAD = 2
 # blocks, perhaps with the interpreter's lock, so that no host lane signals the semaphore that the stream waits at. This
 # leaves a Step as many again.
 MOST_QUEUED = 512
-# Kernels and events of a Step, at most, as far as nobody has counted them: attention of three kinds of sequences has
-# the most.
-STEP_OPERATIONS = 36
+# Kernels and events of a Step, at most, as far as they are not counted one by one: the router of Phi-3.5-MoE, with an
+# MLP's experts, has the most.
+STEP_OPERATIONS = 48
 LAUNCH = "launch"  # what compute waits for where the host is late
 
 Event = Any
@@ -39,7 +39,12 @@ class Driver(Protocol):
     """A device with streams, one for each lane that it has. An Event is a position in a stream."""
 
     def launch(self, lane: str, work: Callable[[], None]) -> int:
-        """Call work(), whose operations go to the stream. Returns the number of copies that it made (`note_copy`)."""
+        """Call work(), whose operations go to the stream.
+
+        Returns:
+            Number of operations beside those that every Step may have: copies (`note_copy`), and what was noted
+                (`ops.long_steps`).
+        """
         ...
 
     def note_copy(self) -> None:
@@ -229,11 +234,11 @@ class StreamLanes(Lanes):
             wait()
         if waits:
             started = self._driver.record(lane)
-        num_copies = self._driver.launch(lane, lambda: self._perform(step))
+        num_more = self._driver.launch(lane, lambda: self._perform(step))
         ended = self._driver.record(lane)
         self._events[step.id] = lane, ended
         self._last[lane] = step.sweep, ended
-        self._queued[lane].append((ended, STEP_OPERATIONS + len(waits) + num_copies))
+        self._queued[lane].append((ended, STEP_OPERATIONS + len(waits) + num_more))
         waited_for = waits[-1][0] if waits else None
         self._timed.append(_Timed(step, before if sweep == step.sweep else None, reached, waited_for, started, ended))
         if lane == "compute":

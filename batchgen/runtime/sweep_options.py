@@ -46,6 +46,7 @@ class SweepOptions:
         attention_isa: instruction set that attends on the CPU, by the shape of attention; others: the process's.
         reduce: all-reduce over the ranks, on tensors of the compute device; None: there is one rank.
         makes_logits: Whether this rank is asked for logits.
+        stage_tokens: most tokens of a sweep of a pipeline's stage; 0: there is one stage.
         adjacent_ranks: ranks of the previous and the next pipeline stage; None: there is one stage.
         serial: Whether Steps run one after the other in the caller's thread (`Lanes`).
         shared_cores: Whether compute and CPU attention take turns on the same cores (`Lanes`).
@@ -63,10 +64,16 @@ class SweepOptions:
     attention_isa: Mapping[AttentionShape, str] = field(default_factory=dict)
     reduce: Reduce | None = None
     makes_logits: bool = True
+    stage_tokens: int = 0
     adjacent_ranks: AdjacentRanks | None = None
     serial: bool = False
     shared_cores: bool = False
     on_step: OnStep | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Tell whether the whole model is in this process."""
+        return self.reduce is None and self.adjacent_ranks is None
 
     @property
     def ranks(self) -> AdjacentRanks:

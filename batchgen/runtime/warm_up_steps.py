@@ -34,7 +34,9 @@ def sweeps_of_layers(context: StepContext, layers: Sequence[int]) -> Sweeps:
     on_device = [context.kv_cache.on_device[j] for j in layers if context.kv_cache.on_device]
     states = [i for i, layer in enumerate(layers) if context.config.has_state(layer)]
     sources = [layers.index(context.config.kv_source(layer)) for layer in layers]
-    return Sweeps(context.weights.residency.of_layers(layers).streams(context.compute_tier, on_device, states, sources))
+    residency, config = context.weights.residency.of_layers(layers), context.config
+    ends = {"embeds": config.embeds, "has_head": config.has_head}
+    return Sweeps(residency.streams(context.compute_tier, on_device, states, sources, **ends))
 
 
 def numbered_before(steps: Iterable[Step], layers: Sequence[int]) -> Iterator[Step]:

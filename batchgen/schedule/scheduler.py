@@ -441,7 +441,8 @@ class Scheduler:
         while not self.tables.grow(sequence, count):
             if self._preempt_youngest(tier) is sequence:
                 return False
-        if self.tables.share_prefixes and tier == self.limits.compute_tier:
+        has_prompt = sequence.num_computed < sequence.num_prompt
+        if has_prompt and self.tables.share_prefixes and tier == self.limits.compute_tier:
             # All KV of a batch is written, layer by layer, before attention reads it, and batches run in the order of
             # the sweep: even a sequence of the same sweep may take these blocks. KV of other tiers is stored behind,
             # so there `commit` inserts them.

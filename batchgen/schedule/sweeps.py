@@ -73,6 +73,10 @@ class Sweeps:
         # ended too. Kept over sweeps in which nothing is stored.
         self._stored: list[dict[Lane, int]] = [{} for _ in range(streams.num_layers)]
         self._posted: dict[int, tuple[int, ...]] = {}  # per batch, the last `post` of the sweep before
+        # Of an accelerator's stage of a pipeline, the last Step so far that took activations from where they are
+        # received, and the last one that sent them.
+        self._fetched: tuple[int, ...] = ()
+        self._sent: tuple[int, ...] = ()
         self._num_deferred_batches = 0
         # Of sweeps in which nothing moves, by whether weights are expanded; numbered from 0.
         self._alike: dict[tuple[BatchFlow, bool], list[Step]] = {}
@@ -129,17 +133,14 @@ class Sweeps:
         hidden: list[int] = []  # per batch, the Step that made its latest activations
         for k in range(len(batches)):
             # Small copies that compute waits for do not queue behind the weights of layers to come.
-            received = self.streams.receives  # to where the last sweep's activations may have waited in host memory
-            step = self._step(
-                "receive" if received else "embed", 0, k, after=self._posted.get(k, ()) if received else ()
-            )
+            step = self._receive(k) if self.streams.receives else self._step("embed", 0, k)
             hidden.append(step.id)
             yield step
         order = [(j, k) for j in range(layers) for k in range(len(batches))]
         to_stage = deque(
             (j, k) for j, k in order if KVPlacement.STREAMED in batches[k].placements and self.streams.stages_kv(j)
         )
-        flow = _Flow(hidden, deferral, to_stage)
+        flow = _Flow(hidden, deferral, to_stage, sent_before=self._sent)
         # CPU attention of one batch runs during the products of the next, which therefore go first (NEO section 3).
         ahead = last_batch > 0 and any(KVPlacement.CPU in b.placements for b in batches)
         yield from self._load_caches(1, batches, flow)
@@ -161,6 +162,10 @@ class Sweeps:
         for j, stored in flow.stored.items():
             self._stored[j] |= stored
         yield from self._head(batches, flow)
+
+    def _receive(self, k: int) -> Step:
+        """The Step that receives a batch's activations, to where those of the sweep before are not needed any more."""
+        return self._step("receive", 0, k, after=self._fetched if self.streams.accelerated else self._posted.get(k, ()))
 
     @property
     def are_resident(self) -> bool:
@@ -217,12 +222,17 @@ class Sweeps:
         j, k = at
         batch = batches[k]
         made = flow.hidden[k]
-        if batch.hidden_on_host:
-            freed = flow.left[flow.num_fetched - HIDDEN_SLOTS] if flow.num_fetched >= HIDDEN_SLOTS else made
+        comes_first = j == 0 and self.streams.receives and self.streams.accelerated
+        if batch.hidden_on_host or comes_first:
+            freed = made
+            if batch.hidden_on_host:
+                freed = flow.left[flow.num_fetched - HIDDEN_SLOTS] if flow.num_fetched >= HIDDEN_SLOTS else made
+                flow.num_fetched += 1
             step = self._step("load_hidden", j, k, after=(made, freed))
-            flow.num_fetched += 1
             yield step
             made = step.id
+            if comes_first:
+                self._fetched = (step.id,)
         after = [made, *self._weights_ready(j)]
         weight_slot = self._weight_slot(j)
         if self._expands and k == 0:
@@ -301,16 +311,20 @@ class Sweeps:
         post = self._step("post", j, k, weight_slot=weight_slot, after=after)
         yield post
         flow.hidden[k] = flow.hidden_made[k] = post.id
+        is_last = j == self.streams.num_layers - 1
+        sends = is_last and self.streams.sends
+        if self.streams.accelerated if sends else batch.hidden_on_host and not is_last:
+            store = self._step("store_hidden", j, k, after=(post.id, *(flow.sent_before if is_last else ())))
+            yield store
+            flow.hidden[k] = store.id
         if batch.hidden_on_host:
-            if j < self.streams.num_layers - 1:
-                store = self._step("store_hidden", j, k, after=(post.id,))
-                yield store
-                flow.hidden[k] = store.id
             flow.left.append(flow.hidden[k])
-        if j == self.streams.num_layers - 1:
+        if is_last:
             self._posted[k] = (post.id,)
-            if self.streams.sends:
-                yield self._step("send", j, k, after=(post.id,))
+        if sends:
+            send = self._step("send", j, k, after=(flow.hidden[k],))
+            self._sent = (send.id,)
+            yield send
 
     def _head(self, batches: Sequence[BatchFlow], flow: _Flow) -> Iterator[Step]:
         """Logits of the last tokens; where the output matrix is not on the compute device, chunk by chunk."""
@@ -498,6 +512,7 @@ class _Flow:
     hidden: list[int]  # per batch, the Step after which its latest activations are where they wait
     deferral: _Deferral
     to_stage: deque[LayerBatch]  # whose KV is to pass through a staging buffer, and has none yet
+    sent_before: tuple[int, ...] = ()  # the last `send` of the sweep before, on an accelerator's stage of a pipeline
     joined: dict[int, list[DeferredBatch]] = field(default_factory=dict)  # per batch, deferred batches that are with it
     hidden_made: dict[int, int] = field(default_factory=dict)  # per batch, the last `post`
     before_attention: dict[LayerBatch, tuple[int, ...]] = field(default_factory=dict)

@@ -3,19 +3,36 @@
 `test_played_card.py` runs this file, in a process that finds a played card; it runs on a real one as well.
 """
 
+import ctypes
+import itertools
+import random
 from dataclasses import replace
 
 import pytest
+import test_pipeline as pipelines
 import test_token_identity as identity
 import torch
-from model_tables import MODELS
-from test_token_identity import DTYPE, EMULATED, TIERS, policy_of, schedules, tokens_of
-from thorough import quick_or, rotating
-from tiered import make_parts
+from model_tables import DELTA_NETS, GGUF_FAMILIES, MODELS
+from stages import make_pipeline
+from test_token_identity import (
+    DTYPE,
+    EMULATED,
+    TIERS,
+    clear_tokens,
+    policy_of,
+    samples_of,
+    schedules,
+    tokens_of,
+)
+from thorough import cover, quick_or, rotating
+from tiered import CPU, make_parts
 
 from batchgen.core.device import Device
-from batchgen.core.dtypes import GPU_FORMATS, INT4, INT5, INT8
+from batchgen.core.dtypes import GPU_FORMATS, INT4, INT5, INT8, MIXED, NATIVE_FORMATS, STATE_DTYPES
+from batchgen.ops.long_steps import LongStep
 from batchgen.runtime import graphs
+from batchgen.runtime.cuda import CudaDriver
+from batchgen.runtime.streams import StreamLanes
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -26,11 +43,39 @@ pytestmark = [
 expected, expected_of_codes, stores = identity.expected, identity.expected_of_codes, identity.stores
 expected_as_found = identity.expected_as_found
 
+
+@pytest.fixture(autouse=True)
+def steps_launch_no_more_than_is_counted(monkeypatch):
+    """On a played card: a Step has no more operations than its stream is then taken to hold.
+
+    But for Steps of all layers, where nothing waits for the host, and where each is done before the next is launched.
+    """
+    launched = getattr(ctypes.CDLL("libcuda.so.1"), "played_launched", None)
+    if launched is None:
+        return
+    launched.argtypes, launched.restype = [ctypes.c_void_p], ctypes.c_long
+    launch = StreamLanes._launch
+
+    def checked(lanes, step):
+        stream = lanes._driver.streams[step.lane].cuda_stream
+        before = launched(stream)
+        launch(lanes, step)
+        operations, counted = launched(stream) - before, lanes._queued[step.lane][-1][1]
+        is_free = lanes._serial or step.kind == "layers"
+        assert operations <= counted or is_free, f"{operations} operations, counted as {counted}: {step}"
+
+    monkeypatch.setattr(StreamLanes, "_launch", checked)
+    # All that are noted, not those that are in the queue at once.
+    monkeypatch.setattr(LongStep, "most_queued", property(lambda step: step._total))
+
+
 CARD = Device("cuda")
 ON_CARD = {tier: (CARD, fields) for tier, (device, fields) in TIERS.items() if device is EMULATED}
 NEVER = 10**9
 # Tokens of the sweeps that multiply int4 weights as they are stored: some sweeps, or all.
 PACKED_TOKENS = (6, NEVER)
+# As `CLOSE` of the table, where activations and KV have 16 bits.
+CLOSE_IN_16_BITS = 0.2
 # Sweeps of one size before it is captured. All that is on the card alone is captured.
 UNCAPTURED = {"captured": 0, "launched": NEVER}
 # A captured sweep, and each tier launched Step by Step; of these two of each model, others every day.
@@ -41,39 +86,57 @@ _OF_MODELS = [[cell for cell in _CELLS if cell[0] == model] for model in MODELS]
 _SOME = [cell for cells in _OF_MODELS for cell in rotating("card", cells[0]).sample(cells, 2)]
 
 
-def parts_of(path, tier, stores, *schedule, kv_format=DTYPE, weight_format=DTYPE, packed_tokens=0):
+def parts_of(path, tier, stores, *schedule, dtype=DTYPE, kv_format=DTYPE, weight_format=DTYPE, **changes):
     policy = policy_of(path, tier, kv_format, *schedule, weight_format, ON_CARD)
-    policy = replace(policy, packed_tokens=packed_tokens, captured_tokens=policy.max_num_batched_tokens)
-    return make_parts(path, CARD, policy, stores, longest_tokens=80)
+    policy = replace(policy, captured_tokens=policy.max_num_batched_tokens, **changes)
+    return make_parts(path, CARD, policy, stores, longest_tokens=80, dtype=dtype)
 
 
-def are_those(found, wanted):
+def schedules_of(model, tier, launches):
+    """The admissions and numbers of micro-batches of a cell, at most two; a sweep of one micro-batch is captured."""
+    if launches == "captured":
+        return quick_or([("static", 1)], [("static", 1), ("continuous", 1)])
+    return schedules(model, tier)[:2]
+
+
+def captured_sweeps(monkeypatch, launches):
+    """Has sweeps captured or not; a list to which each capture is added."""
+    captured, capture = [], CudaDriver.capture
+    monkeypatch.setattr(graphs, "_UNCAPTURED", UNCAPTURED[launches])
+    monkeypatch.setattr(CudaDriver, "capture", lambda driver, work: captured.append(work) or capture(driver, work))
+    return captured
+
+
+def are_those(found, wanted, least_frac=0.4):
     """Tokens are the wanted ones, as far as these are clear."""
-    assert sum(map(len, wanted)) > 0.4 * sum(map(len, found))
+    assert sum(map(len, wanted)) > least_frac * sum(map(len, found))
     assert [tokens[: len(clear)] for tokens, clear in zip(found, wanted, strict=True)] == wanted
 
 
 @pytest.mark.parametrize(("model", "tier", "launches"), quick_or(rotating("card").sample(_CELLS, 3), _SOME))
 def test_tokens_equal_those_of_transformers(model, tier, launches, expected, stores, monkeypatch):
-    monkeypatch.setattr(graphs, "_UNCAPTURED", UNCAPTURED[launches])
+    captured = captured_sweeps(monkeypatch, launches)
     path, prompts, wanted = expected(model)
-    for schedule in schedules(model, tier)[:2]:
+    for schedule in schedules_of(model, tier, launches):
         parts = parts_of(path, tier, stores, *schedule)
+        captures = launches == "captured" and parts.executor.context.graphs is not None
+        captured.clear()
         assert tokens_of(parts, prompts) == wanted, schedule
+        assert bool(captured) == captures
 
 
 _OF_CODES = [
     (model, tier, launches, formats, packed_tokens)
     for model, tier, launches in _CELLS
-    if model in ("llama", "opt", "qwen3_moe", "gpt_oss", "gemma3")
-    for formats in ((INT8, DTYPE), (INT4, DTYPE), (DTYPE, INT8), (DTYPE, INT5), (DTYPE, INT4), (INT4, INT4))
+    for formats in itertools.product((DTYPE, INT8, INT4), (DTYPE, INT8, INT5, INT4))
+    if formats != (DTYPE, DTYPE)
     for packed_tokens in ((0, *PACKED_TOKENS) if INT4 in formats[:1] else (0,))
 ]
 
 
 @pytest.mark.parametrize(
     ("model", "tier", "launches", "formats", "packed_tokens"),
-    rotating("codes on a card").sample(_OF_CODES, quick_or(3, 40)),
+    quick_or(rotating("codes on a card").sample(_OF_CODES, 2), cover(_OF_CODES, 80, "codes on a card")),
 )
 def test_tokens_of_codes_equal_those_of_torch(
     model,
@@ -85,12 +148,73 @@ def test_tokens_of_codes_equal_those_of_torch(
     stores,
     monkeypatch,
 ):
-    monkeypatch.setattr(graphs, "_UNCAPTURED", UNCAPTURED[launches])
+    captured_sweeps(monkeypatch, launches)
     path, prompts, wanted = expected_of_codes(model, formats)
     weight_format, kv_format = formats
     given = {"weight_format": weight_format, "kv_format": kv_format, "packed_tokens": packed_tokens}
-    parts = parts_of(path, tier, stores, *schedules(model, tier)[0], **given)
+    parts = parts_of(path, tier, stores, *schedules_of(model, tier, launches)[0], **given)
     are_those(tokens_of(parts, prompts), wanted)
+
+
+# Dtypes of activations and of states, and the tokens of a sweep: where there are many, experts have torch's product.
+_OF_DTYPES = [
+    (*cell, dtype, state_dtype, sweep_tokens)
+    for cell in _CELLS
+    for dtype in ("bfloat16", "float16")
+    for state_dtype in (STATE_DTYPES if MODELS[cell[0]][0] in DELTA_NETS else STATE_DTYPES[:1])
+    for sweep_tokens in (50, 400)
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "tier", "launches", "dtype", "state_dtype", "sweep_tokens"),
+    quick_or(rotating("dtypes on a card").sample(_OF_DTYPES, 1), cover(_OF_DTYPES, 60, "dtypes on a card")),
+)
+def test_tokens_in_16_bits_are_those_of_32(
+    model, tier, launches, dtype, state_dtype, sweep_tokens, expected, stores, monkeypatch
+):
+    """As far as these are so clear that rounding does not change them."""
+    path, prompts, _ = expected(model)
+    policy = policy_of(path, "memory", DTYPE, "continuous", 1)
+    samples = samples_of(make_parts(path, CPU, policy, stores, longest_tokens=80), prompts, logprobs=2)
+    wanted = [clear_tokens(sample, CLOSE_IN_16_BITS) for sample in samples]
+    captured_sweeps(monkeypatch, launches)
+    given = {"dtype": dtype, "weight_format": dtype, "kv_format": dtype, "state_dtype": state_dtype}
+    parts = parts_of(
+        path, tier, stores, *schedules_of(model, tier, launches)[0], **given, max_num_batched_tokens=sweep_tokens
+    )
+    are_those(tokens_of(parts, prompts), wanted, least_frac=0.25)
+
+
+# All sequences in one KV placement; None: in each a few.
+_OF_STAGES = [(model, placement) for model in MODELS for placement in (*pipelines.PLACEMENTS, None)]
+
+
+@pytest.mark.parametrize(
+    ("model", "placement"),
+    quick_or(rotating("stages on a card").sample(_OF_STAGES, 1), cover(_OF_STAGES, 50, "stages on a card")),
+)
+def test_stages_give_the_tokens_of_transformers(model, placement, expected, stores):
+    path, prompts, wanted = expected(model)
+    if pipelines.is_refused(path):
+        return
+    stages = pipelines.stages_anywhere(path, CARD, placement, random.Random(f"{model} {placement}"))
+    parts = make_pipeline(path, CARD, stages, stores, longest_tokens=80)
+    assert tokens_of(parts, prompts) == wanted
+
+
+_EXPANDED = [(weight_format, "llama", tier) for weight_format in NATIVE_FORMATS for tier in ON_CARD] + [
+    (MIXED, family, tier) for family in GGUF_FAMILIES for tier in ON_CARD
+]
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "family", "tier"),
+    quick_or(rotating("files on a card").sample(_EXPANDED, 1), cover(_EXPANDED, 40, "files on a card")),
+)
+def test_weights_of_every_format_of_files_are_expanded(weight_format, family, tier, expected_as_found, stores):
+    path, prompts, wanted = expected_as_found(weight_format, family)
+    are_those(tokens_of(parts_of(path, tier, stores, *schedules(family, tier)[0]), prompts), wanted)
 
 
 _AS_FOUND = [
@@ -102,12 +226,13 @@ _AS_FOUND = [
 
 
 @pytest.mark.parametrize(
-    ("weight_format", "tier", "launches"), rotating("as found on a card").sample(_AS_FOUND, quick_or(2, 12))
+    ("weight_format", "tier", "launches"),
+    quick_or(rotating("as found on a card").sample(_AS_FOUND, 2), cover(_AS_FOUND, 20, "as found on a card")),
 )
 def test_weights_as_found_give_the_tokens_of_expanded_ones(
     weight_format, tier, launches, expected_as_found, stores, monkeypatch
 ):
-    monkeypatch.setattr(graphs, "_UNCAPTURED", UNCAPTURED[launches])
+    captured_sweeps(monkeypatch, launches)
     path, prompts, wanted = expected_as_found(weight_format)
-    parts = parts_of(path, tier, stores, *schedules("llama", tier)[0], weight_format=weight_format)
+    parts = parts_of(path, tier, stores, *schedules_of("llama", tier, launches)[0], weight_format=weight_format)
     are_those(tokens_of(parts, prompts), wanted)

@@ -8,23 +8,48 @@ import time
 
 import pytest
 import test_token_identity as identity
-from card_checks import parts_of
-from test_token_identity import tokens_of
+from card_checks import NEVER, are_those, captured_sweeps, parts_of
+from test_token_identity import DTYPE, tokens_of
 from tiered import before_each_step
 
+from batchgen.core.dtypes import INT4, INT8
 from batchgen.runtime.cuda import CudaDriver
 from batchgen.runtime.streams import STREAMS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-expected, stores = identity.expected, identity.stores
+expected, expected_of_codes, stores = identity.expected, identity.expected_of_codes, identity.stores
 MODEL = "llama"
+# Model, tier, formats of weights and KV, the most tokens of sweeps whose int4 weights stay packed. In the tier "device"
+# sweeps are captured, and one is launched while the one before it runs.
+PLAIN = (DTYPE, DTYPE)
+CASES = [
+    *((MODEL, tier, PLAIN, 0) for tier in ("mixed", "delegated", "streamed", "deferred", "device")),
+    ("gemma3", "unequal batches", PLAIN, 0),
+    ("qwen3_5", "mixed", PLAIN, 0),
+    ("qwen3_5", "device", PLAIN, 0),
+    ("qwen3_next", "streamed", PLAIN, 0),
+    ("lfm2", "delegated", PLAIN, 0),
+    ("lfm2_moe", "deferred", PLAIN, 0),
+    ("qwen3_moe", "streamed", PLAIN, 0),
+    ("gpt_oss", "device", PLAIN, 0),
+    (MODEL, "mixed", (INT8, DTYPE), 0),
+    ("qwen3_moe", "streamed", (INT8, INT8), 0),
+    (MODEL, "mixed", (INT4, INT4), 6),
+    ("opt", "streamed layers", (INT4, DTYPE), 0),
+    ("qwen3_moe", "device", (INT4, DTYPE), NEVER),
+]
 
 
-@pytest.mark.parametrize("tier", ["mixed", "delegated", "streamed"])
-def test_tokens_equal_those_of_transformers(tier, expected, stores):
-    path, prompts, wanted = expected(MODEL)
-    assert tokens_of(parts_of(path, tier, stores, "continuous", 2), prompts) == wanted
+@pytest.mark.parametrize(("model", "tier", "formats", "packed_tokens"), CASES)
+def test_tokens_do_not_depend_on_orders(
+    model, tier, formats, packed_tokens, expected, expected_of_codes, stores, monkeypatch
+):
+    captured_sweeps(monkeypatch, "captured")
+    path, prompts, wanted = expected(model) if formats == PLAIN else expected_of_codes(model, formats)
+    given = {"weight_format": formats[0], "kv_format": formats[1], "packed_tokens": packed_tokens}
+    parts = parts_of(path, tier, stores, "continuous", 1 if tier == "device" else 2, **given)
+    are_those(tokens_of(parts, prompts), wanted)
 
 
 @pytest.mark.parametrize("wait", ["wait", "wait_for_host"])

@@ -106,10 +106,10 @@ def is_refused(path):
     """True if layers share KV or have embeddings of their own: no stage can have some of them, which is said."""
     config = read_config(resolve_model(str(path)))
     if not (config.shared_kv_layers or config.per_layer_size):
-        check_stages(config, 2, CPU)
+        check_stages(config, 2)
         return False
     with pytest.raises(InputError, match="--pipeline cannot cut a model whose layers"):
-        check_stages(config, 2, CPU)
+        check_stages(config, 2)
     return True
 
 
@@ -123,9 +123,28 @@ def test_stages_give_the_tokens_of_one_engine(name, expected, stores):
         assert tokens_of(in_memory(path, stores, stops), prompts) == wanted, stops
 
 
+PLACEMENTS = [placement for placement in KVPlacement if placement != "deferred"]
 # Device, and the class of all sequences; None: of each a few.
 _ANYWHERE = [("cpu", c) for c in ("cpu", "disk", None)]
-_ANYWHERE += [("emulated", c) for c in (*[c for c in KVPlacement if c != "deferred"], None)]
+_ANYWHERE += [("emulated", c) for c in (*PLACEMENTS, None)]
+
+
+def stages_anywhere(path, device, kv_placement, rng):
+    """Two stages with policies of their own.
+
+    Weights, activations and ends are anywhere, KV in one class or (None) in every one, in several micro-batches.
+    """
+    num_batches = rng.randint(1, 3)
+    classes = (
+        [kv_placement] if kv_placement else ["cpu", "disk"] if device is CPU else ["gpu", "cpu", "streamed", "disk"]
+    )
+    members = [classes[i % len(classes)] for i in range(SEQUENCES + -SEQUENCES % num_batches)]
+    return stages_of(
+        path, device, (rng.randrange(1, num_layers(path)), num_layers(path)), rng,
+        gpu_batch_size=len(members) // num_batches, num_gpu_batches=num_batches,
+        kv_seqs={c: members.count(c) for c in classes}, activation_batches=(0, num_batches), max_num_batched_tokens=50,
+        admission=rng.choice(["continuous", "static"]),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -136,19 +155,8 @@ def test_stages_with_policies_of_their_own(name, where, expected, stores):
     path, prompts, wanted = expected(name)
     if is_refused(path):
         return
-    device, kv_placement = DEVICES[where[0]], where[1]
-    rng = random.Random(f"{name} {where}")
-    num_batches = rng.randint(1, 3)
-    classes = (
-        [kv_placement] if kv_placement else ["cpu", "disk"] if device is CPU else ["gpu", "cpu", "streamed", "disk"]
-    )
-    members = [classes[i % len(classes)] for i in range(SEQUENCES + -SEQUENCES % num_batches)]
-    stages = stages_of(
-        path, device, (rng.randrange(1, num_layers(path)), num_layers(path)), rng,
-        gpu_batch_size=len(members) // num_batches, num_gpu_batches=num_batches,
-        kv_seqs={c: members.count(c) for c in classes}, activation_batches=(0, num_batches), max_num_batched_tokens=50,
-        admission=rng.choice(["continuous", "static"]),
-    )  # fmt: skip
+    device = DEVICES[where[0]]
+    stages = stages_anywhere(path, device, where[1], random.Random(f"{name} {where}"))
     assert tokens_of(make_pipeline(path, device, stages, stores, longest_tokens=80), prompts) == wanted
 
 

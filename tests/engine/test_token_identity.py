@@ -216,8 +216,8 @@ def expected_of_codes(expected, stores):
     return get
 
 
-def clear_tokens(sample):
-    close = [p.top[0].logprob - p.top[1].logprob < CLOSE for p in sample.logprobs]
+def clear_tokens(sample, least=CLOSE):
+    close = [p.top[0].logprob - p.top[1].logprob < least for p in sample.logprobs]
     return sample.token_ids[: close.index(True) if True in close else None]
 
 

@@ -5,8 +5,11 @@ So that the first contact finds no other faults.
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -22,6 +25,7 @@ sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "peers")]
 import accelerate_gpu_offload  # noqa: E402
 import gpu_case  # noqa: E402
 import gpu_offload  # noqa: E402
+import gpu_processes  # noqa: E402
 import gpu_rates  # noqa: E402
 import gpu_rehearsal  # noqa: E402
 import run_flexgen  # noqa: E402
@@ -287,6 +291,24 @@ class TestOffload:
         free = iter([10_000, 9_500, 9_000, *[8_999] * 10_000])
         found = gpu_offload.run(["sh", "-c", "sleep 60"], tmp_path / "out", 60, 1000, lambda: next(free))
         assert found == {"failed": "took more host memory than 1,000 bytes"}
+
+    def test_an_engine_ends_with_the_part_that_runs_it(self, tmp_path):
+        """Or it would keep the card from the parts that come after."""
+        begun, pipe = tmp_path / "begun", tmp_path / "pipe"
+        os.mkfifo(pipe)
+        engine = ["sh", "-c", f"exec 3>{pipe}; touch {begun}; sleep 600"]
+        program = (
+            f"import gpu_offload, pathlib; gpu_offload.run({engine}, pathlib.Path({str(tmp_path)!r}, 'out'), 600, 9e9)"
+        )
+        command = [sys.executable, "-c", program]
+        part = gpu_processes._start(gpu_processes.Task(command, 600, tmp_path / "log", BENCHMARKS, os.environ))
+        with ThreadPoolExecutor(1) as readers:
+            ended = readers.submit(pipe.read_bytes)
+            while not begun.exists():
+                assert part.poll() is None, (tmp_path / "log").read_text()
+                time.sleep(0.05)
+            gpu_processes._end(part)
+            assert ended.result(timeout=600) == b""
 
     def test_what_was_taken_is_in_the_result(self, tmp_path):
         free = iter([10_000, 9_500, *[9_900] * 10_000])

@@ -68,10 +68,14 @@ def test_rotary_parameters_without_a_meaning_are_refused(family):
 NAMED = {
     "no layer attends": ("qwen3_5", {"num_hidden_layers": 3}, "num_hidden_layers"),
     "heads of one value": ("llama", {"hidden_size": 64, "num_attention_heads": 64}, "num_attention_heads"),
+    "a gate of per-layer embeddings that no kernel has": (
+        "gemma4", {"hidden_activation": "silu"}, "hidden_activation 'silu'",
+    ),
+    "no sizes of heads, whatever other keys say": ("gemma4", {"per_layer_config": None}, "per_layer_config must be an"),
     "an object as a token": ("gemma4", {"eos_token_id": {"0": 2}}, "eos_token_id"),
     "an object as a token of the text part": ("qwen3_5", {"text_config": {"eos_token_id": {}}}, "eos_token_id"),
     "a list of objects as tokens": ("qwen3_5", {"text_config": {}, "eos_token_id": [{"0": 2}]}, "eos_token_id"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", NAMED)

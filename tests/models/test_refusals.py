@@ -77,6 +77,21 @@ NEAREST = {
 }
 
 
+NEAREST_GGUF = {
+    "deepseek2": "qwen3moe",
+    "glm-dsa": "qwen3moe",
+    "minimax-m2": "qwen3moe",
+    "kimi-linear": "qwen3next",
+    "gemma3n": "gemma4",
+}
+
+
+@pytest.mark.parametrize("name", NEAREST_GGUF)
+def test_the_nearest_architecture_of_ggufs_is_named(name):
+    with pytest.raises(InputError, match=f"the nearest that is: '{NEAREST_GGUF[name]}'"):
+        check_architecture(name)
+
+
 @pytest.mark.parametrize("name", NEAREST)
 def test_the_nearest_family_is_named(name):
     with pytest.raises(InputError, match=rf"\({NEAREST[name]}\)"):

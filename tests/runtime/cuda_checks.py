@@ -37,6 +37,18 @@ def test_a_capture_leaves_streams_the_memory_that_they_keep():
     assert target.tolist() == [2.0] * 10
 
 
+def test_graphs_can_be_captured_when_all_earlier_ones_are_gone():
+    driver, target = cuda.CudaDriver(), torch.zeros(10, device="cuda")
+    for _ in range(3):
+        replay = driver.capture(lambda: target.add_(torch.ones(10, device="cuda")))
+        replay()
+        driver.finish()
+        del replay
+        gc.collect()
+    torch.cuda.synchronize()
+    assert target.tolist() == [3.0] * 10
+
+
 def test_a_capture_for_which_streams_leave_too_little_takes_what_they_keep():
     gc.collect()
     torch.cuda.empty_cache()

@@ -556,6 +556,33 @@ def test_a_stage_receives_and_sends():
     assert [s.kind for s in alone] == ["embed", *layer, "send"]
 
 
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_stage_on_an_accelerator_receives_and_sends_through_memory_of_the_host(on_host):
+    """Which a sweep fills again only when all that the sweep before had there has been taken."""
+    made = Sweeps(Streams(True, (False, False), (False, False), receives=True, sends=True))
+    flow = BatchFlow(hidden_on_host=on_host)
+    sweeps = [list(made.steps([flow] * count)) for count in (3, 2, 3)]
+    layer, between = ["pre", "attention", "post"], ["store_hidden", "load_hidden"] if on_host else []
+    for sweep in sweeps:
+        kinds = [s.kind for s in sweep if s.batch == 1]
+        assert kinds == ["receive", "load_hidden", *layer, *between, *layer, "store_hidden", "send"]
+    by_id = {s.id: s for sweep in sweeps for s in sweep}
+    for before, sweep in zip([[], *sweeps], sweeps, strict=False):
+        loads = [s.id for s in before if s.kind == "load_hidden" and s.layer == 0]
+        sends = [s.id for s in before if s.kind == "send"]
+        for step in sweep:
+            others = {i for i in step.after if by_id[i].sweep < step.sweep or by_id[i].batch != step.batch}
+            own = {(by_id[i].kind, by_id[i].layer) for i in {*step.after} - others}
+            if step.kind == "receive":
+                assert others == {*loads[-1:]} and not own
+            elif step.kind == "load_hidden" and step.layer == 0:
+                assert own == {("receive", 0)}
+            elif step.kind == "store_hidden" and step.layer == 1:
+                assert others == {*sends[-1:]} and own == {("post", 1)}
+            elif step.kind == "send":
+                assert own == {("store_hidden", 1)} and not others
+
+
 @pytest.mark.parametrize("dequantized", [False, True])
 def test_layers_that_are_captured_have_all_steps_of_a_sweep_that_is_not(dequantized):
     streams = Streams(accelerated=True, weights=(False,) * 3, disk_weights=(False,) * 3, dequantized=dequantized)

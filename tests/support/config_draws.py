@@ -26,7 +26,7 @@ from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
 from batchgen.models.families import ARCHITECTURES
 from batchgen.models.files import resolve_for_planning
-from batchgen.models.hf.keys import IGNORED
+from batchgen.models.hf.keys import IGNORED, KEYS
 
 MARGIN = 1e-3  # log-probabilities in fp32 may differ by so much
 MODELS = (
@@ -199,7 +199,7 @@ def _make_model(given: Draw, folder: Path):
     try:
         config = AutoConfig.from_pretrained(folder)
     except Exception:  # also for what changes no logits, which is then left out
-        path.write_text(json.dumps(without_ignored(given.stated)))
+        path.write_text(json.dumps(without_ignored(given.model.split()[0], given.stated)))
         config = AutoConfig.from_pretrained(folder)
     if (config.get_text_config().pad_token_id or 0) >= _VOCAB:  # a default of large models, which changes no logits
         path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token_id": None}))
@@ -221,9 +221,10 @@ def _make_model(given: Draw, folder: Path):
     return model
 
 
-def without_ignored(stated: dict[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in stated.items() if name not in IGNORED - {"pad_token_id"}}
-    return {n: without_ignored(value) if n == "text_config" else value for n, value in kept.items()}
+def without_ignored(family: str, stated: dict[str, Any]) -> dict[str, Any]:
+    ignored = IGNORED - {"pad_token_id", *KEYS[family]}
+    kept = {name: value for name, value in stated.items() if name not in ignored}
+    return {n: without_ignored(family, value) if n == "text_config" else value for n, value in kept.items()}
 
 
 # Transformers cannot collect what routers say where some layers have none.

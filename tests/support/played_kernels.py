@@ -222,7 +222,7 @@ def _divided(sums: Tensor, weights: Tensor, most: Tensor, sinks: Tensor | None) 
 
 def _merge(out, partial, stats, tokens, starts, rows, sinks, **_):
     bounds = starts.tolist()
-    for token, start, stop in zip(tokens.tolist(), bounds, bounds[1:], strict=False):
+    for token, (start, stop) in zip(tokens.tolist(), itertools.pairwise(bounds), strict=False):
         if token < 0:
             continue
         parts = rows[start:stop].long()
@@ -272,7 +272,7 @@ def _state(states: Tensor, slot: int) -> Tensor:
 
 def _convolve_tiles(x, weight, bias, states, source, starts, out, SILU, **_):
     bounds = starts.tolist()
-    for slot, start, stop in zip(source.tolist(), bounds, bounds[1:], strict=True):
+    for slot, (start, stop) in zip(source.tolist(), itertools.pairwise(bounds), strict=True):
         inputs = torch.cat((_state(states, slot).t().float(), x[start:stop].float()))
         if stop > start:
             y = torch.einsum("tck,ck->tc", inputs.unfold(0, weight.shape[1], 1), weight.float())
@@ -286,7 +286,7 @@ def _convolve_sequences(x, states, source, target, starts, COMPUTES, **others):
     bounds = starts.tolist()
     after = [
         torch.cat((_state(states, slot).t(), x[start:stop].to(states.dtype)))[stop - start :].t()
-        for slot, start, stop in zip(source.tolist(), bounds, bounds[1:], strict=True)
+        for slot, (start, stop) in zip(source.tolist(), itertools.pairwise(bounds), strict=True)
     ]
     _keep(states, target, after)
 
@@ -298,17 +298,32 @@ def _keep(states: Tensor, target: Tensor, after: list[Tensor]) -> None:
 
 
 def _update_tokens(qkv, g, beta, states, source, target, starts, out, few_tokens, KEY_HEADS, **_):
+    _update(lambda tokens: tokens <= few_tokens, qkv, g, beta, states, source, target, starts, out, KEY_HEADS)
+
+
+def _prepare_chunks(g, beta, factors, **_):
+    factors[0], factors[1] = g, beta  # all that `_update_chunks` lacks
+
+
+def _update_chunks(qkv, states, source, target, starts, out, factors, few_tokens, KEY_HEADS, **_):
+    g, beta = factors[:2]
+    _update(lambda tokens: tokens > few_tokens, qkv, g, beta, states, source, target, starts, out, KEY_HEADS)
+
+
+def _update(is_meant, qkv, g, beta, states, source, target, starts, out, key_heads):
+    """What the delta rule makes of the states of sequences with a number of tokens that is meant."""
     from batchgen.ops import state_reference
+    from batchgen.ops.state_slots import StateSlots
 
     bounds, first = starts.tolist(), torch.zeros(1, dtype=torch.int64)
-    for slot, to, start, stop in zip(source.tolist(), target.tolist(), bounds, bounds[1:], strict=True):
-        if stop - start <= few_tokens:
+    for slot, to, (start, stop) in zip(source.tolist(), target.tolist(), itertools.pairwise(bounds), strict=True):
+        if is_meant(stop - start):
             state, tokens = _state(states, slot)[None], slice(start, stop)
             if stop > start:
+                slots = StateSlots(first, first, torch.tensor([0, stop - start]))
                 state_reference.delta_rule(
-                    qkv[tokens], g[tokens], beta[tokens], state, first, first, torch.tensor([0, stop - start]),
-                    key_heads=KEY_HEADS, out=out[tokens],
-                )  # fmt: skip
+                    qkv[tokens], g[tokens], beta[tokens], state, slots, key_heads=key_heads, out=out[tokens]
+                )
             if to >= 0:
                 states[to] = state[0]
 
@@ -326,6 +341,6 @@ COUNTERPARTS: dict[str, Callable[..., None]] = {
     for function in (
         _norm, _gate, _sigmoid_gate, _gated_norm, _argmax, _forbid, _draw, _copy_rows, _dequantize, _quantize,
         _rotary_store, _attend, _merge, _sort, _multiply, _add, _convolve_tiles, _convolve_sequences, _update_tokens,
-        _compute_gates, _code_rows, _multiply_packed,
+        _prepare_chunks, _update_chunks, _compute_gates, _code_rows, _multiply_packed,
     )
 } | {"_quantize_heads": _quantize}  # fmt: skip

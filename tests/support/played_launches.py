@@ -32,15 +32,17 @@ def install(launch) -> None:
         # Of the host, what is pinned: a kernel reads and writes it when it runs.
         args = {name: Place.of(value) if isinstance(value, Tensor) else value for name, value in this.args.items()}
         kernel, grid, constants = this.kernel.fn, this.grid, this.constants
+        counterpart = played_kernels.COUNTERPARTS.get(kernel.__name__)
+        if counterpart is None:  # imported here: the thread that carries out must not wait for imports of others
+            interpreted = _interpreted(kernel.__module__, kernel.__name__)
 
         def job() -> None:
             found = {name: value.tensor() if isinstance(value, Place) else value for name, value in args.items()}
-            counterpart = played_kernels.COUNTERPARTS.get(kernel.__name__)
             if counterpart is not None:
                 counterpart(**found, **constants)
                 return
             with _interpreting:
-                _interpreted(kernel.__module__, kernel.__name__)[grid](**found, **constants)
+                interpreted[grid](**found, **constants)
 
         enqueue(job)
 

@@ -2,7 +2,7 @@
 stream by torch's operation for the CPU.
 
 So shapes, allocations, copies, checks and calls of libraries are those of torch's CUDA build; numbers are those of the
-CPU. New memory has no contents: every byte is 0xff.
+CPU. New memory has no contents: every byte is 0xff, up to 64 MiB of a tensor, since what is touched takes memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _library = ctypes.CDLL("libcuda.so.1")
 _library.played_behind.restype = ctypes.c_void_p
 _library.played_behind.argtypes = [ctypes.c_void_p]
 _library.played_enqueue.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long]
-_library.cudaMemsetAsync.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p]
+_library.played_fill.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p]
 
 # Those that compute nothing: views, allocations, the allocator's account, copies to one number of the host.
 _AS_THEY_ARE = (
@@ -33,6 +33,7 @@ _AS_THEY_ARE = (
     "unfold", "view", "view_as_complex", "view_as_real",
 )  # fmt: skip
 _NEW_MEMORY = ("aten::empty.memory_format", "aten::empty_strided")
+_MOST_FILLED = 64 << 20  # bytes
 # The shape or the value of the result depends on numbers: the host waits for them.
 _AWAITED = ("nonzero", "masked_select", "equal", "_unique2", "unique_consecutive", "unique_dim", "bincount")
 
@@ -78,9 +79,13 @@ def _run(number: int) -> None:
     try:
         with torch.inference_mode():
             (_jobs[number] if number in _captured else _jobs.pop(number))()
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
         print("played CUDA: an operation failed", file=sys.stderr, flush=True)
+        if report := os.environ.get("PLAYED_CUDA_REPORT"):  # what is printed may be pytest's
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            with open(report, "a") as file:
+                print(f"FAULT 1 an operation failed: {error!r} in {where.name}, line {where.lineno}", file=file)
         os._exit(70)
 
 
@@ -165,10 +170,15 @@ def _playing(name: str):
         args = _with_tensors(args, tensors)
         if base in _AWAITED:
             return _awaited(operation, args, kwargs)
-        made = launch(keys, *args, **kwargs)
+        _library.played_in_torch(1)
+        try:
+            made = launch(keys, *args, **kwargs)
+        finally:
+            _library.played_in_torch(-1)
         if name in _NEW_MEMORY:
             if made.numel():
-                _library.cudaMemsetAsync(made.data_ptr(), 0xFF, made.untyped_storage().nbytes(), current_stream())
+                num_bytes = min(made.untyped_storage().nbytes(), _MOST_FILLED)
+                _library.played_fill(made.data_ptr(), 0xFF, num_bytes, current_stream())
         # A copy from or to the host is the runtime's, or made of others.
         elif base != "copy_" or (args[0].is_cuda and args[1].is_cuda):
             _play(operation, args, kwargs, made)

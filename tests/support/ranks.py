@@ -62,6 +62,34 @@ def add_up(group: Group) -> None:
         group.receive_broadcast()
 
 
+def add_up_on_cards(group: Group) -> None:
+    """Sums of tensors on the ranks' own CUDA devices, of each of several dtypes, each of what the sum before gave."""
+    names, rounds = heard(group)
+    for name in names:
+        check_sums_on_cards(group, name, rounds)
+    group.ready()
+    with contextlib.suppress(EOFError):
+        group.receive_broadcast()
+
+
+def check_sums_on_cards(group: Group, dtype: str, rounds: int) -> None:
+    values = torch.arange(24, dtype=getattr(torch, dtype), device="cuda").view(3, 8) * (group.rank + 1)
+    for _ in range(rounds):
+        group.all_reduce(values)
+    factor = sum(range(1, group.size + 1)) * group.size ** (rounds - 1)
+    assert values.flatten().tolist() == [factor * k for k in range(24)]
+
+
+def die_on_cards(group: Group) -> None:
+    """The rank `first` is killed before the sum of that number on CUDA devices; others add up twice."""
+    number, first, dies_before = heard(group)
+    for step in range(2):
+        if group.rank == first and step == dies_before:
+            os.kill(os.getpid(), number)
+        group.all_reduce(torch.ones(3, device="cuda"))
+        torch.cuda.synchronize()
+
+
 def say_ready(group: Group) -> None:
     heard(group)
     group.ready()

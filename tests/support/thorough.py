@@ -53,12 +53,18 @@ def some_of(cases, count: int, *what) -> list:
 def covering(cases, count: int, *what) -> list:
     """All rows of a table in `make test-all`; in `make test` so many, or more, with each value of each column."""
     cases = list(cases)
+    return quick_or(cover(cases, count, *what), cases)
+
+
+def cover(cases, count: int, *what) -> list:
+    """So many rows of a table, or more, with each value of each column."""
+    cases = list(cases)
     drawn = rotating(*what).sample(range(len(cases)), len(cases))
     missing = {place for case in cases for place in enumerate(case)}
-    cover = []
+    kept = []
     while missing:
         best = max(drawn, key=lambda i: len(missing.intersection(enumerate(cases[i]))))  # the first of those as good
         missing.difference_update(enumerate(cases[best]))
-        cover.append(best)
-    rest = [i for i in drawn if i not in cover][: max(0, count - len(cover))]
-    return quick_or([cases[i] for i in sorted(cover + rest)], cases)
+        kept.append(best)
+    rest = [i for i in drawn if i not in kept][: max(0, count - len(kept))]
+    return [cases[i] for i in sorted(kept + rest)]

@@ -151,6 +151,8 @@ def read_activation(keys: Mapping[str, Any], family: str) -> Activation:
     computed: tuple[str, ...] = _ALONE if family == "opt" else _GATES
     if family in DELTA_NETS:  # the convolution before the recurrence has it too
         computed = ("silu",)
+    if keys.get("hidden_size_per_layer_input"):  # the gate of Gemma 4's per-layer embeddings has it too
+        computed = ("gelu_tanh",)
     known = {name: activation for name, activation in _ACTIVATIONS.items() if activation in computed}
     if stated not in known:
         raise InputError(f"{name} {stated!r} is not supported for this family; supported: {', '.join(known)}")

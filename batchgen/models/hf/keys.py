@@ -101,7 +101,7 @@ _GEMMA4 = {
     "final_logit_softcapping": Key(None, "positive", True),
     "num_kv_shared_layers": Key(0, "index"),
     "num_global_key_value_heads": _HEADS_NULL,
-    "per_layer_config": Key(None, "object", True),
+    "per_layer_config": Key(None, "object"),
 }
 _OLMO_2 = {
     **_rotary(eps=1e-5),

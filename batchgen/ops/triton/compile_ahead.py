@@ -228,7 +228,8 @@ def _state_launches(dtype: torch.dtype, card: Card) -> Iterator[tuple[str, Launc
 
 def _packed_launches(dtype: torch.dtype, card: Card) -> Iterator[tuple[str, Launch]]:
     shapes = _PRODUCTS if dtype == torch.bfloat16 else _PRODUCTS[1:4]
-    products = [*itertools.product(_STORED[1:], shapes), *itertools.product(_BLOCKS, _PRODUCTS[1:5])]
+    products = [*itertools.product(_STORED[1:], shapes)]
+    products += itertools.product(_BLOCKS, _PRODUCTS[1:5] if dtype == torch.bfloat16 else ())
     for storage, (rows, columns, depth, activation, adds) in products:
         where = {"dtype": dtype, "device": "meta"}
         x, bias = torch.empty(rows, depth, **where), torch.empty(columns, **where)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.ops.int8 import gives_wide_sums
+from batchgen.ops.triton.launch import card
 from batchgen.ops.triton.norm import gate
 
 
@@ -52,8 +53,13 @@ def _into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 
 def _wide_products(x: Tensor) -> bool:
-    """Tell whether torch supports products of 16-bit matrices with an fp32 result on x's device."""
-    return x.device.type == "cuda" and gives_wide_sums()
+    """Tell whether torch supports products of x's dtype, of 16 bits, with an fp32 result on x's device.
+
+    On a card before 8.0, which has no bf16 itself, torch supports those of fp16 alone.
+    """
+    if x.device.type != "cuda" or not gives_wide_sums():
+        return False
+    return x.dtype == torch.float16 or card(x.device).has_products
 
 
 _ACTIVATIONS = {

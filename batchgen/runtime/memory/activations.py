@@ -28,6 +28,7 @@ class Activations:
         batch_tokens: int,
         delegated_seqs: int,
         deferred_seqs: int = 0,
+        stage_tokens: int = 0,
     ) -> None:
         """Make the buffers.
 
@@ -39,6 +40,8 @@ class Activations:
             batch_tokens: Most tokens of a micro-batch.
             delegated_seqs: Most sequences of a micro-batch that the CPU attends to; 0: it attends to none.
             deferred_seqs: Most sequences in flight whose attention is deferred.
+            stage_tokens: Most tokens of a sweep whose activations an accelerator gets from the previous stage of a
+                pipeline, or hands to the next one; 0: there is one stage.
         """
         self.batches_on_host = batches_on_host
         host, device = arenas["cpu"].memory, arenas["gpu"].memory
@@ -62,6 +65,12 @@ class Activations:
             host.zeros((deferred_seqs, width), dtype) if deferred_seqs else torch.empty(0, width, dtype=dtype)
             for width in widths
         )
+        # Of a stage of a pipeline, what comes from the previous one and goes to the next one in a sweep.
+        exchanged = stage_tokens, config.hidden_size
+        self._arriving, self._leaving = (
+            host.zeros(exchanged, dtype) if stage_tokens and not is_end else torch.empty(0, dtype=dtype)
+            for is_end in (config.embeds, config.has_head)
+        )
         self._fetched, self._exchanged = cycle(self.on_device), cycle(self._exchange)
 
     @property
@@ -71,6 +80,8 @@ class Activations:
             *self._waiting,
             *self._inputs,
             *self.on_device,
+            self._arriving,
+            self._leaving,
             *(t for pair in self._exchange for t in pair),
             *self.deferred,
         )
@@ -88,6 +99,14 @@ class Activations:
     def fetched(self, tokens: int) -> Tensor:
         """Memory of the accelerator for activations in one layer, [tokens, hidden]: at every call the next buffer."""
         return next(self._fetched)[:tokens]
+
+    def arriving(self, first: int, tokens: int) -> Tensor:
+        """Host memory for what the previous stage sends, [tokens, hidden], from the token `first` of a sweep on."""
+        return self._arriving[first : first + tokens]
+
+    def leaving(self, first: int, tokens: int) -> Tensor:
+        """Host memory for what goes to the next stage, [tokens, hidden], from the token `first` of a sweep on."""
+        return self._leaving[first : first + tokens]
 
     def exchange(self, seqs: int, sent_width: int, mixed_size: int) -> tuple[Tensor, Tensor]:
         """Host memory for what the CPU gets, [seqs, sent_width], and for its results, [seqs, mixed_size].

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.rope import RopeConfig
 from batchgen.ops import dispatch as ops
 from batchgen.ops.attention_operands import AttentionOperands
+from batchgen.ops.long_steps import note
 from batchgen.runtime.batch_state import BatchState
 from batchgen.runtime.deferred import DeferredBatchState
 from batchgen.runtime.graphs import SweepGraphs
@@ -28,6 +29,9 @@ from batchgen.runtime.sweep_options import OnLogits, SweepOptions
 from batchgen.runtime.token_table import TokenTable
 from batchgen.schedule.sequence import LogitsRow, in_flight
 from batchgen.schedule.step_graph import Step
+
+# Operations of a Step for one of several chunks of tokens on a GPU, at most.
+_CHUNK_OPERATIONS = 48
 
 
 class StepContext:
@@ -47,6 +51,7 @@ class StepContext:
         on_logits: function that takes the sweep's logits.
         vocabulary_chunks: Whether it takes chunks of the vocabulary.
         one_batch: Whether the sweep has one micro-batch.
+        is_alone: Whether nothing is received from other stages of a pipeline, or sent to them.
         expands: Whether the sweep dequantizes 4-bit weights layer by layer; otherwise they are multiplied as stored.
     """
 
@@ -72,6 +77,7 @@ class StepContext:
             options.batch_tokens,
             options.delegated_seqs,
             options.deferred_seqs,
+            options.stage_tokens if tiers.links else 0,
         )
         self.routing = RoutingCounts(config.num_experts, config.experts_per_token, config.expert_layers)
         self.ropes = rope_tables(config, options.max_positions, self.device)
@@ -82,7 +88,7 @@ class StepContext:
         self.tokens: TokenTable | None = None
         self.deferred_of: dict[int, DeferredBatchState] = {}
         self.on_logits: OnLogits = nobody_takes_logits
-        self.vocabulary_chunks = self.one_batch = self.expands = False
+        self.vocabulary_chunks = self.one_batch = self.is_alone = self.expands = False
         self._logits: Tensor | None = None
 
     def layer(self, step: Step) -> Tensors:
@@ -121,7 +127,7 @@ class StepContext:
         count = self.options.chunk_tokens
         if count is None or tensors[0].shape[0] <= count:
             return (tensors,)
-        return zip(*(tensor.split(count) for tensor in tensors), strict=True)
+        return _noted(zip(*(tensor.split(count) for tensor in tensors), strict=True))
 
     def take_logits(self, rows: Sequence[LogitsRow], logits: Tensor, start: int) -> None:
         """Hand logits over, and keep the tokens that are chosen on the device for the next sweep."""
@@ -167,3 +173,11 @@ def rope_tables(
 
 def nobody_takes_logits(rows: Sequence[LogitsRow], logits: Tensor, start: int) -> None:
     """Take the logits of a sweep that nobody asked for."""
+
+
+def _noted(chunks: Iterable[Sequence[Tensor]]) -> Iterator[Sequence[Tensor]]:
+    """Yield the chunks of a Step, and note what is launched for each but the first: that much every Step may have."""
+    for number, chunk in enumerate(chunks):
+        yield chunk
+        if number:
+            note(_CHUNK_OPERATIONS)

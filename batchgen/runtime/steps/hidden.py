@@ -57,30 +57,47 @@ def _per_layer_inputs(context: StepContext, step: Step, batch: BatchState, hidde
 
 def receive(context: StepContext, step: Step, batch: BatchState) -> None:
     """Receive activations from the previous stage."""
-    shape = batch.packed.num_tokens, context.config.hidden_size
-    links = context.tiers.links
-    waits = links and batch.on_host
-    if waits:
-        hidden = context.activations.waiting(step.batch, shape[0])
+    hidden = _received(context, batch)
+    if context.is_alone:
+        hidden.zero_()
     else:
-        hidden = torch.empty(shape, dtype=context.weights.dtype)
-    context.options.ranks.receive_from_previous(hidden)
-    batch.hidden = links[0].bring(hidden) if links and not waits else hidden
+        context.options.ranks.receive_from_previous(hidden)
+    if not context.tiers.links:
+        batch.hidden = hidden
+
+
+def _received(context: StepContext, batch: BatchState) -> Tensor:
+    """Memory of the host for activations of the previous stage, [tokens, hidden].
+
+    For an accelerator it is known before anything is received, so that what copies it can be launched.
+    """
+    num_tokens = batch.packed.num_tokens
+    if not context.tiers.links:
+        return torch.empty(num_tokens, context.config.hidden_size, dtype=context.weights.dtype)
+    return context.activations.arriving(batch.first_token, num_tokens)
 
 
 def send(context: StepContext, step: Step, batch: BatchState) -> None:
-    """Send activations to the next stage."""
+    """Send activations, which are in host memory, to the next stage."""
     hidden, batch.hidden = batch.hidden, RELEASED
-    if context.tiers.links:
-        hidden = context.tiers.d2h.copy(torch.empty(hidden.shape, dtype=hidden.dtype), hidden)
-    context.options.ranks.send_to_next(hidden)
+    if not context.is_alone:
+        context.options.ranks.send_to_next(hidden)
 
 
 def load_hidden(context: StepContext, step: Step, batch: BatchState) -> None:
     """Copy activations that wait in host memory to the accelerator."""
-    batch.hidden = context.tiers.h2d.copy(context.activations.fetched(len(batch.hidden)), batch.hidden)
+    comes_first = step.layer == 0 and not context.config.embeds
+    source = _received(context, batch) if comes_first else batch.hidden
+    target = context.activations.fetched(len(source)) if batch.on_host else batch.hidden
+    batch.hidden = context.tiers.h2d.copy(target, source)
 
 
 def store_hidden(context: StepContext, step: Step, batch: BatchState) -> None:
-    """Copy activations to host memory, where they wait for the next layer."""
-    batch.hidden = context.tiers.d2h.copy(context.activations.waiting(step.batch, len(batch.hidden)), batch.hidden)
+    """Copy activations to host memory, where they wait for the next layer, or for the next stage."""
+    hidden = batch.hidden
+    if step.layer < context.config.num_layers - 1:
+        target = context.activations.waiting(step.batch, len(hidden))
+    else:
+        context.tiers.d2h.borrow(hidden)  # of compute's stream, which may use its memory again
+        target = context.activations.leaving(batch.first_token, len(hidden))
+    batch.hidden = context.tiers.d2h.copy(target, hidden)

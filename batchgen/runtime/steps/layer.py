@@ -145,8 +145,6 @@ def _rows_after_attention(context: StepContext, step: Step, batch: BatchState) -
         attended = [torch.cat(attended)]
     is_last = step.layer == context.config.num_layers - 1
     sends = is_last and not context.config.has_head
-    if sends and batch.on_host:  # whose memory is the next batch's before it is sent
-        hidden = hidden.clone()
     # In the last layer only tokens whose logits are asked for go on.
     if is_last and not sends and batch.logits_indices is not None:
         attended, hidden = [a[batch.logits_indices] for a in attended], hidden[batch.logits_indices]

@@ -74,8 +74,13 @@ PLAYED_API CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus* 
     DONE(*status = is_capturing(stream_of(stream)) ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE);
 }
 
+// An error of all waits for values, as of a driver that lacks them; 0: it has them.
+static int wait_error = 0;
+PLAYED_API void played_refuse_waits(int error) { wait_error = error; }
+
 #undef cuStreamWaitValue32
 PLAYED_API CUresult cuStreamWaitValue32_v2(CUstream stream, CUdeviceptr address, cuuint32_t value, unsigned flags) {
+    if (wait_error) return (CUresult)wait_error;
     if (address % 4 || (flags & 3) != CU_STREAM_WAIT_VALUE_GEQ) return CUDA_ERROR_INVALID_VALUE;
     if (!is_pinned((void*)address, 4) && !on_device((void*)address)) {
         fault("a stream waits at a value that is not pinned");

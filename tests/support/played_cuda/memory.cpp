@@ -9,6 +9,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <vector>
 
 #include "account.h"
 
@@ -58,6 +59,16 @@ Ranges::iterator containing(Ranges& ranges, const void* address, size_t num_byte
     if (after == ranges.begin()) return ranges.end();
     auto range = std::prev(after);
     return (char*)address + num_bytes <= range->first + range->second ? range : ranges.end();
+}
+
+// Notes a fault where pages are gone that the card would still copy from and to.
+void look_for_unmapped() {
+    for (auto& [start, size] : pinned) {
+        auto page = (uintptr_t)start / 4096 * 4096;
+        std::vector<unsigned char> there((size + (uintptr_t)start - page + 4095) / 4096);
+        if (mincore((void*)page, size + (uintptr_t)start - page, there.data()))
+            fault("memory was unmapped while it was pinned");
+    }
 }
 
 bool overlaps(Ranges& ranges, char* address, size_t num_bytes) {
@@ -118,6 +129,7 @@ bool release(void* address) {
 Pinning pin(void* address, size_t num_bytes) {
     static const size_t most = (size_t)option("PINNABLE_MIB", 1 << 30) << 20;
     std::lock_guard lock(mutex);
+    look_for_unmapped();
     if (overlaps(pinned, (char*)address, num_bytes)) return Pinning::already;
     if (pinned_bytes + num_bytes > most) return Pinning::too_much;
     pinned[(char*)address] = num_bytes;
@@ -127,6 +139,7 @@ Pinning pin(void* address, size_t num_bytes) {
 
 Pinning unpin(void* address) {
     std::lock_guard lock(mutex);
+    look_for_unmapped();
     auto range = pinned.find((char*)address);
     if (range == pinned.end()) return Pinning::not_pinned;
     pinned_bytes -= range->second;
@@ -135,5 +148,10 @@ Pinning unpin(void* address) {
 }
 
 }  // namespace played
+
+PLAYED_API long played_pinned_bytes() {
+    std::lock_guard lock(played::mutex);
+    return (long)played::pinned_bytes;
+}
 
 PLAYED_API void* played_behind(void* address) { return played::behind(address); }

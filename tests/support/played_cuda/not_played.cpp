@@ -8,7 +8,6 @@ constexpr int kNotSupported = 801;  // of the runtime and of the driver
 #define NOT_PLAYED(name) \
     PLAYED_API int name() { return kNotSupported; }
 NOT_PLAYED(cuPointerGetAttributes)
-NOT_PLAYED(cuTensorMapEncodeTiled)
 NOT_PLAYED(cudaDeviceGetDefaultMemPool)
 NOT_PLAYED(cudaFreeAsync)
 NOT_PLAYED(cudaGraphAddNode)

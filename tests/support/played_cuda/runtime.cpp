@@ -162,9 +162,14 @@ PLAYED_API cudaError_t cudaFreeHost(void* address) {
     // The pages stay: torch keeps them for good, but for a few.
     return unpin(address) == Pinning::done ? cudaSuccess : failed(cudaErrorInvalidValue);
 }
+// Registrations until one is refused; below 0: none is.
+static long pins_left = -1;
+PLAYED_API void played_refuse_pin(long after) { pins_left = after; }
+
 PLAYED_API cudaError_t cudaHostRegister(void* address, size_t num_bytes, unsigned) {
     if (auto error = heavy_call("cudaHostRegister")) return error;
     if (!num_bytes) return failed(cudaErrorInvalidValue);
+    if (pins_left >= 0 && pins_left-- == 0) return failed(cudaErrorMemoryAllocation);
     Pinning outcome = pin(address, num_bytes);
     if (outcome == Pinning::already) fault("memory is registered again");
     if (outcome == Pinning::already) return failed(cudaErrorHostMemoryAlreadyRegistered);

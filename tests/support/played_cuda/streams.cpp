@@ -5,10 +5,12 @@
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
+#include <cstring>
 #include <mutex>
 #include <random>
 
 #include "account.h"
+#include "memory.h"
 
 namespace played {
 namespace {
@@ -33,18 +35,25 @@ Function* of_python(const char* name) {
     return (Function*)dlsym(RTLD_DEFAULT, name);
 }
 
-bool holds_interpreter() {
+// Kernels of torch's that this thread is in. torch calls them without the interpreter's lock, which those who play the
+// card have there.
+thread_local int in_torch = 0;
+
+bool has_interpreter() {
     static auto* initialized = of_python<int()>("Py_IsInitialized");
     static auto* check = of_python<int()>("PyGILState_Check");
     return initialized && initialized() && check && check();
 }
+
+// As on a card.
+bool holds_interpreter() { return has_interpreter() && !in_torch; }
 
 class WithoutInterpreter {
     void* state_ = nullptr;
 
   public:
     WithoutInterpreter() {
-        if (holds_interpreter()) state_ = of_python<void*()>("PyEval_SaveThread")();
+        if (has_interpreter()) state_ = of_python<void*()>("PyEval_SaveThread")();
     }
     ~WithoutInterpreter() {
         if (state_) of_python<void(void*)>("PyEval_RestoreThread")(state_);
@@ -56,6 +65,16 @@ bool is_closed() {
         for (Operation& operation : stream->queue)
             if (operation.kind == kWaitValue && !operation.ready()) return true;
     return false;
+}
+
+bool has_waits(Stream* stream) {
+    return std::any_of(stream->queue.begin(), stream->queue.end(), [](auto& o) { return o.ready && !o.ready(); });
+}
+
+void push(Stream* stream, Operation operation) {
+    stream->issued++;
+    if (operation.kind != kPlayed) stream->launched++, stream->held++;
+    stream->queue.push_back(std::move(operation));
 }
 
 // With the lock held: waits for progress. `holds` says that the thread came with the interpreter's lock, as torch's
@@ -96,6 +115,7 @@ void carry_out() {
         lock.unlock();
         if (operation.run) operation.run();
         lock.lock();
+        if (operation.kind != kPlayed) stream->held--;
         stream->queue.pop_front();
         stream->is_running = stream->is_held = false;
         stream->done++;
@@ -137,7 +157,7 @@ Put put(Stream* stream, Operation operation, bool can_be_captured) {
     // With no thread at all, for the time that the host takes: what is launched is done at once, in the order of
     // launches.
     static const bool at_once = option("AT_ONCE", 0);
-    static const size_t most = (size_t)option("QUEUE", 1024);
+    static const long most = option("QUEUE", 1024);
     count(operation.kind);
     if (at_once && !stream->captured) {
         if (operation.run) operation.run();
@@ -156,21 +176,19 @@ Put put(Stream* stream, Operation operation, bool can_be_captured) {
         has_worker = true;
         std::thread(carry_out).detach();
     }
-    if (stream->queue.size() >= most) {
+    if (operation.kind != kPlayed && stream->held >= most) {
         count("waits for a full queue");
+        // A card's driver may hold a lock meanwhile that the lanes of the host need for what the stream waits for.
+        if (has_waits(stream) && is_closed()) fault("a launch into a full queue while the stream waits for the host");
         lock.unlock();
-        // Kernels that are played are launched by Python, which torch itself does without the interpreter's lock.
-        static const bool plays = option("KERNELS", 1);
-        bool holds = !plays && holds_interpreter();
+        bool holds = holds_interpreter();
         WithoutInterpreter released;
         lock.lock();
-        wait_until(lock, holds, "a full queue", [=] { return stream->queue.size() < most; });
-        stream->queue.push_back(std::move(operation));
-        stream->issued++;
+        wait_until(lock, holds, "a full queue", [=] { return stream->held < most; });
+        push(stream, std::move(operation));
         lock.unlock();
     } else {
-        stream->queue.push_back(std::move(operation));
-        stream->issued++;
+        push(stream, std::move(operation));
         lock.unlock();
     }
     queued.notify_one();
@@ -283,6 +301,8 @@ void replay(std::shared_ptr<Graph> graph, Stream* stream) {
                  }});
 }
 
+void note_in_torch(int change) { in_torch += change; }
+
 void note_if_closed(const char* what) {
     Lock lock(mutex);
     if (is_closed()) fault(std::string("while a stream waits for the host: ") + what);
@@ -294,9 +314,20 @@ void note_if_closed(const char* what) {
 PLAYED_API int played_enqueue(void* handle, void (*run)(long), long number) {
     played::Stream* stream = played::stream_of(handle);
     bool captured = played::is_capturing(stream);
-    played::put(stream, {"played", [=] { run(number); }});
+    played::put(stream, {played::kPlayed, [=] { run(number); }});
     return captured;
 }
+
+// Fills memory that has no contents yet, which a card does not do.
+PLAYED_API void played_fill(void* address, int byte, size_t num_bytes, void* handle) {
+    char* to = played::behind(address);
+    played::put(played::stream_of(handle), {played::kPlayed, [=] { memset(to, byte, num_bytes); }});
+}
+
+// Operations that a card's stream would have had so far.
+PLAYED_API long played_launched(void* handle) { return played::stream_of(handle)->launched; }
+
+PLAYED_API void played_in_torch(int change) { played::note_in_torch(change); }
 
 // For those who play the card, before they end.
 PLAYED_API void played_stop() { played::stop(); }

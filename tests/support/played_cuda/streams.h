@@ -29,6 +29,7 @@ struct Stream {
     int priority = 0;
     std::deque<Operation> queue = {};
     long issued = 0, done = 0;
+    long launched = 0, held = 0;  // of a card's own: so far, and in the queue
     bool is_running = false, is_held = false;
     double held_until_s = 0;
     long most_held_us = 0;
@@ -51,6 +52,9 @@ Stream* new_stream(int priority);
 Stream* stream_of(void* handle);
 double now_s();
 
+// What those who play the card put there: it takes no place in a card's queue.
+inline const char* const kPlayed = "played";
+
 // Queues an operation, or adds it to what the stream captures. Refused is what cannot be captured.
 Put put(Stream* stream, Operation operation, bool can_be_captured = true);
 void record(Event* event, Stream* stream);
@@ -72,6 +76,9 @@ bool captures_here(bool is_relaxed);
 void begin_capture(Stream* stream);
 std::shared_ptr<Graph> end_capture(Stream* stream);
 void replay(std::shared_ptr<Graph> graph, Stream* stream);
+
+// Notes that this thread enters (1) or leaves (-1) a kernel of torch's.
+void note_in_torch(int change);
 
 // Notes a fault where something is used that may wait for the whole device while a stream waits for the host.
 void note_if_closed(const char* what);

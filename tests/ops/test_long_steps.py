@@ -1,0 +1,123 @@
+"""A Step that launches as many operations as its data need keeps the queue of its stream short, and says how short."""
+
+import random
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from attention_cases import laid_out, paged
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from batchgen.core.dtypes import KVFormat
+from batchgen.models import experts
+from batchgen.ops import dispatch as ops
+from batchgen.ops import int8, torch_attention
+from batchgen.ops.attention_operands import AttentionOperands
+from batchgen.ops.attention_plan import SweepTables, plan_attention
+from batchgen.ops.long_steps import MOST_AT_ONCE, LongStep, note, noted_in
+
+
+class Stream:
+    """A stream that carries nothing out before it has to. longest: the most operations that its queue has held."""
+
+    def __init__(self):
+        self.launched = self.done = self.longest = self.waits = 0
+
+    def launch(self, operations):
+        self.launched += operations
+        self.longest = max(self.longest, self.launched - self.done)
+
+    def synchronize(self, event):
+        self.waits += 1
+        self.done = max(self.done, event)
+
+    def step(self):
+        return LongStep(lambda: self.launched, self.synchronize)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_queue_holds_no_more_than_is_said(seed):
+    rng, stream = random.Random(seed), Stream()
+    step = stream.step()
+    most = rng.choice([1, 5, 30, MOST_AT_ONCE])
+    for _ in range(rng.choice([1, 3, 100])):
+        operations = rng.randint(1, most)
+        stream.launch(operations)
+        step.note(operations)
+        assert stream.longest <= step.most_queued
+    assert step.most_queued <= 384, "a queue of 1,024 has as many before it, and a Step's others"
+
+
+def test_a_step_with_few_operations_does_not_wait():
+    stream = Stream()
+    step = stream.step()
+    with noted_in(step):
+        for _ in range(10):
+            note(12)
+    assert step.most_queued == 120 and stream.waits == 0
+    note(12)
+    assert step.most_queued == 120, "nothing is noted outside of a Step"
+
+
+class Launched(TorchDispatchMode):
+    """operations: those that a GPU would be given, each by at least one launch."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = Counter()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if not (operation.is_view or "empty" in operation.name() or operation.name() == "aten::_reshape_alias"):
+            self.operations[operation.name()] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+def counted(work):
+    """Operations that work() launches; those that it notes."""
+    step = Stream().step()
+    with Launched() as launched, noted_in(step):
+        work()
+    return sum(launched.operations.values()), step._total
+
+
+@pytest.mark.parametrize("kv_format", ["float32", "int8", "int5", "int4"])
+def test_attention_notes_all_operations_of_its_parts(kv_format, monkeypatch):
+    monkeypatch.setattr(torch_attention, "_MOST_KEYS", 32)  # so that results are merged
+    slices, groups, num_blocks = laid_out(4, [(40, 100, True), (1, 90, True), (7, 0, False), (1, 30, True)], 16, 3)
+    plan = plan_attention(SweepTables.of(slices), groups, kv_block_size=16, key_bytes=1024, window=70)
+    operands = AttentionOperands(4, 2, 64, 16, torch.float32, KVFormat.of(kv_format))
+    prepared = torch_attention.prepare_attention(plan, operands, torch.device("cpu"))
+    assert prepared.merges
+    kv, _ = paged(torch.randn(num_blocks, 2, 2, 16, 64), kv_format)
+    q, bits = torch.randn(sum(s.num_queries for s in slices), 4, 64), KVFormat.of(kv_format).bits
+    launched, noted = counted(
+        lambda: torch_attention.paged_attention(q, kv, prepared, bits=bits, softcap=2.0, sinks=torch.randn(4))
+    )
+    assert launched - 8 <= noted, "but for a few at the end"
+
+
+@pytest.mark.parametrize(
+    "activation", [None, "relu", "gelu", "gelu_tanh", "silu_mul", "gelu_tanh_mul", "swiglu_oai_mul"]
+)
+def test_products_of_codes_note_all_their_operations(activation, monkeypatch):
+    monkeypatch.setattr(int8, "_VALUES", 64 * 32)
+    weight, x = int8.quantize(torch.randn(128, 64)), torch.randn(100, 64)
+    columns = 64 if activation and activation.endswith("mul") else 128
+    bias, residual = torch.randn(128), torch.randn(100, columns)
+    launched, noted = counted(lambda: ops.reference.linear(x, weight, bias, activation=activation, residual=residual))
+    assert launched - 8 <= noted
+    assert noted > 3 * MOST_AT_ONCE, "several parts"
+
+
+@pytest.mark.parametrize("weight_format", ["numbers", "int8"])
+def test_experts_note_all_their_operations(weight_format, monkeypatch):
+    monkeypatch.setattr(ops, "linear", ops.reference.linear)
+    config = SimpleNamespace(num_experts=8, intermediate_size=32, mlp_activation="swiglu_oai_mul")
+    stored = {"gate_up.weight": torch.randn(8 * 64, 64), "down.weight": torch.randn(8 * 64, 32)}
+    if weight_format == "int8":
+        stored = {name: int8.quantize(weight) for name, weight in stored.items()}
+    weights = stored | {"gate_up.bias": torch.randn(8 * 64), "down.bias": torch.randn(8 * 64)}
+    x, chosen = torch.randn(20, 64), torch.stack([torch.randperm(8)[:2] for _ in range(20)])
+    launched, noted = counted(lambda: experts.chosen_experts(config, weights, x, torch.rand(20, 2), chosen))
+    assert launched - 24 <= noted, "but for what sorts tokens and adds up, once"
