@@ -137,7 +137,9 @@ def _plan_lines(options: PlanOptions, started_s: float) -> list[str]:
         trace_plan(plan, config, problem.hardware, asked.trace)
     others, impossible = _beside(job, problem, options, estimated)
     if options.html:
-        write_text(plan_page(plan, explained, problem, config, problem.hardware, others), options.html, "--html")
+        in_its_formats = in_formats(problem, *formats_of(plan.policy))
+        page = plan_page(plan, explained, in_its_formats, config, problem.hardware, others)
+        write_text(page, options.html, "--html")
     if options.as_json or options.plan_file == "-":
         return [as_json]
     lines = _split_lines(job, problem)

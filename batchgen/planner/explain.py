@@ -301,6 +301,7 @@ def explain(plan: Plan, explained: Explanation | None = None) -> list[str]:
         f"predicted: {format_seconds(predicted.total_s)} ({format_seconds(predicted.low_s)} to"
         f" {format_seconds(predicted.high_s)}, from {predicted.source});"
         f" a block takes {format_seconds(predicted.block_latency_s)}",
+        *([plan.quality_line] if plan.quality_line else []),
         *total_lines(explained),
         *price_lines(explained),
         *smaller_states_lines(explained),

@@ -8,6 +8,7 @@ from planner_cases import GIB, constant, cpu_box, gpu_box, llama_8b, opt
 from batchgen.core.errors import InputError
 from batchgen.core.quality import KV_LOSSES, QUALITIES, WEIGHT_LOSSES, loss_of
 from batchgen.core.workload import Workload
+from batchgen.planner.explain import explain, headline
 from batchgen.planner.format_choice import formats_of, with_quality
 from batchgen.planner.format_search import in_best_formats
 from batchgen.planner.other_quality import other_quality, quality_line
@@ -131,6 +132,13 @@ class TestTheOtherChoice:
         line = quality_line(plan, asked, other)
         assert line.startswith("with --quality small: ") and " instead of " in line and line.endswith(" % higher)")
         assert other.plan.prediction.total_s < plan.prediction.total_s
+
+    def test_is_said_with_and_without_an_explanation(self, exact):
+        _, plan, _ = exact
+        said = replace(plan, quality_line="with --quality small: no faster")
+        for lines in (headline(said), explain(said)):
+            assert lines.count(said.quality_line) == 1
+        assert not [line for line in explain(plan) if "--quality" in line]
 
     def test_is_exact_beside_a_plan_that_has_chosen(self):
         asked = problem("small")
