@@ -204,7 +204,7 @@ def _setting(setting: Setting, args: argparse.Namespace) -> None:
             kv_tokens = plan.policy.max_num_seqs * (setting.prompt + setting.output)
             measured = run_undisturbed(
                 model, setting.device, plan.policy, rows, [setting.output] * setting.rows, work_dir=work_dir,
-                kv_tokens=kv_tokens, planned_process_bytes=process, kernels=plan.kernels, **budgets,
+                kv_tokens=kv_tokens, planned_process_bytes=process, kernels=plan.kernels, plan=plan, **budgets,
             )  # fmt: skip
             entry["runs"].append(measured)
             entry["measured_s"] = statistics.median(run["seconds"] for run in entry["runs"])

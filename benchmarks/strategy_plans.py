@@ -138,7 +138,7 @@ def _runs(
             kv_tokens = plan.policy.max_num_seqs * (setting.prompt + setting.output)
             run = run_undisturbed(
                 model, setting.device, plan.policy, rows, [setting.output] * setting.rows, work_dir=work_dir,
-                kv_tokens=kv_tokens, planned_process_bytes=process, kernels=plan.kernels,
+                kv_tokens=kv_tokens, planned_process_bytes=process, kernels=plan.kernels, plan=plan,
             )  # fmt: skip
             runs[name].append(run)
     return runs

@@ -19,7 +19,7 @@ from batchgen.core.digest import json_sha256
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.machine import CpuTime
-from batchgen.core.plan import Policy
+from batchgen.core.plan import Plan, Policy
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import LoadRequest, load_parts, needs_store, resolve_budgets
@@ -86,6 +86,7 @@ def run_here(
     kv_tokens: int | None = None,
     planned_process_bytes: int | None = None,
     kernels: KernelChoice = PROCESS_SET,
+    plan: Plan | None = None,
     **budgets: int | None,
 ) -> dict[str, Any]:
     """Runs all rows under a policy.
@@ -95,6 +96,7 @@ def run_here(
         serial: nothing overlaps.
         kv_tokens: tokens that all KV pools together have blocks for.
         planned_process_bytes: memory of the process that the plan counted with.
+        plan: The plan whose policy it is, where the run adapts to what it measures, as `batchgen run` does.
         budgets: of `resolve_budgets`.
 
     Returns:
@@ -127,7 +129,9 @@ def run_here(
         Request(list(row), SamplingParams(max_tokens=n, ignore_eos=True))
         for row, n in zip(rows, output_lens, strict=True)
     ]
-    with Engine.from_parts(parts) as engine:
+    adapts = {} if plan is None else {"planned_output_len": plan.workload.output_len.mean}
+    costs = plan.prediction.lane_costs if plan else None
+    with Engine.from_parts(parts, lane_costs=costs, **adapts) as engine:
         before, started = CpuTime.now(), time.perf_counter()
         done = list(engine.generate(requests))
         seconds = time.perf_counter() - started
@@ -144,6 +148,9 @@ def run_here(
             "sweeps": stats.sweeps,
             "tokens_per_sweep": stats.generated_tokens / stats.sweeps,
             "preempted": stats.preempted,
+            "left_out": stats.left_out,
+            "moved": stats.moved,
+            "changes": [change.to_json() for change in engine.changes],
             "busy_s": parts.executor.busy_s,
             "stalled_s": parts.executor.stalled_s,
             "bytes_moved": parts.executor.bytes_moved,

@@ -185,6 +185,19 @@ def strategies(d: dict) -> str:
     )
 
 
+def reaction(d: dict) -> str:
+    ratios = []
+    for case in d["cases"].values():
+        for ways in case.values():
+            adapting, same, *others = (way["seconds"] for way in ways.values())
+            ratios.append((same / adapting, adapting / min(same, *others)))
+    gains, against_best = zip(*ratios, strict=True)
+    return (
+        f"{span(gains, 2)} times as fast as without adaptation; {span(against_best, 2)} times as long as the best plan"
+        " for that machine"
+    )
+
+
 def flipped_strategy(d: dict) -> str:
     setting = list(d["settings"].values())[-1]
     taken = {name: plan["measured_s"] for name, plan in setting["plans"].items()}
@@ -452,6 +465,12 @@ TABLES: dict[str, list[Row]] = {
             "strategy_plans",
             "strategy_plans.py --work-dir DIR",
             flipped_strategy,
+        ),
+        Row(
+            "plans on emulated accelerators whose CPU or link is slower than planned, or whose rows change; simulated",
+            "reaction-simulated",
+            "reaction.py --simulate",
+            reaction,
         ),
         Row(
             "predictions for OPT-6.7B, 30B and 175B on a T4, 24 cases, against whole simulated jobs",

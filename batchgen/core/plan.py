@@ -9,6 +9,7 @@ from typing import Any
 from batchgen.core.errors import InputError
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.kv_placement import TIERS, KVPlacement
+from batchgen.core.lane_costs import NOT_KNOWN, LaneCosts
 from batchgen.core.typed_json import read_typed
 from batchgen.core.workload import Workload
 
@@ -337,6 +338,7 @@ class Prediction:
         break_even_tokens: Tokens of a sweep above which its matrix products take longer than the transfer of the
             weights that lie in other tiers; 0: always, or never.
         sweep_times: Seconds of sweeps of any size.
+        lane_costs: Seconds of a sweep by what it has; all 0 where the CPU does not attend beside a GPU.
         source: Origin of the rates, as it follows "from" in a sentence; "": a given profile.
         table: Name of the table of rates that `factors` belong to; "": none, rates are as given.
         factors: Logarithm of the factor on the seconds of each kind of work that was applied to that table.
@@ -361,6 +363,7 @@ class Prediction:
     search_gap: float
     break_even_tokens: int
     sweep_times: SweepTimes = SweepTimes()
+    lane_costs: LaneCosts = NOT_KNOWN
     source: str = ""
     table: str = ""
     factors: Mapping[str, float] = field(default_factory=dict)

@@ -15,6 +15,7 @@ from batchgen.core.device import parse_device
 from batchgen.core.dtypes import AUTO, STATE_DTYPES
 from batchgen.core.errors import InputError
 from batchgen.core.kv_placement import KVPlacement
+from batchgen.core.lane_costs import NOT_KNOWN, LaneCosts
 from batchgen.core.machine import trim_freed_memory
 from batchgen.core.partial import PartialCompletion
 from batchgen.core.plan import Policy
@@ -49,6 +50,7 @@ from batchgen.schedule.from_policy import kv_pools, scheduler_limits
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
 from batchgen.schedule.scheduler import Scheduler
 from batchgen.schedule.sequence import Sequence, complete
+from batchgen.schedule.sweep_choice import sweep_choice
 from batchgen.schedule.token_slots import TokenSlots
 
 if TYPE_CHECKING:
@@ -125,11 +127,13 @@ class _Sweep:
         result: The sweep's result; None: it is known only when the sweep has run.
         wait: Function that returns when the sweep has run; None: the sweep has run already.
         started_s: Time of time.perf_counter at which the sweep's scheduling began.
+        has_prompts: Whether it has tokens of prompts.
     """
 
     result: SweepResult | None
     wait: Callable[[], None] | None
     started_s: float
+    has_prompts: bool = False
 
 
 @dataclass
@@ -311,7 +315,7 @@ class Engine:
         if max_num_seqs is None:
             request = with_fitting_states(request)
         parts = load_on_ranks(request, lambda: load_tokenizer(files, chat_template=chat_template))
-        self._init(parts, expected_output_len, None, on_overlong, sampling)
+        self._init(parts, expected_output_len, None, NOT_KNOWN, on_overlong, sampling)
         try:
             check_unchanged(versions)
         except InputError:
@@ -325,6 +329,7 @@ class Engine:
         *,
         expected_output_len: int | None = None,
         planned_output_len: float | None = None,
+        lane_costs: LaneCosts | None = None,
         on_overlong: str = "error",
         sampling: SamplingParams | None = None,
     ) -> Engine:
@@ -335,11 +340,14 @@ class Engine:
             expected_output_len: Tokens that a sample is expected to generate; None: its max_tokens.
             planned_output_len: Mean output length of the plan, in tokens; with it the engine adapts the block and the
                 streamed fraction to its measurements (`batchgen.schedule.adaptation`). None: the policy stays.
+            lane_costs: Seconds of a sweep of the plan, by which an engine that adapts leaves late CPU attention out of
+                sweeps (`batchgen.schedule.sweep_choice`). None: it leaves out none.
             on_overlong: "error", "truncate-left" or "truncate-right", for prompts that do not fit the context.
             sampling: Sampling parameters of requests that have none.
         """
         engine = cls.__new__(cls)
-        engine._init(parts, expected_output_len, planned_output_len, on_overlong, sampling)
+        costs = lane_costs or NOT_KNOWN
+        engine._init(parts, expected_output_len, planned_output_len, costs, on_overlong, sampling)
         return engine
 
     def _init(
@@ -347,6 +355,7 @@ class Engine:
         parts: EngineParts,
         expected_output_len: int | None,
         planned_output_len: float | None,
+        lane_costs: LaneCosts,
         on_overlong: str,
         sampling: SamplingParams | None,
     ) -> None:
@@ -360,6 +369,7 @@ class Engine:
         self._sampling = sampling or SamplingParams()
         self._expected_output_len = expected_output_len
         self._planned_output_len = planned_output_len
+        self._lane_costs = lane_costs
         self._on_overlong = on_overlong
         self.changes: list[Change] = []  # made by adaptation
         self._running: Scheduler | None = None  # of the newest call
@@ -432,9 +442,12 @@ class Engine:
         adaptation = None
         if self._planned_output_len is not None and self.policy.admission == "continuous":
             adaptation = Adaptation(
-                scheduler, planned_output_len=self._planned_output_len, expected_output_len=expected
+                scheduler,
+                planned_output_len=self._planned_output_len,
+                expected_output_len=expected,
+                lane_costs=self._lane_costs,
+                sweep_choice=sweep_choice(self.policy, self._lane_costs) if self.parts.compute_tier == "gpu" else None,
             )
-            scheduler.expected_output_len = lambda s: adaptation.expected_output_len(s.sampling.max_tokens)
             self.changes = adaptation.changes
         self._generation = handler = Generation(self.parts, self._sampling, self._on_overlong, known)
         return self._run_all(handler, requests, scheduler, adaptation, should_stop, on_sweep)
@@ -551,18 +564,20 @@ class Engine:
         wait = parts.executor.run(
             batches, on_logits, vocabulary_chunks=handler.vocabulary_chunks, deferred_batches=call.deferred_batches
         )
+        prefilled = stats.prefilled_tokens
         self._count(scheduled)
         call.scheduler.commit(scheduled)
         stats.peak_kv_blocks = max(stats.peak_kv_blocks, self.used_kv_blocks)
         stats.sweeps += 1
-        stats.preempted = call.scheduler.num_preempted
+        stats.preempted, stats.moved = call.scheduler.num_preempted, call.scheduler.num_moved
+        stats.left_out = call.scheduler.num_left_out
         stats.computed_tokens += sum(batch.num_tokens for batch in batches)
         stats.busy_s["compute"] += time.perf_counter() - started_s - sampling_s
         stats.busy_s["sampling"] += sampling_s
         result = handler.end_sweep() if call.sweeps_in_flight == 1 else None
         for sequence in complete(sequence for sequence, _ in scheduled):
             call.scheduler.finish(sequence)
-        return _Sweep(result, wait, started_s)
+        return _Sweep(result, wait, started_s, stats.prefilled_tokens > prefilled)
 
     def _count(self, scheduled: list[ScheduledSequence]) -> None:
         """Count the tokens of a sweep that has been launched and not been committed."""
@@ -596,8 +611,11 @@ class Engine:
             if not sequence.targets:  # those of prompts that are scored generate nothing
                 adaptation.finished(sequence.num_generated, len(sequence.tokens))
         now, lanes = time.perf_counter(), self._lanes_s()
-        spent = [{lane: a[lane] - b[lane] for lane in a} for a, b in zip(lanes, self._lanes_before, strict=True)]
-        adaptation.after_sweep(Measured(now - max(sweep.started_s, self._collected_s), tokens, *spent))
+        busy, stalled = (
+            {lane: a[lane] - b[lane] for lane in a} for a, b in zip(lanes, self._lanes_before, strict=True)
+        )
+        seconds = now - max(sweep.started_s, self._collected_s)
+        adaptation.after_sweep(Measured(seconds, tokens, busy, stalled, sweep.has_prompts))
         self._lanes_before, self._collected_s = lanes, now
 
     def _lanes_s(self) -> tuple[dict[str, float], dict[str, float]]:

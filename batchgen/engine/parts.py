@@ -155,6 +155,8 @@ class EngineStats:
         scored_tokens: Scored tokens of continuations.
         sweeps: Number of sweeps.
         preempted: Number of preempted sequences.
+        left_out: Tokens that a sweep left for a later one, as the CPU was late with attention.
+        moved: Number of sequences that were left out, and run again on the compute device.
         peak_kv_blocks: The most KV blocks in use at once.
         begins_twice: Whether a prompt began with the beginning-of-text token that the tokenizer adds as well.
         busy_s: Seconds of compute, of sampling, and of waiting for requests ("input_wait"); with grammars also of the
@@ -171,6 +173,8 @@ class EngineStats:
     scored_tokens: int = 0
     sweeps: int = 0
     preempted: int = 0
+    left_out: int = 0
+    moved: int = 0
     peak_kv_blocks: int = 0
     begins_twice: bool = False
     busy_s: dict[str, float] = field(default_factory=lambda: {"compute": 0.0, "sampling": 0.0, "input_wait": 0.0})

@@ -97,6 +97,7 @@ def load_engine(
         parts,
         expected_output_len=options.expected_output_len,
         planned_output_len=plan.workload.output_len.mean if options.pipeline == 1 else None,
+        lane_costs=plan.prediction.lane_costs,
         on_overlong=options.on_overlong,
         sampling=options.sampling,
     )

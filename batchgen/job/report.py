@@ -214,6 +214,8 @@ def engine_report(engine: Engine | None, plan: Plan | None, wall_s: float) -> di
         "adaptations": [change.to_json() for change in engine.changes] if engine else [],
         "sweeps": stats.sweeps,
         "preempted": stats.preempted,
+        "left_out": stats.left_out,
+        "moved": stats.moved,
         "dtype": engine.parts.dtype if engine else None,
         "policy": engine.policy.to_json() if engine else None,
         "memory": engine.parts.memory.to_json() if engine else None,

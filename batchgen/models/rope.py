@@ -57,7 +57,7 @@ class RopeConfig:
         if self.kind not in ROPE_KINDS:
             raise InputError(f"rope_type {self.kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
         if not self.theta > 1 or not self.factor > 0:
-            raise InputError(f"rope theta {self.theta} and factor {self.factor} must be above 1 and above 0")
+            raise InputError(f"rope_theta {self.theta} and factor {self.factor} must be above 1 and above 0")
         if self.kind in ("llama3", "yarn", "longrope") and not self.original_max_position:
             raise InputError(f"rope_type {self.kind!r} needs original_max_position_embeddings")
         if self.kind == "longrope" and (self.short_factors is None or self.long_factors is None):

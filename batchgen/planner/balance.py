@@ -25,9 +25,21 @@ def with_unequal_batches(s: CostInputs, cpu_seqs: float) -> CostInputs:
 
 
 def _balance_tokens(s: CostInputs, smallest: float) -> int:
-    """Fixed time of a layer in tokens, from a line through the times of the smallest micro-batch and a whole sweep."""
+    """Fixed time of a layer in tokens."""
+    fixed_s, token_s = products_line(s, smallest)
+    return min(_MOST_TOKENS, max(0, round(fixed_s / token_s))) if token_s > 0 else _MOST_TOKENS
+
+
+def products_line(s: CostInputs, smallest: float) -> tuple[float, float]:
+    """Seconds of one layer's computation for a micro-batch and for each token, attention not included.
+
+    They are a line through the times of the smallest micro-batch and a whole sweep.
+
+    Args:
+        s: Inputs of the cost model.
+        smallest: Tokens of the smallest micro-batch.
+    """
     largest = max(s.max_num_batched_tokens, 2 * smallest)
     low_s, high_s = (batch_compute_s(s.one_batch, Phase(1, tokens, 0, 0, 0)) for tokens in (smallest, largest))
     token_s = (high_s - low_s) / (largest - smallest)
-    fixed_s = low_s - token_s * smallest
-    return min(_MOST_TOKENS, max(0, round(fixed_s / token_s))) if token_s > 0 else _MOST_TOKENS
+    return low_s - token_s * smallest, token_s

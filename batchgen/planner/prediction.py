@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from batchgen.core.plan import Plan
 from batchgen.planner.explain import make_plan
+from batchgen.planner.lane_costs import lane_costs
 from batchgen.planner.linear import number
 from batchgen.planner.problem import Problem
 from batchgen.planner.search import Candidate
@@ -18,6 +21,9 @@ def plan_of(problem: Problem, candidate: Candidate, simulated_s: float | None = 
         candidate: The candidate.
         simulated_s: Simulated seconds of all sweeps; None: the cost model's.
     """
-    s = candidate.inputs
-    before_s = problem.startup_s + number(startup_s(s, candidate.counts.placement(s)))
-    return make_plan(problem, candidate, startup_s=before_s, simulated_s=simulated_s)
+    s, at = candidate.inputs, candidate.counts.placement(candidate.inputs)
+    before_s = problem.startup_s + number(startup_s(s, at))
+    plan = make_plan(problem, candidate, startup_s=before_s, simulated_s=simulated_s)
+    if simulated_s is None:  # to be compared with others, not to be run
+        return plan
+    return replace(plan, prediction=replace(plan.prediction, lane_costs=lane_costs(s, at)))

@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -27,11 +28,14 @@ from batchgen.planner.memory_requirements import most_kv_tokens, process_share
 from batchgen.planner.phases import Phase
 from batchgen.planner.step_costs import StepCosts, streams_of
 from batchgen.planner.step_simulator import OnStep, Simulator, Timeline
+from batchgen.schedule.adaptation import Adaptation, Change, Measured
 from batchgen.schedule.deferred_batches import DeferredBatches
 from batchgen.schedule.from_policy import kv_pools, longest_sequence, scheduler_limits, splitter
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
 from batchgen.schedule.scheduler import Scheduler
 from batchgen.schedule.sequence import Sequence
+from batchgen.schedule.step_graph import LANES
+from batchgen.schedule.sweep_choice import sweep_choice
 from batchgen.schedule.sweeps import Sweeps
 from batchgen.schedule.trace import TraceWriter
 
@@ -46,6 +50,9 @@ class SimulatedRun:
         tokens: Tokens that went through the layers in these sweeps.
         job_tokens: Tokens that go through the layers in the whole job.
         timeline: The timeline of these sweeps.
+        changes: Changes that adaptation made in these sweeps.
+        left_out: Tokens that a sweep left for a later one, as the CPU was late with attention.
+        moved: Number of sequences that were left out, and run again on the GPU.
     """
 
     total_s: float
@@ -53,6 +60,9 @@ class SimulatedRun:
     tokens: int
     job_tokens: float
     timeline: Timeline
+    changes: List[Change]
+    left_out: int
+    moved: int
 
     @property
     def busy_s(self) -> dict[str, float]:
@@ -77,6 +87,8 @@ def simulate_job(
     max_sweeps: int | None = None,
     expected_output_len: int | None = None,
     on_step: OnStep | None = None,
+    adapts: bool = False,
+    rows: Iterable[tuple[int, int]] | None = None,
 ) -> SimulatedRun:
     """Simulate a plan's job.
 
@@ -88,11 +100,13 @@ def simulate_job(
             tokens. None: all are simulated.
         expected_output_len: Output length that the engine expects, in tokens; None: it expects none.
         on_step: Called for every Step, with its start and end in seconds from the first sweep.
+        adapts: Whether the job adapts to what its sweeps take on the machine, as `batchgen run` does.
+        rows: (prompt tokens, generated tokens) of each row; None: those of the plan's workload.
 
     Raises:
         InputError: The budgets of the plan do not hold what it places.
     """
-    job = SimulatedJob(plan, config, expected_output_len)
+    job = SimulatedJob(plan, config, expected_output_len, rows, adapts=adapts)
     costs, sweeps = StepCosts(plan, config, hardware), Sweeps(streams_of(plan, config))
     simulator = Simulator(shared_cores=hardware.shared_cores, on_step=on_step)
     done = [(0.0, 0)]  # seconds and tokens after each sweep
@@ -104,6 +118,7 @@ def simulate_job(
         steps = sweeps.steps([load.flow for load in loads], deferred_batches, simulator.has_ended, num_tokens)
         simulator.run(steps, costs.sweep(loads))
         job.end_sweep(deferred_batches)
+        job.adapt(simulator.now_s, *simulator.lanes_s())
         done.append((simulator.now_s, done[-1][1] + sum(load.tokens for load in loads)))
     timeline = simulator.timeline()
     (half_s, half), (total_s, tokens) = done[len(done) // 2], done[-1]
@@ -112,7 +127,9 @@ def simulate_job(
         total_s += max(0.0, job_tokens - tokens) * (total_s - half_s) / (tokens - half)
     else:
         total_s, job_tokens = timeline.total_s, tokens
-    return SimulatedRun(total_s, len(done) - 1, tokens, job_tokens, timeline)
+    return SimulatedRun(
+        total_s, len(done) - 1, tokens, job_tokens, timeline, job.changes, job.num_left_out, job.num_moved
+    )
 
 
 def trace_plan(
@@ -193,6 +210,8 @@ class SimulatedJob:
         expected_output_len: int | None = None,
         rows: Iterable[tuple[int, int]] | None = None,
         sweeps_in_flight: int = 1,
+        *,
+        adapts: bool = False,
     ) -> None:
         """Start with nothing in flight.
 
@@ -203,6 +222,7 @@ class SimulatedJob:
             rows: (prompt tokens, generated tokens) of each row; None: those of the plan's workload.
             sweeps_in_flight: Most sweeps under way at once; above 1, in a pipeline, a sweep has run when `take_answers`
                 is called.
+            adapts: Whether the job adapts to what `adapt` is given.
 
         Raises:
             InputError: The budgets of the plan do not hold what it places.
@@ -226,6 +246,53 @@ class SimulatedJob:
         expected = expected_output_len
         self._scheduler = Scheduler(kv_pools(policy, memory), limits, (lambda s: expected) if expected else None)
         self._split = splitter(policy, memory, self._compute_tier)
+        self._adaptation: Adaptation | None = None
+        if adapts and policy.admission == "continuous":
+            costs = plan.prediction.lane_costs
+            self._adaptation = Adaptation(
+                self._scheduler,
+                planned_output_len=plan.workload.output_len.mean,
+                expected_output_len=expected,
+                lane_costs=costs,
+                sweep_choice=sweep_choice(policy, costs) if self._compute_tier == "gpu" else None,
+            )
+        self._generated = 0  # tokens since the last call of `adapt`
+        self._had_prompts = False  # the last sweep
+        nothing: dict[str, float] = dict.fromkeys(LANES, 0.0)
+        self._before = (0.0, nothing, nothing)  # its arguments
+
+    @property
+    def changes(self) -> List[Change]:
+        """The changes that adaptation has made."""
+        return self._adaptation.changes if self._adaptation else []
+
+    @property
+    def num_left_out(self) -> int:
+        """Tokens that a sweep left for a later one, as the CPU was late with attention."""
+        return self._scheduler.num_left_out
+
+    @property
+    def num_moved(self) -> int:
+        """Sequences that were left out, and run again on the GPU."""
+        return self._scheduler.num_moved
+
+    def adapt(self, now_s: float, busy_s: Mapping[str, float], stalled_s: Mapping[str, float]) -> None:
+        """Take the times of the sweep that has ended, where the job adapts to them.
+
+        Args:
+            now_s: Seconds from the start of the job.
+            busy_s: Seconds that each lane was busy so far.
+            stalled_s: Seconds that compute waited for each lane so far.
+        """
+        if self._adaptation:
+            before_s, busy, stalled = self._before
+            spent = [
+                {lane: now[lane] - was[lane] for lane in was} for now, was in ((busy_s, busy), (stalled_s, stalled))
+            ]
+            self._adaptation.after_sweep(
+                Measured(now_s - before_s, self._generated, spent[0], spent[1], self._had_prompts)
+            )
+            self._before, self._generated = (now_s, dict(busy_s), dict(stalled_s)), 0
 
     @property
     def has_work(self) -> bool:
@@ -266,6 +333,7 @@ class SimulatedJob:
             for k, batch in enumerate(batches)
         ]
         phase = _phase_of(sweep, self._plan.workload)
+        self._had_prompts = phase.prefill_tokens > 0
         self._commit(sweep)
         return SimulatedSweep(loads, phase)
 
@@ -304,10 +372,13 @@ class SimulatedJob:
     def _sample(self, sampled: list[Sequence]) -> None:
         for sequence in sampled:
             sequence.tokens.append(0)
+            self._generated += 1
             if sequence.num_generated >= self._output_len[sequence]:
                 del self._output_len[sequence]
                 self._scheduler.finish(sequence)
                 self.num_done += 1
+                if self._adaptation and not sequence.targets:
+                    self._adaptation.finished(sequence.num_generated, len(sequence.tokens))
 
     def _take_rows(self) -> None:
         """Add as many rows as the engine holds ready, without those that fit no pool, which would fail there."""

@@ -89,6 +89,10 @@ class Simulator:
         """The end of the last computation, in seconds."""
         return self._now_s
 
+    def lanes_s(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Seconds that each lane was busy so far, and seconds that compute waited for each lane so far."""
+        return dict(self._busy_s), dict(self._stalled_s)
+
     def timeline(self) -> Timeline:
         """The timeline of all Steps that were issued so far, to their end."""
         while self._attend(before_s=math.inf):

@@ -15,12 +15,17 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from batchgen.core.kv_placement import KVPlacement
+from batchgen.core.lane_costs import NOT_KNOWN, LaneCosts
+from batchgen.schedule.knob import Direction, Knob
 from batchgen.schedule.scheduler import Scheduler
 from batchgen.schedule.scheduler_limits import SchedulerLimits
+from batchgen.schedule.sweep_choice import SweepChoice
 
 _WINDOW_SWEEPS = 8  # measured together
+_FEWEST_SWEEPS = 3  # by which windows are compared, and a change is taken back early
+_LATE = 0.125  # part of the sequences in host memory that are left out of sweeps
+_LONGEST_TRIAL = 4  # windows after which a change stays that nothing could be compared with
 _SATURATED, _WAITING = 0.9, 0.05  # parts of a window's time
-_STEP_FRAC = 0.125  # of the sequences in host memory that change placement at a time
 _MOST_GROWTH = 4  # times the planned block
 _WORTH_CHANGING = 1.1
 _FELL = 0.97  # throughput below this, of what it was before, takes a change back
@@ -57,7 +62,8 @@ class Measured:
 
     Attributes:
         seconds: wall time.
-        tokens: tokens that went through the layers.
+        tokens: tokens that were generated.
+        has_prompts: Whether tokens of prompts were among those that went through the layers.
         busy_s: seconds in which each lane was busy.
         stalled_s: seconds in which compute stood still, by the lane it waited for.
     """
@@ -66,6 +72,37 @@ class Measured:
     tokens: int
     busy_s: Mapping[str, float]
     stalled_s: Mapping[str, float]
+    has_prompts: bool = False
+
+
+@dataclass(frozen=True)
+class _Rate:
+    """Tokens generated in a second in a window of sweeps.
+
+    Attributes:
+        tokens_per_s: Tokens in a second, in sweeps without prompts where there are enough of them.
+        has_prompts: Whether sweeps with prompts were counted.
+    """
+
+    tokens_per_s: float
+    has_prompts: bool
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A change that is taken back unless throughput shows that it does no harm.
+
+    Attributes:
+        what: Name of the knob: "block" or "streamed".
+        before: Throughput before the change.
+        limits: Limits before the change.
+        window: Number of the window after which it was made.
+    """
+
+    what: str
+    before: _Rate
+    limits: SchedulerLimits
+    window: int
 
 
 class Adaptation:
@@ -75,7 +112,15 @@ class Adaptation:
         changes: Changes made so far.
     """
 
-    def __init__(self, scheduler: Scheduler, *, planned_output_len: float, expected_output_len: int | None) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        planned_output_len: float,
+        expected_output_len: int | None,
+        lane_costs: LaneCosts = NOT_KNOWN,
+        sweep_choice: SweepChoice | None = None,
+    ) -> None:
         """Leave everything as planned.
 
         Args:
@@ -83,11 +128,16 @@ class Adaptation:
             planned_output_len: Mean output length that the plan counted on, tokens.
             expected_output_len: The user's expected output length, which stands, tokens; None: it follows what is
                 measured.
+            lane_costs: The plan's seconds of what a sweep may have.
+            sweep_choice: Chooses the sequences of each sweep that the CPU attends to; None: all of them.
         """
+        scheduler.expected_output_len = lambda s: self.expected_output_len(s.sampling.max_tokens)
+        scheduler.sweep_choice = self._sweep_choice = sweep_choice
         self.changes: list[Change] = []
         self._scheduler = scheduler
         self._planned = scheduler.limits
         self._given = expected_output_len
+        self._lane_costs = lane_costs
         self._planned_len = planned_output_len
         self._expected: int | None = expected_output_len
         self._lengths: deque[int] = deque(maxlen=_MOST_LENGTHS)
@@ -95,9 +145,9 @@ class Adaptation:
         self._window: list[Measured] = []
         self._preempted = 0
         self._sweep = 0
-        # A change on trial: what, tokens/s and limits before.
-        self._undo: tuple[str, float, SchedulerLimits] | None = None
-        self._settled: set[str] = set()  # what has been found not to help
+        self._windows = 0
+        self._trial: _Trial | None = None
+        self._knobs = {"block": Knob(), "streamed": Knob()}
         # The first outputs to end are the shortest: judged is only when the block has turned over.
         self._enough = max(_FEWEST_LENGTHS, 2 * scheduler.limits.max_num_seqs)
 
@@ -118,28 +168,69 @@ class Adaptation:
     def after_sweep(self, measured: Measured) -> None:
         """Take the times of a sweep, and act at the end of each window of sweeps."""
         self._sweep += 1
+        if self._sweep_choice:
+            self._sweep_choice.measured(measured.busy_s)
         self._window.append(measured)
-        if len(self._window) < _WINDOW_SWEEPS:
+        if len(self._window) < _WINDOW_SWEEPS and not self._has_failed_early():
             return
         rate = _rate(self._window)
-        if self._undo is not None:
-            self._judge(rate, *self._undo)
+        self._windows += 1
+        if self._trial is not None:
+            self._judge(rate, self._trial)
         self._follow_lengths()
-        if self._undo is None:
+        if self._trial is None:
             self._fit_block(rate)
-        if self._undo is None:
+        if self._trial is None:
             self._share_host_kv(rate)
         self._window = []
         self._preempted = self._scheduler.num_preempted
 
-    def _judge(self, rate: float, what: str, before: float, limits: SchedulerLimits) -> None:
-        """Take a change back where throughput fell: Pie's third condition, for either knob."""
-        self._undo = None
-        if rate >= _FELL * before:
-            return
-        self._settled.add(what)
-        was, now = _size(what, self._scheduler.limits), _size(what, limits)
-        self._set(what, limits, was, now, f"throughput fell from {before:,.1f} to {rate:,.1f} tokens/s")
+    def _has_failed_early(self) -> bool:
+        """Tell whether compute has waited for copies since a change, so that no whole window of that is needed."""
+        return (
+            self._trial is not None
+            and len(self._window) >= _FEWEST_SWEEPS
+            and self._streams_more(self._trial)
+            and self._waited_frac("h2d") > 2 * _WAITING
+        )
+
+    def _streams_more(self, trial: _Trial) -> bool:
+        """Tell whether the change on trial is that more sequences are streamed."""
+        now, before = (limits.quota(KVPlacement.STREAMED) for limits in (self._scheduler.limits, trial.limits))
+        return trial.what == "streamed" and now > before
+
+    def _judge(self, rate: _Rate, trial: _Trial) -> None:
+        """Take a change back where copies are not hidden or throughput fell: Pie's second and third condition.
+
+        A window with prompts in its sweeps says nothing about the throughput of one without, so another one is waited
+        for.
+        """
+        waited = self._waited_frac("h2d")
+        if self._streams_more(trial) and waited > _WAITING:
+            self._take_back(trial, f"compute waited for copies {waited:.0%} of the time")
+        elif rate.has_prompts == trial.before.has_prompts:
+            before, now = trial.before.tokens_per_s, rate.tokens_per_s
+            if now < _FELL * before:
+                self._take_back(trial, f"throughput fell from {before:,.1f} to {now:,.1f} tokens/s")
+            self._trial = None
+        elif self._windows - trial.window >= _LONGEST_TRIAL:
+            self._trial = None
+
+    def _take_back(self, trial: _Trial, why: str) -> None:
+        self._trial = None
+        self._knobs[trial.what].take_back(self._windows)
+        now, before = (_size(trial.what, limits) for limits in (self._scheduler.limits, trial.limits))
+        self._set(trial.what, trial.limits, now, before, why)
+
+    def _waited_frac(self, lane: str) -> float:
+        """The part of the window's time in which compute waited for a lane."""
+        return sum(m.stalled_s.get(lane, 0.0) for m in self._window) / sum(m.seconds for m in self._window)
+
+    def _try(self, what: str, direction: Direction, rate: _Rate, limits: SchedulerLimits, why: str) -> None:
+        """Change limits until throughput has shown whether that helps."""
+        self._knobs[what].turn(direction, self._windows)
+        self._trial = _Trial(what, rate, self._scheduler.limits, self._windows)
+        self._set(what, limits, _size(what, self._scheduler.limits), _size(what, limits), why)
 
     def _follow_lengths(self) -> None:
         if self._given is not None or len(self._lengths) < min(self._enough, _MOST_LENGTHS):
@@ -156,20 +247,20 @@ class Adaptation:
             self.changes.append(Change(self._sweep, "expected_output_len", before, expected, why))
             self._expected = expected
 
-    def _fit_block(self, rate: float) -> None:
+    def _fit_block(self, rate: _Rate) -> None:
         """Set the quotas to what KV has capacity for, at the size that sequences turn out to have.
 
         They grow where outputs are shorter than planned and the whole quota is used, and shrink where outputs are
         longer and sequences had to be preempted.
         """
         scheduler, limits = self._scheduler, self._scheduler.limits
-        if "block" in self._settled or len(self._lengths) < min(self._enough, _MOST_LENGTHS):
+        if len(self._lengths) < min(self._enough, _MOST_LENGTHS):
             return
         length = sum(self._lengths) / len(self._lengths)
         full = len(scheduler.running) >= limits.max_num_seqs and bool(scheduler.waiting)
         shorter = length < _SHORTER * self._planned_len and full
         longer = length > _LONGER * self._planned_len and scheduler.num_preempted > self._preempted
-        if not shorter and not longer:
+        if (not shorter and not longer) or (shorter and not self._knobs["block"].may_turn("up", self._windows)):
             return
         mean = sum(self._footprints) / len(self._footprints)
         fitted = {}
@@ -185,11 +276,13 @@ class Adaptation:
         if max(block, limits.max_num_seqs) < _WORTH_CHANGING * min(block, limits.max_num_seqs):
             return
         why = f"outputs of {length:,.0f} tokens where {self._planned_len:,.0f} were planned"
+        changed = replace(limits, max_num_seqs=block, kv_seqs=fitted)
         if shorter:
-            self._undo = ("block", rate, limits)
-        self._set("block", replace(limits, max_num_seqs=block, kv_seqs=fitted), limits.max_num_seqs, block, why)
+            self._try("block", "up", rate, changed, why)
+        else:  # there is no choice
+            self._set("block", changed, limits.max_num_seqs, block, why)
 
-    def _share_host_kv(self, rate: float) -> None:
+    def _share_host_kv(self, rate: _Rate) -> None:
         """Move some sequences between attention on the CPU and streaming (Pie section 3.4)."""
         limits = self._scheduler.limits
         quotas = limits.quotas
@@ -198,30 +291,40 @@ class Adaptation:
         if limits.compute_tier != "gpu" or on_cpu + streamed < 2 or not self._planned.quota(KVPlacement.CPU):
             return
         total = sum(m.seconds for m in self._window)
-        waited = {
-            lane: sum(m.stalled_s.get(lane, 0.0) for m in self._window) / total for lane in ("h2d", "cpu_attention")
-        }
+        waited = {lane: self._waited_frac(lane) for lane in ("h2d", "cpu_attention")}
         link = sum(m.busy_s.get("h2d", 0.0) for m in self._window) / total
-        step = max(1, int(_STEP_FRAC * (on_cpu + streamed)))
+        late = self._sweep_choice.num_late if self._sweep_choice else 0
+        is_late = waited["cpu_attention"] > _WAITING or late > _LATE * (on_cpu + streamed)
+        direction: Direction
         if waited["h2d"] > _WAITING and streamed:
-            moved, why = -min(step, streamed), f"compute waited for copies {waited['h2d']:.0%} of the time"
-        elif waited["cpu_attention"] > _WAITING and link < _SATURATED and waited["h2d"] <= _WAITING and on_cpu:
-            moved = min(step, on_cpu)
+            direction, most, why = "down", streamed, f"compute waited for copies {waited['h2d']:.0%} of the time"
+        elif is_late and on_cpu and waited["h2d"] <= _WAITING and link < _SATURATED:
+            direction, most = "up", on_cpu
             waited_frac = f"{waited['cpu_attention']:.0%}"
             why = f"compute waited for CPU attention {waited_frac} of the time, the link is {link:.0%} busy"
+            why += f", {late} sequences were left out" if late else ""
         else:
             return
-        what = "streamed up" if moved > 0 else "streamed down"
-        if what in self._settled:
+        knob = self._knobs["streamed"]
+        if not knob.may_turn(direction, self._windows):
             return
-        self._undo = (what, rate, limits)
-        changed = replace(
-            limits, kv_seqs={**quotas, KVPlacement.CPU: on_cpu - moved, KVPlacement.STREAMED: streamed + moved}
-        )
-        self._set(what, changed, streamed, streamed + moved, why)
+        moved = min(most, max(1, round(knob.next_step(direction) * (on_cpu + streamed))))
+        if direction == "up":
+            moved = min(moved, self._most_hidden((_SATURATED - link) * total / len(self._window)))
+            if not moved:
+                return
+        now = streamed + (moved if direction == "up" else -moved)
+        kv_seqs = {**quotas, KVPlacement.CPU: on_cpu + streamed - now, KVPlacement.STREAMED: now}
+        self._try("streamed", direction, rate, replace(limits, kv_seqs=kv_seqs), why)
+
+    def _most_hidden(self, link_s: float) -> int:
+        """Sequences in host memory whose KV can come over the link in so many seconds, by the plan's rate."""
+        on_host = [s for s in self._scheduler.running if s.kv_placement in (KVPlacement.CPU, KVPlacement.STREAMED)]
+        seq_s = self._lane_costs.streamed_key_s * sum(len(s.tokens) for s in on_host) / max(1, len(on_host))
+        return int(link_s / seq_s) if seq_s else len(on_host)
 
     def _set(self, what: str, limits: SchedulerLimits, before: int, after: int, why: str) -> None:
-        self.changes.append(Change(self._sweep, what.split()[0], before, after, why))
+        self.changes.append(Change(self._sweep, what, before, after, why))
         self._scheduler.limits = limits
         self._move_host_kv()
 
@@ -235,8 +338,13 @@ class Adaptation:
                 self._scheduler.set_placement(sequence, KVPlacement.CPU if i < quota else KVPlacement.STREAMED)
 
 
-def _rate(window: list[Measured]) -> float:
-    return sum(m.tokens for m in window) / sum(m.seconds for m in window)
+def _rate(window: list[Measured]) -> _Rate:
+    decoding = [measured for measured in window if not measured.has_prompts]
+    counted = decoding if len(decoding) >= _FEWEST_SWEEPS else window
+    seconds = sum(measured.seconds for measured in counted)
+    return _Rate(
+        sum(measured.tokens for measured in counted) / seconds, counted is window and len(decoding) < len(window)
+    )
 
 
 def _size(what: str, limits: SchedulerLimits) -> int:

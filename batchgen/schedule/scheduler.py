@@ -13,7 +13,8 @@ A token of a sequence of placement `deferred` takes several sweeps. It is in the
 its successor has been chosen; meanwhile the sequence is not preempted, as the CPU may be at its KV.
 
 KV lives in one pool per tier. A sequence is admitted into a KV placement, which says its pool; it stays there until
-it leaves, and is preempted only for sequences of the same pool.
+it leaves, and is preempted only for sequences of the same pool. Where the CPU is late, a `SweepChoice` leaves decodes
+that it attends to out of a sweep; such a sequence may leave its pool and run again on the compute device.
 """
 
 from __future__ import annotations
@@ -24,13 +25,18 @@ from functools import cache
 from itertools import chain, islice
 
 from batchgen.core.kv_placement import KVPlacement
+from batchgen.schedule.block_manager import Allocation
 from batchgen.schedule.block_tables import BlockTables, Pool
 from batchgen.schedule.extents import ExtentManager
 from batchgen.schedule.scheduled_sequence import ScheduledSequence, next_tokens
 from batchgen.schedule.scheduler_limits import SchedulerLimits
 from batchgen.schedule.sequence import PENDING, Sequence
+from batchgen.schedule.sweep_choice import SweepChoice
 from batchgen.schedule.tier_admission import Expected, Growing, TierAdmission
 from batchgen.schedule.token_slots import TokenSlots
+
+# Placements whose attention the compute device computes.
+_COMPUTE_ATTENDS = (KVPlacement.DEVICE, KVPlacement.STREAMED, KVPlacement.DISK)
 
 
 class Scheduler:
@@ -43,7 +49,9 @@ class Scheduler:
         waiting: sequences to be admitted, the next one first.
         running: sequences in flight, in order of admission, as the keys of a mapping.
         num_preempted: preemptions so far.
+        num_moved: sequences so far that were left out of sweeps, and run again on the compute device.
         expected_output_len: tokens that a sequence is expected to generate.
+        sweep_choice: chooses the sequences of a sweep that the CPU attends to; None: all of them.
     """
 
     def __init__(
@@ -78,7 +86,8 @@ class Scheduler:
         self._most_blocks = dict.fromkeys(pools, 0)
         # Those there are pools for, in order of preference.
         self._placements = [placement for placement in KVPlacement if placement.tier in pools]
-        self.num_preempted = 0
+        self.num_preempted = self.num_moved = 0
+        self.sweep_choice: SweepChoice | None = None
         self.expected_output_len = expected_output_len or (lambda s: s.sampling.max_tokens)
         self._filling = True  # static admission: the current block still takes sequences
         self._token_slots = token_slots or TokenSlots()
@@ -109,6 +118,11 @@ class Scheduler:
         return chain(self.waiting, *self._followers.values())
 
     @property
+    def num_left_out(self) -> int:
+        """Tokens so far that a sweep left for a later one, as the CPU was late with attention."""
+        return self.sweep_choice.num_left_out if self.sweep_choice else 0
+
+    @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
@@ -126,15 +140,16 @@ class Scheduler:
         self._free_before_windows()
         sweep: list[ScheduledSequence] = []
         most, max_tokens = self._most_in_sweep(), self.limits.max_num_batched_tokens
-        # Decodes always ride along; prefills share what the token budget leaves.
+        # Decodes go first, all of them unless `sweep_choice` leaves some out; prefills share the rest of the budget.
         self._decode(sweep, most)
         budget = self._prefill(sweep, max_tokens - len(sweep), most)
         while not sweep and self.running and not any(map(_on_its_way, self.running)):
             # Prompts that wait for each other's blocks: only where outputs grew beyond what was expected.
             self._preempt(next(reversed(self.running)))
             budget = self._prefill(sweep, max_tokens, most)
+        budget = self._move_late(sweep, budget)
         self._admit(sweep, budget, most)
-        return sweep
+        return sweep if self.sweep_choice is None else self.sweep_choice.choose(sweep)
 
     def _free_before_windows(self) -> None:
         """Free the blocks of layers with a sliding window that no later token sees."""
@@ -239,6 +254,8 @@ class Scheduler:
         self._in_placement[sequence.kv_placement] -= 1
         self._most_blocks[sequence.kv_placement.tier] -= self._most_blocks_of(sequence)
         self.tables.release(sequence)
+        if self.sweep_choice:
+            self.sweep_choice.forget(sequence)
         if sequence.exchange_slot is not None:
             self._exchange_slots.free(sequence.exchange_slot)
             sequence.exchange_slot = None
@@ -272,6 +289,37 @@ class Scheduler:
             self._queue_followers(source)
         self._admit_waiting(sweep, budget, most)
 
+    def _move_late(self, sweep: list[ScheduledSequence], budget: int) -> int:
+        """Run sequences again on the compute device, where it has places, that late CPU attention leaves out of sweeps.
+
+        Args:
+            sweep: The sweep, in which they decode by now.
+            budget: Tokens that the sweep may still have.
+
+        Returns:
+            The rest of the budget.
+        """
+        late = self.sweep_choice.movable if self.sweep_choice else []
+        admission: TierAdmission | None = None
+        for sequence in late:
+            decode = ScheduledSequence(sequence, 1)
+            if budget <= 0 or not self._has_place(KVPlacement.DEVICE):
+                break
+            if decode not in sweep or not self._fits_in(sequence, KVPlacement.DEVICE):
+                continue
+            admission = admission or self._admission(KVPlacement.DEVICE.tier, sweep)
+            chunk = min(len(sequence.tokens), budget, self.limits.max_chunk_tokens or budget)
+            allocation = self._allocate(sequence, KVPlacement.DEVICE, admission, chunk)
+            if allocation is None:
+                break
+            sweep.remove(decode)
+            self._leave(sequence)
+            self._forget_computed(sequence)
+            self._open(sequence, KVPlacement.DEVICE, allocation)
+            self.num_moved += 1
+            budget -= self._begin(sequence, sweep, budget)
+        return budget
+
     def _admit_waiting(self, sweep: list[ScheduledSequence], budget: int, most: int) -> None:
         """Admit waiting sequences, in their order, until one has to wait for blocks, a quota or tokens of a sweep."""
 
@@ -291,15 +339,19 @@ class Scheduler:
                 self._filling = False
                 return
             self.waiting.popleft()
-            self._enter(sequence)
-            if self.waiting and self.tables.have_states:
-                self.tables.fork_before(sequence, self.waiting[0])
-            count = min(self._chunk(sequence, budget), self.tables.window_capacity(sequence))
-            self._grow(sequence, count)
-            budget -= count
-            sweep.append(ScheduledSequence(sequence, count))
+            budget -= self._begin(sequence, sweep, budget)
             if sequence in self._followers and not self._waits_for_prefix(self._followers[sequence][0]):
                 self._queue_followers(sequence)
+
+    def _begin(self, sequence: Sequence, sweep: list[ScheduledSequence], budget: int) -> int:
+        """Put the first tokens of a sequence that has been admitted in a sweep; returns their number."""
+        self._enter(sequence)
+        if self.waiting and self.tables.have_states:
+            self.tables.fork_before(sequence, self.waiting[0])
+        count = min(self._chunk(sequence, budget), self.tables.window_capacity(sequence))
+        self._grow(sequence, count)
+        sweep.append(ScheduledSequence(sequence, count))
+        return count
 
     def _follows_one_in_flight(self, sequence: Sequence) -> bool:
         """Put a sequence aside if one in flight is computing a prefix of its prompt; False: none is.
@@ -309,7 +361,7 @@ class Scheduler:
         """
         if not self.tables.share_prefixes or sequence.token_slot is not None or self.limits.admission == "static":
             return False
-        tiers = {kv_placement.tier for kv_placement in islice(self._open_placements(), 1)}
+        tiers = {kv_placement.tier for kv_placement in islice(self._open_placements(sequence), 1)}
         sources = self.running if self.tables.have_states else islice(reversed(self.running), 1)
         ends = ((self.tables.prefix_ahead(s, sequence), s) for s in sources if s.kv_placement.tier in tiers)
         end, source = max(ends, key=lambda pair: pair[0], default=(0, sequence))
@@ -356,22 +408,36 @@ class Scheduler:
             admission_to: Admission by tier.
             chunk: Tokens of it that the sweep may have.
         """
-        expected_len = self._expected_len(sequence)
-        # The last token generated is never run, so its KV needs no block.
-        num_tokens = max(sequence.num_prompt + expected_len - 1, len(sequence.tokens))
-        for kv_placement in self._open_placements():
-            tier = kv_placement.tier
-            admission, size = admission_to(tier), self.pools[tier].kv_block_size
-            num_blocks, most_blocks = -(-num_tokens // size), -(-longest_run(sequence) // size)
-            growing = Growing(sequence, expected_len - sequence.num_generated, chunk, num_blocks, most_blocks)
-            allocation = admission.admit(growing, self.tables.num_reserved[tier])
+        for kv_placement in self._open_placements(sequence):
+            allocation = self._allocate(sequence, kv_placement, admission_to(kv_placement.tier), chunk)
             if allocation is not None:
-                sequence.kv_placement = kv_placement
-                self._take_slots(sequence)
-                num_reserved = num_blocks - len(allocation.blocks) if admission.reserves else 0
-                self.tables.open(sequence, allocation, num_reserved)
+                self._open(sequence, kv_placement, allocation)
                 return True
         return False
+
+    def _expected_blocks(self, sequence: Sequence, tier: str) -> int:
+        """The blocks that a sequence is expected to have in all in a tier."""
+        # The last token generated is never run, so its KV needs no block.
+        num_tokens = max(sequence.num_prompt + self._expected_len(sequence) - 1, len(sequence.tokens))
+        return -(-num_tokens // self.pools[tier].kv_block_size)
+
+    def _allocate(
+        self, sequence: Sequence, kv_placement: KVPlacement, admission: TierAdmission, chunk: int
+    ) -> Allocation | None:
+        """The first blocks of a sequence that is admitted to a placement; None where it has to wait for blocks."""
+        num_blocks = self._expected_blocks(sequence, kv_placement.tier)
+        most_blocks = -(-longest_run(sequence) // self.pools[kv_placement.tier].kv_block_size)
+        num_sweeps = self._expected_len(sequence) - sequence.num_generated
+        growing = Growing(sequence, num_sweeps, chunk, num_blocks, most_blocks)
+        return admission.admit(growing, self.tables.num_reserved[kv_placement.tier])
+
+    def _open(self, sequence: Sequence, kv_placement: KVPlacement, allocation: Allocation) -> None:
+        """Give a sequence its placement, slots and first blocks."""
+        sequence.kv_placement = kv_placement
+        self._take_slots(sequence)
+        num_blocks = self._expected_blocks(sequence, kv_placement.tier)
+        num_reserved = num_blocks - len(allocation.blocks) if self._reserves(kv_placement.tier) else 0
+        self.tables.open(sequence, allocation, num_reserved)
 
     def _take_slots(self, sequence: Sequence) -> None:
         if sequence.token_slot is None:
@@ -380,7 +446,7 @@ class Scheduler:
             sequence.exchange_slot = self._exchange_slots.take()
             self._admitted_deferred += 1
 
-    def _open_placements(self) -> Iterator[KVPlacement]:
+    def _open_placements(self, sequence: Sequence) -> Iterator[KVPlacement]:
         """Yield the placements that have capacity for one more sequence, in order of preference, but for its KV blocks.
 
         Where nobody is in flight the others follow: a row let in under earlier limits may fit only a placement that has
@@ -388,15 +454,29 @@ class Scheduler:
         """
         tried: list[KVPlacement] = []
         for placement in self._placements:
-            if self._in_placement[placement] < self.limits.quota(placement) and self._is_open(placement):
+            if self._has_place(placement) and self._is_open(placement, sequence):
                 tried.append(placement)
                 yield placement
         if not self.running:
             rest = [p for p in self._placements if p not in tried and p is not KVPlacement.DEFERRED]
             yield from sorted(rest, key=lambda p: p is not KVPlacement.STREAMED) if self._lacks_slots else rest
 
-    def _is_open(self, placement: KVPlacement) -> bool:
-        """Tell whether a placement takes one more sequence, beside its quota and its KV blocks."""
+    def _has_place(self, placement: KVPlacement) -> bool:
+        return self._in_placement[placement] < self.limits.quota(placement)
+
+    def _fits_in(self, sequence: Sequence, placement: KVPlacement) -> bool:
+        """Tell whether a placement has a quota, and a pool for a sequence however long it becomes."""
+        pool = self.pools.get(placement.tier)
+        return bool(self.limits.quota(placement)) and pool is not None and longest_run(sequence) <= pool.longest_tokens
+
+    def _is_open(self, placement: KVPlacement, sequence: Sequence) -> bool:
+        """Tell whether a placement takes one more sequence, beside its quota and its KV blocks.
+
+        Where the CPU is late already, it takes only a sequence that fits nowhere else.
+        """
+        if placement is KVPlacement.CPU and self.sweep_choice and self.sweep_choice.most_on_cpu is not None:
+            is_late = self._in_placement[placement] >= self.sweep_choice.most_on_cpu
+            return not is_late or not any(self._fits_in(sequence, p) for p in _COMPUTE_ATTENDS)
         if placement is not KVPlacement.DEFERRED:
             return True
         most = self.limits.deferred_rows
@@ -416,7 +496,6 @@ class Scheduler:
             sweep: Sequences that are in the sweep so far. More may join it.
         """
         pool = self.pools[tier]
-        reserves = self.limits.admission == "static" or tier in self._reserving or isinstance(pool, ExtentManager)
 
         def in_flight() -> tuple[list[Expected], int]:
             there = {scheduled.sequence: scheduled.num_keys for scheduled in sweep}
@@ -428,7 +507,12 @@ class Scheduler:
             return expected, max(map(self._expected_len, self._admissible()))
 
         missing = self._most_blocks[tier] - self.tables.num_held[tier]
-        return TierAdmission(pool, in_flight, pool.num_available - missing, reserves=reserves)
+        return TierAdmission(pool, in_flight, pool.num_available - missing, reserves=self._reserves(tier))
+
+    def _reserves(self, tier: str) -> bool:
+        """Tell whether a sequence's last block is reserved when it is admitted to a tier."""
+        is_on_disk = isinstance(self.pools[tier], ExtentManager)
+        return self.limits.admission == "static" or tier in self._reserving or is_on_disk
 
     def _expected_len(self, sequence: Sequence) -> int:
         """Tokens that a sequence is expected to generate in all, at least one more than it has."""
@@ -461,8 +545,12 @@ class Scheduler:
         self._start_over(sequence)
 
     def _start_over(self, sequence: Sequence) -> None:
-        sequence.num_computed = sequence.num_matched_blocks = sequence.num_inserted_blocks = sequence.node = 0
+        self._forget_computed(sequence)
         self.waiting.appendleft(sequence)
+
+    def _forget_computed(self, sequence: Sequence) -> None:
+        """Count nothing of a sequence as computed."""
+        sequence.num_computed = sequence.num_matched_blocks = sequence.num_inserted_blocks = sequence.node = 0
 
 
 def longest_run(sequence: Sequence) -> int:

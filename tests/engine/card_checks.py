@@ -183,7 +183,7 @@ def test_tokens_in_16_bits_are_those_of_32(
     parts = parts_of(
         path, tier, stores, *schedules_of(model, tier, launches)[0], **given, max_num_batched_tokens=sweep_tokens
     )
-    are_those(tokens_of(parts, prompts), wanted, least_frac=0.25)
+    are_those(tokens_of(parts, prompts), wanted, least_frac=0.1)
 
 
 # All sequences in one KV placement; None: in each a few.

@@ -26,12 +26,14 @@ from tiered import (
 
 from batchgen.core.device import Device
 from batchgen.core.kv_placement import KVPlacement
+from batchgen.core.lane_costs import LaneCosts
 from batchgen.core.plan import kv_on_device
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine import loader as loading
 from batchgen.engine.engine import Engine
 from batchgen.schedule.micro_batches import ORDERS as BATCH_ORDERS
 from batchgen.schedule.step_graph import KINDS
+from batchgen.schedule.sweep_choice import SweepChoice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -121,6 +123,8 @@ class Case:
         tight: pools are so small that sequences are preempted.
         rows: (prompt's number, tokens to generate).
         mode: how Steps are run.
+        lane_costs: planned seconds, by which sweeps go without sequences that the CPU is too late for; None: the engine
+            does not adapt.
     """
 
     family: str
@@ -131,6 +135,7 @@ class Case:
     rows: list[tuple[int, int]]
     mode: str
     seed: int
+    lane_costs: LaneCosts | None = None
 
 
 def random_case(rng, variants):
@@ -171,7 +176,10 @@ def random_case(rng, variants):
     }
     rows = [(rng.randrange(NUM_PROMPTS), rng.randint(1, OUTPUT_LEN)) for _ in range(rng.randint(1, 14))]
     mode = rng.choice(["serial", "overlapped", "uneven", "dedicated cores", "shuffled", "shuffled"])
-    return Case(family, overrides, accelerated, policy, rng.random() < 0.5, rows, mode, rng.randrange(10**6))
+    # What is planned is far from what sweeps take here, so the CPU is never late, at times, or always.
+    costs = LaneCosts(batch_s=1e-3, token_s=1e-4, cpu_seq_s=10.0 ** rng.randint(-6, 1), cpu_key_s=1e-7)
+    adapts = costs if rng.random() < 0.5 else None
+    return Case(family, overrides, accelerated, policy, rng.random() < 0.5, rows, mode, rng.randrange(10**6), adapts)
 
 
 def check(case, reference, stores, device=None, prepare=lambda parts: parts):
@@ -194,7 +202,12 @@ def check(case, reference, stores, device=None, prepare=lambda parts: parts):
     prompts = [expected.prompts[i] for i, _ in case.rows]
     wanted = [expected.tokens[i][:count] for i, count in case.rows]
     found, stats = run(
-        parts, prompts, [len(tokens) for tokens in wanted], expected_output_len=1 if case.tight else None
+        parts,
+        prompts,
+        [len(tokens) for tokens in wanted],
+        expected_output_len=1 if case.tight else None,
+        planned_output_len=OUTPUT_LEN if case.lane_costs else None,
+        lane_costs=case.lane_costs,
     )
     assert found == wanted, case
     return stats
@@ -396,6 +409,21 @@ def test_draws_are_the_same_in_any_tier(admission, reference, stores):
     plain = texts(CPU, make_policy(path, CPU, gpu_batch_size=24, kv_seqs={"cpu": 24}))
     tiered = texts(EMULATED, everything_moves(path, weight_format=FP32, admission=admission))
     assert tiered == plain and len(set(plain)) > 12
+
+
+def test_what_a_late_cpu_is_left_out_of_runs_later_or_on_the_device(reference, stores, monkeypatch):
+    """Here the CPU is late by the plan, whatever it takes."""
+    monkeypatch.setattr(SweepChoice, "measured", lambda self, busy_s: None)
+    path, expected = reference("llama", {})
+    policy = make_policy(
+        path, EMULATED, gpu_batch_size=6, num_gpu_batches=2, kv_seqs={"gpu": 4, "cpu": 8}, batch_order="neo",
+        balance_tokens=10,
+    )  # fmt: skip
+    late = LaneCosts(batch_s=1e-3, token_s=1e-4, cpu_seq_s=1.0)
+    tokens, stats = run(
+        make_parts(path, EMULATED, policy, stores), *all_rows(expected), planned_output_len=12, lane_costs=late
+    )
+    assert tokens == expected.tokens and stats.left_out > 10 and stats.moved > 0 and stats.preempted == 0
 
 
 def test_rows_that_pass_through_staging_must_fit_it(reference, stores):

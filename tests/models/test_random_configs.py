@@ -72,6 +72,7 @@ NAMED = {
         "gemma4", {"hidden_activation": "silu"}, "hidden_activation 'silu'",
     ),
     "no sizes of heads, whatever other keys say": ("gemma4", {"per_layer_config": None}, "per_layer_config must be an"),
+    "a base whose powers are all the same": ("seed_oss", {"rope_theta": 1.0}, "rope_theta 1.0"),
     "an object as a token": ("gemma4", {"eos_token_id": {"0": 2}}, "eos_token_id"),
     "an object as a token of the text part": ("qwen3_5", {"text_config": {"eos_token_id": {}}}, "eos_token_id"),
     "a list of objects as tokens": ("qwen3_5", {"text_config": {}, "eos_token_id": [{"0": 2}]}, "eos_token_id"),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from thorough import some_draws
 
 from batchgen.core.kv_placement import KVPlacement
+from batchgen.core.lane_costs import LaneCosts
 from batchgen.core.plan import window_blocks
 from batchgen.core.request import SamplingParams
 from batchgen.schedule import block_tables, tier_admission
@@ -20,6 +21,8 @@ from batchgen.schedule.scheduler import Scheduler
 from batchgen.schedule.scheduler_limits import SchedulerLimits
 from batchgen.schedule.sequence import PENDING, Sequence
 from batchgen.schedule.state_slots import NO_STATE, StateSlots
+from batchgen.schedule.sweep_choice import SweepChoice
+from batchgen.schedule.sweep_estimate import BatchCut
 from batchgen.schedule.window_pool import NULL_BLOCK, WindowPool
 
 BLOCK = 4
@@ -52,6 +55,7 @@ class Load:
         window: sliding window of some layers.
         windowed: tier -> blocks of these layers; 0: they have none of their own.
         states: tier -> slots of state layers; empty: there are none.
+        chooses: whether sweeps go without sequences that the CPU is too late for.
         limits: the first limits, and those that they change to between sweeps, where the seed says so.
     """
 
@@ -64,6 +68,7 @@ class Load:
     window: int = 0
     windowed: dict = field(default_factory=dict)
     states: dict = field(default_factory=dict)
+    chooses: bool = False
 
 
 @st.composite
@@ -108,7 +113,8 @@ def loads(draw):
     windowed = {h: window_blocks(window, BLOCK) + draw(st.integers(0, 15)) for h in homes if window and h != "disk"}
     states = {h: draw(st.integers(1, 8)) for h in homes} if draw(st.booleans()) else {}
     share, seed = draw(st.booleans()), draw(st.integers(0, 1 << 16))
-    return Load(prompts, pools, share, limits, expected, seed, window, windowed, states)
+    chooses = admission == "continuous" and {"gpu", "cpu"} <= set(homes) and draw(st.booleans())
+    return Load(prompts, pools, share, limits, expected, seed, window, windowed, states, chooses)
 
 
 def make_pools(sizes, share=True, window=0, windowed=(), states=()):
@@ -238,6 +244,9 @@ def test_every_token_runs_once_and_no_block_leaks(load):
     expected = load.expected
     scheduler = Scheduler(pools, load.limits[0], (lambda s: expected) if expected else None)
     executor = FakeExecutor(load.limits[0].compute_tier, load.window)
+    if load.chooses:
+        costs = LaneCosts(batch_s=3.0, token_s=1.0, gpu_key_s=0.1, cpu_key_s=0.1, cpu_seq_s=1.0)
+        scheduler.sweep_choice = SweepChoice(costs, BatchCut(2, "neo", 3), quota=6)
     change = random.Random(load.seed)
     wanted = {}
     for i, (prompt, budget, wish) in enumerate(load.prompts):
@@ -273,8 +282,10 @@ def test_every_token_runs_once_and_no_block_leaks(load):
                 restarts += start is not None
                 assert s.sequence.num_computed == s.sequence.num_matched_blocks * BLOCK
             computed[s.sequence.request_index] = s.num_keys
-        assert restarts <= scheduler.num_preempted
+        assert restarts <= scheduler.num_preempted + scheduler.num_moved
         executor.run(sweep)
+        if scheduler.sweep_choice:
+            scheduler.sweep_choice.measured({"compute": 10.0, "cpu_attention": 10.0 ** change.randrange(4)})
         sampling = [s.sequence for s in sweep if s.samples]
         begun = [s.sequence for s in sweep if s.defers]
         scheduler.commit(sweep)
@@ -290,7 +301,7 @@ def test_every_token_runs_once_and_no_block_leaks(load):
     assert all(len(done[i]) == wanted[i] for i in done)
     check_accounts(scheduler)
     check_nothing_is_held(scheduler, load)
-    if expected is None:
+    if expected is None and not load.chooses:
         assert scheduler.num_preempted == 0, "worst-case admission never preempts a sequence"
 
 

@@ -576,7 +576,9 @@ def _odd_value(family: str, stated: dict[str, Any], rng: random.Random) -> tuple
         return name, [rng.choice(("full_attention", "sliding_attention", "linear_attention"))] * rng.choice((1, 2, 3))
     if isinstance(own.get(name), bool):
         return name, not own[name]
-    if isinstance(own.get(name), float):  # transformers takes no whole number for one
+    if name == "head_dim" and family == "olmoe":  # which has no such key, but transformers reads a 0
+        return name, rng.choice((3, 1, 0.5, True, "gelu", 10**12))
+    if isinstance(own.get(name), float) or name.endswith("softcapping"):  # transformers takes no whole number for one
         return name, rng.choice((0.0, -1.0, 0.5, 1e12, float("nan"), float("inf"), "gelu"))
     if name == "max_position_embeddings":  # at least as long as the prompts, whose lengths are refused otherwise
         return name, rng.choice((0, 0.5, True, "gelu", [1], 10**12))

@@ -12,6 +12,7 @@ import ctypes
 import itertools
 import os
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -203,6 +204,15 @@ def install() -> None:
         for name in sorted(names | {"aten::copy_"}):
             if function := _playing(name):
                 library.impl(name.removeprefix("aten::"), function, "CUDA", with_keyset=True)
+    stats = torch._C._cuda_memoryStats
+
+    def memory_stats(device: int) -> Any:
+        # It is called with the interpreter's lock, and takes the allocator's, which a thread that waits may hold.
+        while _library.played_waiting():
+            time.sleep(1e-4)
+        return stats(device)
+
+    torch._C._cuda_memoryStats = memory_stats
     sys.setswitchinterval(1e-4)  # the thread that carries out and those that launch take turns
     atexit.register(_library.played_stop)
 

@@ -48,15 +48,22 @@ bool has_interpreter() {
 // As on a card.
 bool holds_interpreter() { return has_interpreter() && !in_torch; }
 
+// Threads that wait without the interpreter's lock, and have come with it: they may hold a lock of torch's.
+std::atomic<int> num_waiting = 0;
+
 class WithoutInterpreter {
     void* state_ = nullptr;
 
   public:
     WithoutInterpreter() {
-        if (has_interpreter()) state_ = of_python<void*()>("PyEval_SaveThread")();
+        if (!has_interpreter()) return;
+        num_waiting++;
+        state_ = of_python<void*()>("PyEval_SaveThread")();
     }
     ~WithoutInterpreter() {
-        if (state_) of_python<void(void*)>("PyEval_RestoreThread")(state_);
+        if (!state_) return;
+        of_python<void(void*)>("PyEval_RestoreThread")(state_);
+        num_waiting--;
     }
 };
 
@@ -326,6 +333,8 @@ PLAYED_API void played_fill(void* address, int byte, size_t num_bytes, void* han
 
 // Operations that a card's stream would have had so far.
 PLAYED_API long played_launched(void* handle) { return played::stream_of(handle)->launched; }
+
+PLAYED_API int played_waiting() { return played::num_waiting; }
 
 PLAYED_API void played_in_torch(int change) { played::note_in_torch(change); }
 
