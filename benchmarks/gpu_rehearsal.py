@@ -81,7 +81,9 @@ class Rehearsal(gpu_check.Check):
         return any((place / package).exists() for place in (self.packages, self.site) if place)
 
     def environment(self) -> dict[str, str]:
-        return super().environment() | {"PLAYED_SITE_PACKAGES": str(self.packages), "BATCHGEN_TEST_ALL": "0"}
+        """Environment variables of all parts. There are two cards, for ranks."""
+        played = {"PLAYED_SITE_PACKAGES": str(self.packages), "PLAYED_CUDA_DEVICES": "2"}
+        return super().environment() | played | {"BATCHGEN_TEST_ALL": "0"}
 
 
 def rehearse(names: Iterable[str], results: Path, folder: Path, wheels: Path | None) -> dict:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from batchgen.ops import dispatch as ops
-from batchgen.ops.host_copy import upload
+from batchgen.ops.host_copy import download, upload
 from batchgen.schedule.sequence import NOT_FINITE, LogitsRow, ScoredPosition
 
 
@@ -55,8 +55,8 @@ class _Group:
     def __init__(self, rows: Sized[LogitsRow], device: torch.device) -> None:
         self._logits_rows = rows
         self._targets = [a.sequence.targets[a.position - a.sequence.scored_from] for a in rows]
-        counts = [len(targets) for targets in self._targets]
-        self._rows = upload(np.repeat(np.arange(len(rows)), counts), device)
+        self._row_of_target = np.repeat(np.arange(len(rows)), [len(targets) for targets in self._targets])
+        self._rows = upload(self._row_of_target, device)
         self._tokens = upload(
             np.array([token for targets in self._targets for token in targets], dtype=np.int64), device
         )
@@ -65,6 +65,7 @@ class _Group:
         self._best: tuple[Tensor, Tensor, Tensor] | None = None  # token, logit, lse
         self._finite = torch.ones(len(rows), dtype=torch.bool, device=device)
         self._top: tuple[Tensor, Tensor] | None = None  # logits and tokens [rows, num_top]
+        self._on_host: list[Tensor] = []  # token, lse, chosen, finite, and top if there is any
 
     def take(self, logits: Tensor, start: int) -> None:
         columns = logits.shape[1]
@@ -89,17 +90,17 @@ class _Group:
                 values, order = values.topk(min(self._num_top, values.shape[1]))
                 tokens = tokens.gather(1, order)
             self._top = values, tokens
+        # Here and not by `results`: by then the next sweep may be under way, and a copy outside of the streams, or new
+        # memory, might wait for all that the device has to do.
+        self._on_host = [download(t) for t in (token, lse, self._chosen, self._finite, *(self._top or ()))]
 
     def results(self) -> Iterator[tuple[LogitsRow, ScoredPosition]]:
-        # On the host: allocating memory of the device, outside of a sweep's streams, might wait for all that it has to
-        # do.
-        assert self._best is not None, "no chunk has come"
-        best, _, best_lse = self._best
-        lse = best_lse.cpu()
-        chosen = (self._chosen.cpu() - lse[self._rows.cpu()]).tolist()
-        argmax = best.cpu().where(self._finite.cpu(), NOT_FINITE).tolist()
-        if self._top is not None:
-            values, tokens = (self._top[0].cpu() - lse[:, None]).tolist(), self._top[1].tolist()
+        assert self._on_host, "no chunk has come"
+        best, lse, logits, finite, *top_rows = self._on_host
+        chosen = (logits - lse[torch.from_numpy(self._row_of_target)]).tolist()
+        argmax = best.where(finite, NOT_FINITE).tolist()
+        if top_rows:
+            values, tokens = (top_rows[0] - lse[:, None]).tolist(), top_rows[1].tolist()
         first = 0
         for i, (row, targets) in enumerate(zip(self._logits_rows, self._targets, strict=True)):
             top: tuple[tuple[int, float], ...] = ()
