@@ -83,7 +83,7 @@ def planned(args: argparse.Namespace, files: ModelFiles, config: ModelConfig) ->
     job = resolve_job(options, files, config)
     _, problem = problem_here(job, EstimatedWorkload(workload, True), started_s=time.monotonic())
     allowed = Allowed(weight_tiers=("gpu", "cpu"), kv_placements=("gpu", "cpu", "streamed"))
-    return plan_problem(replace(problem, allowed=allowed, startup_s=0.0, loading_s=0.0))
+    return plan_problem(replace(problem, allowed=allowed, startup_s=0.0, loading={}))
 
 
 def plain_policy(

@@ -19,13 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from batchgen.core.dtypes import weight_format_of
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.plan import Plan
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
 from batchgen.models.hf.config import config_of_hf
 from batchgen.planner.plan_selection import plan_problem
-from batchgen.planner.problem import problem_of
+from batchgen.planner.problem import Loading, problem_of
 from batchgen.planner.simulation import simulate_job
 from batchgen.planner.sizes import store_bytes
 from batchgen.profiler.shipped import shipped_profile
@@ -58,8 +59,9 @@ def plan_case(case: Case) -> tuple[Plan, ModelConfig, HardwareProfile]:
     """The plan of a case, with the model and the machine that it is for."""
     config = config_of_hf(json.loads((SHAPES / case.model / "config.json").read_text()))
     hardware = shipped_profile(MACHINE)
-    size = store_bytes(config, "float16", case.weights)
-    given = {"weights": case.weights, "process_bytes": PROCESS_BYTES, "store_bytes": size, "max_model_len": 2048}
+    weight_format = weight_format_of("float16", case.weights)
+    loading = {weight_format: Loading(store_bytes=store_bytes(config, "float16", weight_format))}
+    given = {"weights": case.weights, "process_bytes": PROCESS_BYTES, "loading": loading, "max_model_len": 2048}
     problem = problem_of(hardware, config, Workload.uniform(*case.job), dtype="float16", **given)
     plan = plan_problem(problem)
     return plan, config, hardware

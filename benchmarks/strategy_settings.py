@@ -18,7 +18,7 @@ from batchgen.core.plan import Plan
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
 from batchgen.planner.plan_selection import plan_problem
-from batchgen.planner.problem import Problem, problem_of
+from batchgen.planner.problem import Loading, Problem, problem_of
 from batchgen.planner.sizes import store_bytes
 from batchgen.planner.strategies import NotApplicable, strategies_for, strategy_of
 from batchgen.planner.strategy_times import best_plan
@@ -156,9 +156,10 @@ def problem_on(
     hardware: HardwareProfile, config: ModelConfig, workload: Workload, process_bytes: int, **budgets: int
 ) -> Problem:
     """The problem of every setting: bfloat16, no shared prefixes, and a weight store that must be written."""
+    loading = {"bfloat16": Loading(store_bytes=store_bytes(config, "bfloat16", "native"))}
     return problem_of(
         hardware, config, workload, dtype="bfloat16", max_model_len=config.max_position, process_bytes=process_bytes,
-        share_prefixes=False, store_bytes=store_bytes(config, "bfloat16", "native"), **budgets,
+        share_prefixes=False, loading=loading, **budgets,
     )  # fmt: skip
 
 

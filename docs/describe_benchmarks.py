@@ -15,6 +15,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from batchgen.core.dtypes import KV_CODE_BITS
+from batchgen.core.quality import KV_LOSSES, NEAR, QUALITIES, SMALL, WEIGHT_LOSSES, format_loss, format_losses
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -618,6 +621,12 @@ def quotes() -> Iterator[tuple[Path, str]]:
     """(page, words) for figures that other pages repeat."""
     third = read("first_minutes")["jobs"]["idle"]["quickstart"][2]
     yield ROOT / "README.md", f"the third one took {third['total_s']:.1f} s from start to end"
+    tiers = ROOT / "docs" / "tiers.md"
+    for name, loss in KV_LOSSES.items():
+        yield tiers, f"| `{name}` | {KV_CODE_BITS[name]}.5 | +{format_loss(loss)} |"
+    yield tiers, f"Weights in int8 and int4 have a perplexity that is {format_losses(WEIGHT_LOSSES)} higher"
+    for quality in (NEAR, SMALL):
+        yield ROOT / "docs" / "planning.md", f"at most {QUALITIES[quality]:.0%} higher".replace("%", " %")
 
 
 def described() -> str:

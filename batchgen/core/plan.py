@@ -321,7 +321,8 @@ class Prediction:
         high_s: Upper end of the range of `total_s`.
         startup_s: Seconds until the first sweep.
         sweeps: Number of sweeps.
-        bound_s: Lower bound, in seconds, of all sweeps' time under any placement with this block size.
+        bound_s: Lower bound on the seconds from where weights begin to load to the end, under any placement with this
+            block size.
         generated_tokens_per_s: Generated tokens over `total_s`.
         total_tokens_per_s: Prompt and generated tokens over `total_s`.
         block_latency_s: Seconds from a block's first prompt to its last token.
@@ -433,6 +434,7 @@ class Plan:
     kernels: KernelChoice = PROCESS_SET
     strategies: tuple[StrategyTime, ...] = ()
     weights_reason: str = ""
+    quality_line: str = ""
     states: PlannedStates | None = None
 
     def to_json(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from batchgen.engine.engine import Engine
 from batchgen.engine.parts import EngineStats
 from batchgen.job.checks import check_options
 from batchgen.job.files import check_files
+from batchgen.job.format_pinning import in_formats
 from batchgen.job.job import resolve_job
 from batchgen.job.loading import load_engine, tracing
 from batchgen.job.options import BenchOptions, JobOptions
@@ -30,6 +31,7 @@ from batchgen.models.files import ModelFiles, resolve_model, without_weights
 from batchgen.models.tokenizers.loading import load_tokenizer
 from batchgen.models.tokenizers.tokenizer import NoText
 from batchgen.planner.explain import headline
+from batchgen.planner.format_choice import formats_of
 
 
 def run_bench(options: BenchOptions) -> dict[str, Any]:
@@ -56,6 +58,7 @@ def run_bench(options: BenchOptions) -> dict[str, Any]:
         )
         tokenizer: Any = NoText() if job.files.kind == "dummy" else load_tokenizer(job.files)
         plan = make_plan(job, lambda: EstimatedWorkload(workload, True), started_s=started_s)
+        job = in_formats(job, *formats_of(plan.policy))
         for line in headline(plan):
             progress.say(line)
         with tracing(job) as on_step:

@@ -7,6 +7,7 @@ from typing import Any
 from batchgen.core.dtypes import INT4, INT8, changes_results
 from batchgen.core.errors import InputError, one_line
 from batchgen.core.plan import Plan
+from batchgen.core.quality import KV_LOSSES, WEIGHT_LOSSES, allowed
 from batchgen.core.text_file import read_text
 from batchgen.core.typed_json import parse_json
 from batchgen.job.job import Job
@@ -60,15 +61,18 @@ def runnable(plan: Plan, job: Job) -> Plan:
             else f"--plan is for the CPU: leave out --device {job.device}, or make a plan for it"
         )
     kv_format = job.dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
-    formats = {job.weight_format}
+    kv_formats = {kv_format, *allowed(job.open_kv, KV_LOSSES, options.quality)}
+    formats = {job.weight_format, *allowed(job.open_weights, WEIGHT_LOSSES, options.quality)}
     # Packed and dequantized weights are the same numbers but for rounding; kernels for GPUs know the latter alone.
     if not changes_results(options.weights) and job.device.kind != "cuda":
         formats |= {job.dtype, stored_weights(job.files) or job.dtype} - {INT4, INT8}
     for flag, wanted, stored, planned in (
         ("--weights", options.weights, formats, policy.weight_format),
-        ("--kv-cache-dtype", options.kv_cache_dtype, {kv_format}, policy.kv_format),
+        ("--kv-cache-dtype", options.kv_cache_dtype, kv_formats, policy.kv_format),
         ("--state-dtype", options.state_dtype, {options.state_dtype}, policy.state_dtype),
     ):
         if planned not in stored:
-            raise InputError(f"--plan has {planned} where {flag} is {wanted}: {flag} must be as in `batchgen plan`")
+            raise InputError(
+                f"--plan has {planned} where {flag} is {wanted}: {flag} and --quality must be as in `batchgen plan`"
+            )
     return plan

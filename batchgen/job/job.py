@@ -9,9 +9,20 @@ from pathlib import Path
 
 from batchgen.core.cache_folder import cache_dir
 from batchgen.core.device import Device, parse_device
-from batchgen.core.dtypes import AUTO, MIXED, NATIVE, NATIVE_FORMATS, changes_results, weight_format_of
+from batchgen.core.dtypes import (
+    AUTO,
+    INT4,
+    INT8,
+    MIXED,
+    NATIVE,
+    NATIVE_FORMATS,
+    STATE_DTYPES,
+    changes_results,
+    weight_format_of,
+)
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
+from batchgen.core.quality import KV_LOSSES
 from batchgen.core.units import parse_rate, size_bytes
 from batchgen.distributed.launch import ranks_of_host
 from batchgen.engine.loader import (
@@ -29,6 +40,9 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles, read_config, resolve_weights
 from batchgen.models.shard import Shard
 from batchgen.planner.parallel import check_stages, largest_stage
+
+# Formats that decide a job's answers where no option gives one; its fingerprint has none then.
+USUAL_FORMATS = [NATIVE, "auto", STATE_DTYPES[0]]
 
 
 @dataclass(frozen=True)
@@ -51,6 +65,8 @@ class Job:
         native_format: The packed format of the model's weights, where they may stay in it or be dequantized.
         dequantized_format: The packed format of the model's weights, where tensor parallelism requires dequantizing.
         weights_reason: The sentence that says why `--weights auto` has chosen the format.
+        open_weights: Formats that `--quality` could allow the layers' matrices to have, beside that of the options.
+        open_kv: Formats that `--quality` could allow KV to have, beside that of the options.
         of_host: Number of processes that share a host's memory, disk and cores.
         shares: Set of CPU cores of each process of this host.
     """
@@ -69,6 +85,8 @@ class Job:
     native_format: str | None = None
     dequantized_format: str = ""
     weights_reason: str = ""
+    open_weights: tuple[str, ...] = ()
+    open_kv: tuple[str, ...] = ()
     of_host: int = 1
     shares: tuple[frozenset[int], ...] = ()
 
@@ -235,6 +253,7 @@ def _in_shards(job: Job, shard: Shard | None) -> Job:
         shard=shard,
         native_format=native if native and shard_weights(shard, native) == native else None,
         dequantized_format="" if weights == asked else asked,
+        open_weights=tuple(name for name in job.open_weights if name == INT4 and shard.divides(INT4)),
     )
 
 
@@ -275,6 +294,10 @@ def _resolved(
         dtype=dtype,
         device=device,
         native_format=stored if options.weights == AUTO and stored in NATIVE_FORMATS else None,
+        open_weights=()
+        if options.weights != AUTO or changes_results(stored) or files.kind == "store"
+        else (INT8, INT4),
+        open_kv=tuple(KV_LOSSES) if options.kv_cache_dtype == "auto" else (),
         context=resolve_context(config, options.max_model_len),
         offload_dir=Path(options.offload_dir or cache_dir()),
         gpu_memory=size(options.gpu_memory),

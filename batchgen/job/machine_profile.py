@@ -6,6 +6,7 @@ table of the CPU's kind, and from what earlier jobs have shown (docs/hardware_pr
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import time
@@ -23,6 +24,7 @@ from batchgen.core.errors import InputError
 from batchgen.core.hardware import HARDWARE_VARIABLE, HardwareProfile, read_profile
 from batchgen.core.knowledge import DISK, MANY, MEASURED, SPEED, Knowledge, weights_name
 from batchgen.core.machine import available_memory_bytes, resident_bytes
+from batchgen.core.quality import KV_LOSSES, WEIGHT_LOSSES, allowed
 from batchgen.core.workload import Workload
 from batchgen.job.job import Job
 from batchgen.models.config import ModelConfig
@@ -82,9 +84,10 @@ def profile_here(job: Job, workload: Workload) -> HardwareProfile:
             )
         profile, core = given, given if device.slowdown is not None else None
     elif device.kind == "cuda":
-        wanted = wanted_of(
-            job.process_config, job.dtype, *weight_formats_measured(job, may_stream=False), device="cuda"
-        )
+        weights, as_stored = weight_formats_measured(job, may_stream=False)
+        weights += allowed(job.open_weights, WEIGHT_LOSSES, job.options.quality)
+        kv = _kv_formats_measured(job) + allowed(job.open_kv, KV_LOSSES, job.options.quality)
+        wanted = wanted_of(job.process_config, job.dtype, weights, as_stored, kv, device="cuda")
         profile, core = measured_hardware(wanted, job.offload_dir), None
     else:
         profile, core = for_device(device, partial(_known_hardware, job, workload))
@@ -231,10 +234,13 @@ def _measured_table(job: Job, offload_dir: Path, *, streams: bool) -> tuple[str,
         offload_dir: Directory of the disk tier.
         streams: Whether the weights may be larger than the memory.
     """
-    kv_cache_dtype = job.options.kv_cache_dtype
-    kv_formats = () if kv_cache_dtype == "auto" else (kv_cache_dtype,)
-    for model in (job.process_config, None):
-        wanted = wanted_of(model, job.dtype, *weight_formats_measured(job, may_stream=streams), kv_formats)
+    weights, as_stored = weight_formats_measured(job, may_stream=streams)
+    kv = _kv_formats_measured(job)
+    all_formats = tuple(dict.fromkeys((*weights, *job.open_weights))), (*kv, *job.open_kv)
+    for model, (weight_formats, kv_formats) in itertools.product(
+        (job.process_config, None), (all_formats, (weights, kv))
+    ):
+        wanted = wanted_of(model, job.dtype, weight_formats, as_stored, kv_formats)
         if (profile := recall(wanted, cache_dir=cache_dir(), offload_dir=offload_dir)) is not None:
             busy = f" {BUSY}" if BUSY in profile.measured else ""
             return f"{MEASURED}{busy} {path_of(wanted, cache_dir(), offload_dir).stem}", profile
@@ -338,6 +344,12 @@ def weight_formats_measured(job: Job, *, may_stream: bool) -> tuple[tuple[str, .
         as_stored += [output] if job.device.accelerated and output in BLOCK_FORMATS else []
     formats = tuple(name for name in (INT4, INT8, *BLOCK_FORMATS) if name in (layers, output))
     return formats, tuple(dict.fromkeys(as_stored))
+
+
+def _kv_formats_measured(job: Job) -> tuple[str, ...]:
+    """The KV formats that a job's options give, whose rates a measured profile of the job has."""
+    kv_cache_dtype = job.options.kv_cache_dtype
+    return () if kv_cache_dtype == "auto" else (kv_cache_dtype,)
 
 
 def on_this_machine(hardware: HardwareProfile) -> HardwareProfile:

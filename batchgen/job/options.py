@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.dtypes import KV_CODE_BITS, STATE_DTYPES, WEIGHTS
+from batchgen.core.quality import EXACT, KV_LOSSES, NEAR, QUALITIES, SMALL, WEIGHT_LOSSES, format_losses
 from batchgen.core.request import SamplingParams
 from batchgen.core.text import without_credentials
 from batchgen.core.units import parse_seconds
@@ -113,9 +114,16 @@ _INPUT_HELP = (
 _WEIGHTS_HELP = (
     "native: the layers' matrices in the model's own format; dequantized: in the dtype that is computed in; auto: "
     "whichever of"
-    " these is faster; int8: in 8 bits, multiplied as integers with tokens quantized to 8 bits; int4: in 4 bits."
+    " these is faster; int8: in 8 bits, multiplied as integers with tokens quantized to 8 bits; int4: in 4 bits;"
+    f" perplexity on the demo model is higher by {format_losses(WEIGHT_LOSSES)}."
 )
-_KV_HELP = "int8, int5, int4: KV in 8, 5 or 4 bits; perplexity 0.06 %, 1.6 %, 7.3 % higher on the demo model."
+_KV_HELP = (
+    f"int8, int5, int4: KV in 8, 5 or 4 bits; perplexity on the demo model is higher by {format_losses(KV_LOSSES)}."
+)
+_QUALITY_HELP = (
+    "Formats that the plan may choose for weights and KV whose options are auto. exact: none that loses quality; near,"
+    f" small: those that together make perplexity at most {QUALITIES[NEAR]:.0%}, {QUALITIES[SMALL]:.0%} higher."
+)
 _STATE_HELP = (
     "bfloat16: the recurrent states of linear attention (Qwen3.5 and later, Qwen3-Next) take half of the memory, and"
     " are rounded after every token."
@@ -164,6 +172,7 @@ class JobOptions:
     kv_cache_dtype: str = _option(
         MODEL, f"{_COMMANDS} lm_eval helm engine", default="auto", choices=_KV_DTYPES, help=_KV_HELP
     )
+    quality: str = _option(MODEL, _COMMANDS, default=EXACT, choices=tuple(QUALITIES), help=_QUALITY_HELP)
     state_dtype: str = _option(
         MODEL, f"{_COMMANDS} lm_eval helm engine", default="float32", choices=STATE_DTYPES, help=_STATE_HELP
     )

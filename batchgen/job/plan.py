@@ -54,6 +54,8 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles, resolve_for_planning
 from batchgen.planner.explain import compare, explain, frontier_lines, headline, kernel_lines
 from batchgen.planner.explanation import explanation_of
+from batchgen.planner.format_choice import formats_of
+from batchgen.planner.format_search import in_formats
 from batchgen.planner.problem import Problem
 from batchgen.planner.replanned import replanned_s, smaller_states_s
 from batchgen.planner.simulation import trace_plan
@@ -135,7 +137,9 @@ def _plan_lines(options: PlanOptions, started_s: float) -> list[str]:
         trace_plan(plan, config, problem.hardware, asked.trace)
     others, impossible = _beside(job, problem, options, estimated)
     if options.html:
-        write_text(plan_page(plan, explained, problem, config, problem.hardware, others), options.html, "--html")
+        in_its_formats = in_formats(problem, *formats_of(plan.policy))
+        page = plan_page(plan, explained, in_its_formats, config, problem.hardware, others)
+        write_text(page, options.html, "--html")
     if options.as_json or options.plan_file == "-":
         return [as_json]
     lines = _split_lines(job, problem)
@@ -147,7 +151,7 @@ def _plan_lines(options: PlanOptions, started_s: float) -> list[str]:
     lines += ["", *strategy_lines(plan)] if plan.strategies else []
     lines += ["", *device_lines(on_devices)] if on_devices else []
     if options.frontier:
-        lines += ["", *frontier_lines(problem)]
+        lines += ["", *frontier_lines(in_formats(problem, *formats_of(plan.policy)))]
     return lines
 
 
@@ -286,7 +290,6 @@ def _changed(
         estimated: The job's workload.
     """
     job, hardware = what_if(job, problem.hardware, changes)
-    before = job.options.weights
     if job.shard is None:
         of_machine, name = hardware.cpu_memory_bytes, "cpu_memory"
         if job.device.kind == "cuda" and hardware.gpu_memory_bytes is not None:
@@ -303,8 +306,7 @@ def _changed(
         estimated,
         startup_s=problem.startup_s,
         process_bytes=problem.process_bytes,
-        to_write_bytes=problem.store_bytes if job.options.weights == before else None,
-        has_int4_store=problem.has_int4_store,
+        to_write_bytes={name: loading.store_bytes for name, loading in problem.loading.items()},
     )
     return job, replace(changed, max_block_latency_s=problem.max_block_latency_s)
 

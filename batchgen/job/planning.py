@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from batchgen.core.dtypes import INT4
 from batchgen.core.errors import InputError
@@ -22,13 +24,17 @@ from batchgen.job.machine_profile import link_between, profile_here, slowdown_he
 from batchgen.job.routing import known_routing
 from batchgen.job.weight_choice import with_faster_weights
 from batchgen.job.workload import EstimatedWorkload
+from batchgen.planner.format_choice import with_quality
+from batchgen.planner.other_quality import other_quality, quality_line
 from batchgen.planner.pipeline import over_stages
 from batchgen.planner.plan_selection import plan_problem
-from batchgen.planner.prediction import loading_s
-from batchgen.planner.problem import Problem, problem_of
+from batchgen.planner.problem import Loading, Problem, problem_of
 from batchgen.planner.sizes import store_bytes
+from batchgen.planner.startup import loading_s
 from batchgen.planner.strategy_times import with_strategies
 
+# A run of so many seconds may take the time of planning to say what another quality would give.
+_WORTH_S = 600.0
 # Importing torch and the engine, where that is done after planning.
 _IMPORT_S = 1.5
 
@@ -52,17 +58,18 @@ def make_plan(
     if job.options.plan is not None:
         plan = runnable(read_plan(job.options.plan), job)
     else:
-        plan = plan_job(*problem_here(job, estimate(), started_s=started_s))
+        plan = plan_job(*problem_here(job, estimate(), started_s=started_s), worth_s=_WORTH_S)
     return replace(plan, kernels=kernels_here(plan.kernels))
 
 
-def plan_job(job: Job, problem: Problem, *, compare_strategies: bool = False) -> Plan:
+def plan_job(job: Job, problem: Problem, *, compare_strategies: bool = False, worth_s: float = math.inf) -> Plan:
     """The fastest plan for a job; for a pipeline, the plan of its largest stage with the time of all stages.
 
     Args:
         job: The job.
         problem: The job's planning problem.
         compare_strategies: Whether the plan also has the job's time under each other strategy; not for a pipeline.
+        worth_s: Seconds of the job from which on the plan says what another `--quality` would give; not for a pipeline.
 
     Raises:
         InputError: No plan fits.
@@ -71,9 +78,13 @@ def plan_job(job: Job, problem: Problem, *, compare_strategies: bool = False) ->
     if job.options.pipeline > 1:
         link = link_between(problem.hardware, job)
         plan = over_stages(plan, job.config, problem.hardware, job.options.pipeline, link)
-    elif compare_strategies:
-        plan = with_strategies(plan, problem)
-    return replace(plan, weights_reason=job.weights_reason)
+    else:
+        looks_further = compare_strategies or plan.prediction.total_s >= worth_s
+        other = other_quality(plan, problem) if looks_further else None
+        plan = replace(plan, quality_line=quality_line(plan, problem, other))
+        if compare_strategies:
+            plan = with_strategies(plan, problem, other)
+    return replace(plan, weights_reason=job.weights_reason if plan.policy.weight_format == job.weight_format else "")
 
 
 def problem_here(job: Job, estimated: EstimatedWorkload, *, started_s: float) -> tuple[Job, Problem]:
@@ -95,10 +106,7 @@ def problem_here(job: Job, estimated: EstimatedWorkload, *, started_s: float) ->
     cpu_memory = budgets["cpu"] if job.cpu_memory is not None else min(budgets["cpu"], hardware.cpu_memory_bytes)
     job = replace(job, gpu_memory=budgets.get("gpu"), cpu_memory=cpu_memory * job.of_host)
     job = with_faster_weights(job, hardware, estimated.workload)
-    has_int4_store = _has_store(job, INT4, whole_model=True)
-    to_write = 0 if _has_store(job, job.options.weights) else _store_bytes(job)
-    if job.shard is not None and job.options.weights == INT4 and not has_int4_store:
-        to_write += _store_bytes(job)  # the whole model's, which ranks cut theirs from
+    to_write = {name: _to_write_bytes(job, name) for name in _weight_formats(job)}
     return job, problem_of_job(
         job,
         hardware,
@@ -106,7 +114,6 @@ def problem_here(job: Job, estimated: EstimatedWorkload, *, started_s: float) ->
         startup_s=time.monotonic() - started_s + (0.0 if "torch" in sys.modules else _IMPORT_S * slowdown_here()),
         process_bytes=process_bytes(),  # which gives back what measuring took
         to_write_bytes=to_write,
-        has_int4_store=has_int4_store,
     )
 
 
@@ -117,8 +124,7 @@ def problem_of_job(
     *,
     startup_s: float,
     process_bytes: int = TYPICAL_PROCESS_BYTES,
-    to_write_bytes: int | None = None,
-    has_int4_store: bool = False,
+    to_write_bytes: Mapping[str, int] = MappingProxyType({}),
 ) -> Problem:
     """The planning problem of a job on a machine that is given by its profile.
 
@@ -128,14 +134,20 @@ def problem_of_job(
         estimated: The job's workload.
         startup_s: Seconds from the start of the command until weights begin to load.
         process_bytes: Host memory of a process before it loads any part of the model.
-        to_write_bytes: Bytes of the weight store that must be written first; None: the whole store.
-        has_int4_store: Whether there is a weight store in 4 bits.
+        to_write_bytes: Weight format -> bytes of the weight store that must be written first; of others, the whole one.
 
     Raises:
         InputError: The job's budgets contradict the machine.
     """
     options, config, memory = job.options, job.process_config, job.process_memory
-    return problem_of(
+    loading = {
+        name: Loading(
+            loading_s(hardware, config, job.dtype, job.files.kind, name),
+            to_write_bytes[name] if name in to_write_bytes else store_bytes(config, job.dtype, name),
+        )
+        for name in _weight_formats(job)
+    }
+    problem = problem_of(
         hardware,
         config,
         replace(estimated.workload, routing=known_routing(job.files, job.config)),
@@ -148,7 +160,9 @@ def problem_of_job(
         cpu_memory=memory["cpu_memory"],
         disk_memory=memory["disk_memory"],
         sharing=job.of_host,
-        store_bytes=_store_bytes(job) if to_write_bytes is None else to_write_bytes,
+        loading=loading,
+        open_weights=job.open_weights,
+        open_kv=job.open_kv,
         kv_placements=tuple(KVPlacement) if options.tensor_parallel == options.pipeline == 1 else KV_PLACEMENTS,
         max_num_seqs=options.max_num_seqs,
         num_gpu_batches=options.num_gpu_batches,
@@ -160,9 +174,24 @@ def problem_of_job(
         share_prefixes=options.share_prefixes,
         output_len_known=estimated.output_len_known,
         startup_s=startup_s,
-        loading_s=loading_s(hardware, config, job.dtype, job.files.kind, job.weight_format),
-        has_int4_store=has_int4_store,
     )
+    return with_quality(problem, options.quality)
+
+
+def _weight_formats(job: Job) -> tuple[str, ...]:
+    """Weight formats that a plan of the job may have with some `--quality`."""
+    return (job.weight_format, *job.open_weights)
+
+
+def _to_write_bytes(job: Job, weight_format: str) -> int:
+    """Bytes of the weight store in a format that a job writes first, where its plan needs a store."""
+    size = store_bytes(job.process_config, job.dtype, weight_format)
+    to_write = (
+        0 if _has_store(job, job.options.weights if weight_format == job.weight_format else weight_format) else size
+    )
+    if job.shard is not None and weight_format == INT4 and not _has_store(job, INT4, whole_model=True):
+        to_write += size  # the whole model's, which ranks cut theirs from
+    return to_write
 
 
 def _has_store(job: Job, weights: str, *, whole_model: bool = False) -> bool:
@@ -170,8 +199,3 @@ def _has_store(job: Job, weights: str, *, whole_model: bool = False) -> bool:
     with contextlib.suppress(InputError):  # plans need no weights to be there
         return existing_store(job.files, job.offload_dir, job.dtype, weights, None if whole_model else job.shard)
     return False
-
-
-def _store_bytes(job: Job) -> int:
-    """Bytes of a weight store of one process's part of the model."""
-    return store_bytes(job.process_config, job.dtype, job.options.weights)

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchgen.core.dtypes import NATIVE, STATE_DTYPES
 from batchgen.core.errors import BatchgenError, InputError, TooManyFailed, naming_files
 from batchgen.core.interrupts import keep
 from batchgen.core.plan import Plan
@@ -34,7 +34,8 @@ from batchgen.job.deduplication import Deduplication
 from batchgen.job.destination import Destination
 from batchgen.job.failures import FailedRows, FailureLimit
 from batchgen.job.files import check_files, write_text
-from batchgen.job.job import Job, dequantized_line, resolve_job
+from batchgen.job.format_pinning import in_formats, job_of_output, leaves_formats_open, possible_jobs
+from batchgen.job.job import USUAL_FORMATS, Job, dequantized_line, resolve_job
 from batchgen.job.kernels import kernels_of_rows
 from batchgen.job.learning import Learner
 from batchgen.job.loading import load_engine, tracing
@@ -64,6 +65,7 @@ from batchgen.output.row_result import RowResult
 from batchgen.output.run_directory import Run
 from batchgen.output.score_result import ScoreResult
 from batchgen.planner.explain import headline, kernel_headline, runs_lines
+from batchgen.planner.format_choice import formats_of
 from batchgen.share.run import SharedRun
 
 if TYPE_CHECKING:
@@ -99,6 +101,7 @@ class _Job:
         versions: Versions of the model's files when the job began.
         cache: Answers of earlier jobs, `--cache`; None: not asked for.
         row_sizes: Sizes of the input's rows.
+        planned: Plan that has chosen the formats; None: they were not open.
     """
 
     resolved: Job
@@ -115,6 +118,7 @@ class _Job:
     versions: ModelVersions = field(default_factory=dict)
     cache: AnswerCache | None = None
     row_sizes: RowSizes = field(default_factory=RowSizes)
+    planned: Plan | None = None
 
     @property
     def options(self) -> JobOptions:
@@ -225,10 +229,12 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
         )
         if options.dry_run:
             return _dry_run(job, _plan(job, None))
+        job = _in_kept_formats(job, identities)
+        resolved = job.resolved
         fingerprint = _fingerprint(job, identities)
         output, named = options.output, options.output is not None
         if output is None:
-            output = cached_output(fingerprint, ".arrow" if destination is None else ".jsonl")
+            output = _unnamed_output(job, fingerprint)
             options = replace(options, output=output)
             check_files(options)
             job = replace(job, resolved=replace(resolved, options=replace(resolved.options, output=output)))
@@ -384,9 +390,34 @@ def _fingerprint(job: _Job, identities: dict[str, Any]) -> dict[str, Any]:
         fingerprint["token_ids"] = True
     if options.task != "generate":
         fingerprint["task"] = options.task
-    if (formats := resolved.deciding_formats) != [NATIVE, "auto", STATE_DTYPES[0]]:
+    if (formats := resolved.deciding_formats) != USUAL_FORMATS:
         fingerprint["formats"] = formats
     return fingerprint
+
+
+def _in_kept_formats(job: _Job, identities: dict[str, Any]) -> _Job:
+    """The run in the formats of its output's rows, or those that its plan chooses where `--quality` leaves them open.
+
+    Args:
+        job: The run.
+        identities: The identities of "input" and "model".
+    """
+    resolved = job.resolved
+    if not leaves_formats_open(resolved):
+        return job
+    if not job.options.overwrite and job.options.plan is None:
+        for possible in possible_jobs(resolved):
+            at = replace(job, resolved=possible)
+            output = job.options.output or _unnamed_output(at, _fingerprint(at, identities))
+            if job_of_output(resolved, Path(output)) == possible:
+                return at
+    plan = _plan(job, None)
+    return replace(job, resolved=in_formats(resolved, *formats_of(plan.policy)), planned=plan)
+
+
+def _unnamed_output(job: _Job, fingerprint: dict[str, Any]) -> Path:
+    """The output of a run whose options name none."""
+    return cached_output(fingerprint, ".arrow" if job.destination is None else ".jsonl")
 
 
 def _kept(job: _Job, state: Run | SharedRun) -> str:
@@ -409,6 +440,8 @@ def _load_tokenizer(files: ModelFiles, options: JobOptions) -> Tokenizer:
 
 def _plan(job: _Job, state: Run | SharedRun | None) -> Plan:
     """The plan for the rows that are left."""
+    if job.planned is not None and not (state and state.has_begun):
+        return job.planned
     return make_plan(job.resolved, lambda: _workload(job, state), started_s=job.origin.started_s)
 
 

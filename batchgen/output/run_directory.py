@@ -59,10 +59,11 @@ from batchgen.output.row_map import DoneRows
 
 logger = logging.getLogger(__name__)
 
+MANIFEST = "manifest.json"
 # A file of each kind that a run directory has.
 RUN_FILES = (
     "lock",
-    "manifest.json",
+    MANIFEST,
     "manifest.json.tmp",
     "joined-0.tmp",
     PARTIALS_FILE,
@@ -581,7 +582,7 @@ class Run:
 
     def _read_manifest(self) -> Manifest | None:
         """Read the manifest. A damaged or deleted one is recreated where all part files are of this same job."""
-        path = self.directory / "manifest.json"
+        path = self.directory / MANIFEST
         try:
             held = Manifest.read(path)
             if held is not None or not part_paths(self.parts_dir):
@@ -640,7 +641,7 @@ class Run:
             raise storage_error(error, f"write {self.directory}", len(self.done_rows)) from error
 
     def _write_manifest(self, manifest: Manifest) -> None:
-        manifest.write(self.directory / "manifest.json")
+        manifest.write(self.directory / MANIFEST)
         self._manifest = manifest
 
 
@@ -676,7 +677,7 @@ def _refuse_shared(directory: Path, output_path: Path) -> None:
     """Raise InputError where workers share the job of a run directory and have not completed it."""
     if not (directory / SHARE_FOLDER).exists():
         return
-    held = Manifest.read(directory / "manifest.json")
+    held = Manifest.read(directory / MANIFEST)
     if held is None or held.state != "complete":
         raise InputError(
             f"{output_path} is worked on with --share: add --share to this command, or give another --output"

@@ -64,9 +64,9 @@ def with_deferred_attention(problem: Problem, base: Candidate, prune: Prune = pr
         solution = solve(inputs, phases, allowed, integer=True)
         if solution is None:
             continue
-        if solution.seconds >= best_s:
+        if solution.job_s >= best_s:
             break  # the block is smaller than it has to be for all to fit
-        best, best_s = (inputs, phases), solution.seconds
+        best, best_s = (inputs, phases), solution.job_s
     relaxed = solve(*best, allowed, integer=False) if best else None
     return integer_candidate(replace(problem, allowed=allowed), relaxed, *best, prune) if best and relaxed else None
 

@@ -46,17 +46,16 @@ def make_plan(
     *,
     startup_s: float,
     simulated_s: float | None = None,
-    store_written_bytes: float = 0.0,
 ) -> Plan:
     """The candidate as a plan.
 
     Args:
         startup_s: time before the first sweep.
         simulated_s: simulated seconds of all sweeps; None: the cost model's are taken.
-        store_written_bytes: bytes of a weight store that the job writes before it begins.
     """
     s, counts = candidate.inputs, candidate.counts
     at = counts.placement(s)
+    store_bytes = int(number(at.needs_store)) * s.loading.store_bytes
     kv_blocks: dict[str, int] = {}
     for kv_placement, count in counts.kv_seqs.items():
         tier = KVPlacement(kv_placement).tier
@@ -91,14 +90,14 @@ def make_plan(
         hardware=s.hardware.name,
         dtype=s.compute_format,
         workload=s.workload,
-        budgets=dict(s.budgets),
+        budgets={**s.budgets, "disk": s.budgets["disk"] - store_bytes},
         policy=policy,
         placement_bytes=placement_bytes(s, at),
         prediction=replace(
             _predict(problem, candidate, at, startup_s, simulated_s or candidate.seconds),
             disk_written_bytes={
                 "KV and states" if s.model.state else "KV": _kv_written_bytes(candidate, at),
-                "weight store": store_written_bytes,
+                "weight store": store_bytes,
             },
         ),
         kernels=s.hardware.kernels.of(_kernel_keys(s)),
@@ -144,8 +143,8 @@ def _predict(problem: Problem, candidate: Candidate, at: Placement, startup_s: f
         high_s=problem.startup_s + loading_s * _LOADING_SPREAD + (sweeps_s + rows_s) * most,
         startup_s=startup_s,
         sweeps=sum(phase.sweeps for phase in candidate.phases),
-        bound_s=candidate.relaxed.seconds,
-        search_gap=max(0.0, candidate.seconds / candidate.relaxed.seconds - 1),
+        bound_s=candidate.relaxed.job_s,
+        search_gap=max(0.0, candidate.job_s / candidate.relaxed.job_s - 1),
         generated_tokens_per_s=generated / total_s,
         total_tokens_per_s=tokens / total_s,
         block_latency_s=block_latency_s(candidate) * sweeps_s / candidate.seconds,
@@ -244,6 +243,7 @@ def headline(plan: Plan) -> list[str]:
         f" {min(policy.max_num_seqs, workload.num_seqs):,} in flight,"
         f" up to {policy.max_num_batched_tokens:,} tokens a sweep",
         f"predicted: {format_seconds(predicted.total_s)} ({between}), bound by {LANE_NAMES[predicted.bottleneck]}",
+        *([plan.quality_line] if plan.quality_line else []),
     ]
 
 
@@ -301,6 +301,7 @@ def explain(plan: Plan, explained: Explanation | None = None) -> list[str]:
         f"predicted: {format_seconds(predicted.total_s)} ({format_seconds(predicted.low_s)} to"
         f" {format_seconds(predicted.high_s)}, from {predicted.source});"
         f" a block takes {format_seconds(predicted.block_latency_s)}",
+        *([plan.quality_line] if plan.quality_line else []),
         *total_lines(explained),
         *price_lines(explained),
         *smaller_states_lines(explained),

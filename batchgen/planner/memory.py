@@ -202,11 +202,12 @@ def peak_bytes(s: CostInputs, at: Placement) -> dict[str, Linear]:
     """Most bytes held in each tier in the whole job: FlexGen's gpu_peak, cpu_peak and nvme_peak.
 
     KV counts as the plan reserves it. The sums are what `plan_memory` gives the runtime for the same placement, or a
-    little more.
+    little more; but for a weight store, which is there when the runtime begins.
     """
     sizes: dict[str, list[Linear]] = {tier: [kv] for tier, kv in kv_bytes(s, at).items() if tier != "gpu" or s.on_gpu}
     for item in fixed_items(s, s, _held_by_placement(s, at)):
         sizes[item.tier].append(item.size)
+    sizes["disk"].append(at.needs_store * s.loading.store_bytes)
     return {tier: total(items) for tier, items in sizes.items()}
 
 
@@ -283,6 +284,7 @@ def memory_parts(s: CostInputs, at: Placement) -> dict[str, dict[str, float]]:
         of_tier = {name: tiers[tier] for name, tiers in placed.items() if tiers[tier]}
         if tier == "disk":
             of_tier.pop("weights", None)  # they were there before, so they take nothing of the budget
+            peak -= at.needs_store * s.loading.store_bytes  # likewise
         if not s.on_gpu:
             of_tier.pop("activations", None)  # they are among the buffers
         if tier == "cpu":

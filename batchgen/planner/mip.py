@@ -19,6 +19,7 @@ from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Amounts, Counts, Placement, placement_of
 from batchgen.planner.problem import Allowed, CostInputs
 from batchgen.planner.solver import MIP
+from batchgen.planner.startup import startup_s
 
 # Integer placements are proven this close to the fastest one, and to the one that moves least.
 GAP = 1e-4
@@ -34,6 +35,7 @@ class Solution:
 
     Attributes:
         seconds: time of all sweeps.
+        startup_s: time from where weights begin to load to the first sweep.
         placement, counts: the placement, as fractions and as counts of layers, sequences and micro-batches.
         memory_price_s: seconds that one more GiB of a tier would save.
         lane_price_s: seconds that a 10 % faster lane would save, both at this block size and to first order (from the
@@ -47,6 +49,12 @@ class Solution:
     memory_price_s: dict[str, float]
     lane_price_s: dict[str, float]
     columns: tuple[float, ...] = ()
+    startup_s: float = 0.0
+
+    @property
+    def job_s(self) -> float:
+        """Seconds of the job, from where weights begin to load."""
+        return self.startup_s + self.seconds
 
 
 def with_embeddings(s: CostInputs, solution: Solution) -> Solution:
@@ -75,8 +83,8 @@ def solve(
     """The fastest placement, or None where the budgets allow none.
 
     Args:
-        within_s: seconds within which the placement is sought that keeps buses and disk least busy; None: the fastest
-            placement is sought.
+        within_s: seconds of the job within which the placement is sought that keeps buses and disk least busy; None:
+            the fastest placement is sought.
         start: a solution of the same inputs and phases, which the solver begins with.
     """
     mip = _PlacementMIP(s, phases, allowed, integer)
@@ -89,8 +97,9 @@ def solve(
     # Integer placements are costed as numbers; a relaxed one is what the solver says (its buffers are relaxed too).
     placement = counts.placement(s) if integer else mip.placement_value()
     seconds = job_seconds(s, phases, placement) if integer else mip.seconds()
+    before_s = number(startup_s(s, placement)) if phases else 0.0
     memory, lanes = ({}, {}) if integer else mip.prices()
-    return Solution(seconds, placement, counts, memory, lanes, mip.columns)
+    return Solution(seconds, placement, counts, memory, lanes, mip.columns, before_s)
 
 
 def fits(s: CostInputs, allowed: Allowed) -> bool:
@@ -113,7 +122,7 @@ class _PlacementMIP(MIP):
         super().__init__()
         self.s, self.phases = s, phases
         self.integer = integer
-        self.amounts = self._make_amounts(allowed)
+        self.amounts = self._make_amounts(allowed, elastic)
         self.placement = placement_of(s, self.amounts, self)
         self.slack: Linear = self.column() if elastic else 0.0
         self.memory_rows: dict[str, int] = {}
@@ -130,12 +139,15 @@ class _PlacementMIP(MIP):
             self._add_bounds(head, head_lanes(s, phase, self.placement))
             objective += [phase.sweeps * s.model.num_layers * layer, phase.sweeps * head]
             self.fixed_s += phase.sweeps * sweep_overhead_s(s, phase)
-        self.objective = total(objective) if elastic is None else self.slack
+        self.startup: Linear = startup_s(s, self.placement) if phases and elastic is None else 0.0
+        self.objective = total((*objective, self.startup)) if elastic is None else self.slack
 
-    def _make_amounts(self, allowed: Allowed) -> Amounts[Expression]:
+    def _make_amounts(self, allowed: Allowed, elastic: str | None) -> Amounts[Expression]:
         """The unknowns, each group of which adds up to what is placed."""
         s, layers, batches = self.s, self.s.model.num_layers, self.s.num_gpu_batches
         tiers = [tier for tier in allowed.weight_tiers if tier in s.budgets]
+        if elastic != "disk" and s.loading.store_bytes > s.budgets["disk"]:
+            tiers = [tier for tier in tiers if tier != "disk"]
         classes = [name for name in allowed.kv_placements if _class_exists(s, name)]
 
         def in_tiers() -> tuple[Expression, Expression, Expression]:
@@ -190,7 +202,7 @@ class _PlacementMIP(MIP):
 
     def seconds(self) -> float:
         """Seconds of all sweeps in the solution."""
-        return self.value(self.objective) + self.fixed_s
+        return self.value(self.objective) - self.value(self.startup) + self.fixed_s
 
     def counts(self) -> Counts:
         """The solution's counts, which are whole numbers in an integer solution."""

@@ -40,6 +40,7 @@ class Placement:
         stages: 1 if KV of any sequence comes to the GPU for its attention.
         embed_gpu: 1 if the input embeddings are on the GPU; only memory depends on it, as few rows come over otherwise.
         experts_disk: fraction of the bytes of all experts that are on disk.
+        needs_store: 1 if weights need a weight store that is written first.
     """
 
     w_gpu: Linear
@@ -64,6 +65,7 @@ class Placement:
     stages: Linear = 0
     embed_gpu: Linear = 0
     experts_disk: Linear = 0
+    needs_store: Linear = 0
 
     @property
     def w_streamed(self) -> Linear:
@@ -174,8 +176,18 @@ def placement_of(s: CostInputs, amounts: Amounts[Value], rounding: Rounding) -> 
         embed_gpu=amounts.embeddings_on_gpu,
         streamed_peak=fullest(s.slot_group_bytes, (1, 2)),
         disk_peak=fullest(s.disk_group_bytes, (2,)),
+        needs_store=_needs_store(s, [on_disk for _, _, on_disk in groups.values()], rounding),
         **_buffers(s, kv, amounts.activation_batches[1], rounding),
     )
+
+
+def _needs_store(s: CostInputs, layers_on_disk: Sequence[Linear], rounding: Rounding) -> Linear:
+    """1 if a weight store must be written: there is none, and weights stay on disk or are in 4 bits; else 0."""
+    if not s.loading.store_bytes:
+        return 0
+    if s.must_write_store:
+        return 1
+    return rounding.least(1, *((layers, s.model.num_layers) for layers in layers_on_disk))
 
 
 def _buffers(s: CostInputs, kv: Mapping[str, Linear], batches_on_host: Linear, rounding: Rounding) -> dict[str, Linear]:

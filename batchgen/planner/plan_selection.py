@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 
 from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan
-from batchgen.core.units import format_bytes
 from batchgen.planner.costs import moved_bytes
+from batchgen.planner.format_search import in_best_formats
 from batchgen.planner.linear import number
 from batchgen.planner.prediction import plan_of
-from batchgen.planner.problem import Allowed, CostInputs, Problem
+from batchgen.planner.problem import CostInputs, Problem
 from batchgen.planner.sampled_simulation import simulate_sampled
-from batchgen.planner.search import TIE, Candidate, block_latency_s, candidates, first_rows_s, search
+from batchgen.planner.search import TIE, Candidate, block_latency_s, candidates, first_rows_s
 from batchgen.planner.strategies import added_candidates
 from batchgen.planner.sweep_times import with_sweep_times
 
@@ -50,17 +50,28 @@ class Simulated:
     settled: bool = True
 
     @property
+    def job_s(self) -> float:
+        """Seconds of the job, from where weights begin to load."""
+        return self.candidate.startup_s + self.seconds
+
+    @property
+    def first_rows_s(self) -> float:
+        """Seconds until the first rows are finished, from where weights begin to load."""
+        return self.candidate.startup_s + first_rows_s(self.candidate) * self.slower
+
+    @property
     def slower(self) -> float:
         """Simulated over modelled time."""
         return self.seconds / self.candidate.seconds
 
 
 def plan_problem(problem: Problem) -> Plan:
-    """The plan that the simulator finds fastest among the best candidates of the search.
+    """The plan that the simulator finds fastest among the best candidates of the search, in the best of its formats.
 
     Raises:
         InputError: No plan fits the budgets and the latency.
     """
+    problem = in_best_formats(problem)
     limited, shortest_s = problem, math.inf
     while True:
         try:
@@ -71,7 +82,7 @@ def plan_problem(problem: Problem) -> Plan:
                     f"no plan has a block latency of {problem.max_block_latency_s:g} s: the shortest simulated is"
                     f" {shortest_s:.3g} s, give --max-block-latency at least that"
                 ) from error
-            raise InputError(f"{error}{_store_hint(problem)}") from error
+            raise
         chosen = choose(simulated, problem.max_block_latency_s)
         if chosen is not None:
             plan = plan_of(problem, chosen.candidate, chosen.seconds)
@@ -95,16 +106,17 @@ def simulate_candidates(problem: Problem) -> list[Simulated]:
     simulated: list[Simulated] = []
 
     def prune(seconds: float) -> bool:
-        return bool(simulated) and seconds > _MODEL_ABOVE * TIE * min(s.seconds for s in simulated)
+        return bool(simulated) and seconds > _MODEL_ABOVE * TIE * min(s.job_s for s in simulated)
 
-    def prune_order(inputs: CostInputs, order: str, seconds: float) -> bool:
-        return _is_slower(inputs, order, seconds, simulated)
+    def prune_order(inputs: CostInputs, order: str, seconds: float, startup_s: float) -> bool:
+        return _is_slower(inputs, order, seconds, startup_s, simulated)
 
     fastest: Candidate | None = None
     searched = candidates(problem, _MOST_KINDS, prune, prune_order)
     for candidate in itertools.chain(searched, added_candidates(problem, prune)):
         fastest = fastest or candidate
-        if prune_order(candidate.inputs, candidate.inputs.batch_order, candidate.seconds):
+        inputs = candidate.inputs
+        if prune_order(inputs, inputs.batch_order, candidate.seconds, candidate.startup_s):
             continue
         with contextlib.suppress(InputError):
             run = simulate_sampled(plan_of(problem, candidate), candidate)
@@ -116,16 +128,16 @@ def simulate_candidates(problem: Problem) -> list[Simulated]:
 def _settled(problem: Problem, simulated: list[Simulated]) -> list[Simulated]:
     """The simulated candidates, where those that tie for the fastest are from longer simulations."""
     while True:
-        limit_s = TIE * min((s.seconds for s in simulated), default=0.0)
-        tied = [s for s in simulated if not s.settled and s.seconds <= limit_s]
+        limit_s = TIE * min((s.job_s for s in simulated), default=0.0)
+        tied = [s for s in simulated if not s.settled and s.job_s <= limit_s]
         if not tied:
             return simulated
-        first = min(tied, key=lambda s: s.seconds)
+        first = min(tied, key=lambda s: s.job_s)
         run = simulate_sampled(plan_of(problem, first.candidate), first.candidate, longer=True)
         simulated = [Simulated(s.candidate, run.seconds) if s is first else s for s in simulated]
 
 
-def _is_slower(inputs: CostInputs, order: str, seconds: float, simulated: list[Simulated]) -> bool:
+def _is_slower(inputs: CostInputs, order: str, seconds: float, startup_s: float, simulated: list[Simulated]) -> bool:
     """True if a candidate would have to be much nearer to the cost model than others of its order to be the fastest.
 
     A candidate of several micro-batches is no nearer to it than one of the same sweeps in fewer parts.
@@ -134,6 +146,7 @@ def _is_slower(inputs: CostInputs, order: str, seconds: float, simulated: list[S
         inputs: The candidate's inputs.
         order: The order of its micro-batches.
         seconds: Seconds of its sweeps by the cost model, or a lower bound on them.
+        startup_s: Seconds of its start-up.
         simulated: The candidates simulated so far.
     """
     known = [(s.candidate.inputs, s.slower) for s in simulated if s.candidate.inputs.num_gpu_batches > 1]
@@ -147,7 +160,7 @@ def _is_slower(inputs: CostInputs, order: str, seconds: float, simulated: list[S
         if other.num_gpu_batches < inputs.num_gpu_batches
         and other.max_num_batched_tokens == inputs.max_num_batched_tokens
     ]
-    return seconds * max(least) > TIE * min(s.seconds for s in simulated)
+    return startup_s + seconds * max(least) > TIE * min(s.job_s for s in simulated)
 
 
 def choose(simulated: list[Simulated], max_block_latency_s: float | None = None) -> Simulated | None:
@@ -160,16 +173,16 @@ def choose(simulated: list[Simulated], max_block_latency_s: float | None = None)
     allowed = [s for s in simulated if block_latency_s(s.candidate) * s.slower <= limit_s]
     if not allowed:
         return None
-    fastest_s = min(s.seconds for s in allowed)
-    tied = [s for s in allowed if s.seconds <= fastest_s * TIE]
-    earliest_s = min(first_rows_s(s.candidate) * s.slower for s in tied)
+    fastest_s = min(s.job_s for s in allowed)
+    tied = [s for s in allowed if s.job_s <= fastest_s * TIE]
+    earliest_s = min(s.first_rows_s for s in tied)
 
     def preference(s: Simulated) -> tuple[float, ...]:
         inputs = s.candidate.inputs
-        late = int(first_rows_s(s.candidate) * s.slower > 1.1 * earliest_s)
-        first_s = first_rows_s(s.candidate) * s.slower if late else 0.0
+        late = int(s.first_rows_s > 1.1 * earliest_s)
+        first_s = s.first_rows_s if late else 0.0
         moved = _moved_bytes(s.candidate)
-        return late, first_s, inputs.num_gpu_batches, moved, inputs.max_num_batched_tokens, s.seconds
+        return late, first_s, inputs.num_gpu_batches, moved, inputs.max_num_batched_tokens, s.job_s
 
     return min(tied, key=preference)
 
@@ -180,14 +193,3 @@ def _moved_bytes(candidate: Candidate) -> float:
     return s.model.num_layers * sum(
         phase.sweeps * sum(map(number, moved_bytes(s, phase, at).values())) for phase in candidate.phases
     )
-
-
-def _store_hint(problem: Problem) -> str:
-    """The disk size that would help where none is allowed for weights: the disk must hold all of them."""
-    if "disk" in problem.allowed.weight_tiers:
-        return ""
-    try:
-        search(replace(problem, allowed=Allowed(), budgets={**problem.budgets, "disk": 0}))
-    except InputError:
-        return ""
-    return f"; or --disk-memory {format_bytes(problem.store_bytes * 1.001)}, for weights on disk"

@@ -5,16 +5,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from batchgen.core.dtypes import NATIVE, weight_format_of
+from batchgen.core.dtypes import INT4, INT8, NATIVE, weight_format_of
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import ComputeRates, HardwareProfile
 from batchgen.core.kv_placement import TIERS, KVPlacement
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, most_batch_seqs, most_batch_tokens, window_blocks
+from batchgen.core.quality import loss_of
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
 from batchgen.planner.kv_memory import chunk_blocks, giving_window, window_bytes
@@ -43,6 +45,19 @@ class Balance:
 
 
 @dataclass(frozen=True)
+class Loading:
+    """The cost of bringing weights of one format to where they are used, before the first sweep.
+
+    Attributes:
+        read_s: Seconds to read all weights.
+        store_bytes: Bytes of the weight store that is written before weights stay on disk; 0: there is one.
+    """
+
+    read_s: float = 0.0
+    store_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class CostInputs(Sizes):
     """All that is fixed while placement is decided.
 
@@ -55,6 +70,7 @@ class CostInputs(Sizes):
         deferral: sequences in flight whose attention is deferred; None: there are none.
         balance: division of sweeps into unequal micro-batches; None: they are equal.
         share_prefixes: field of `core.plan.Policy`.
+        loading: cost of loading weights in this format.
     """
 
     hardware: HardwareProfile
@@ -73,6 +89,7 @@ class CostInputs(Sizes):
     packed_tokens: int = 0
     captured_tokens: int = 0
     share_prefixes: bool = True
+    loading: Loading = Loading()
 
     @property
     def deferred_seqs(self) -> int:
@@ -93,6 +110,18 @@ class CostInputs(Sizes):
     def shares_cores(self) -> bool:
         """True if the host's cores are the compute device."""
         return not self.on_gpu or self.hardware.shared_cores
+
+    @property
+    def must_write_store(self) -> bool:
+        """True if any placement has a weight store written: one of int4, or of weights that memory cannot hold.
+
+        Weights that memory cannot hold have no placement where the disk cannot hold their store.
+        """
+        size = self.loading.store_bytes
+        if not size or self.weight_format == INT4:
+            return bool(size)
+        memory = sum(budget for tier, budget in self.budgets.items() if tier != "disk")
+        return size <= self.budgets["disk"] and self.layer_bytes * self.model.num_layers > memory
 
     @property
     def rates(self) -> ComputeRates:
@@ -224,12 +253,16 @@ class Problem:
         compute_format: The dtype that is computed in.
         weight_formats: Formats that weights may have.
         kv_formats: Formats that KV may have.
+        most_loss: The most that two of these formats may lose beyond the first of each (`core.quality.loss_of`).
+        open_weights: Formats that `--quality` could allow weights to have.
+        open_kv: Formats that `--quality` could allow KV to have.
         state_dtype: Format of the matrices of state layers.
         admissions: Kinds of admission that the plan may have.
         make_inputs: Makes the inputs of the cost model: `CostInputs`, or a subclass for another runtime than this one.
         allowed: Tiers and KV placements that the plan may use.
         max_num_seqs: Sequences in flight, where the user gives them.
         most_seqs: The most sequences in flight that are looked at.
+        coarse: True to look at a part of the settings only, whose times tell how fast formats are.
         num_gpu_batches: Micro-batches, where the user gives them.
         max_num_batched_tokens: The most tokens of a sweep, where the user gives them.
         max_block_latency_s: The longest time from a block's first prompt to its last token.
@@ -243,10 +276,7 @@ class Problem:
         share_prefixes: True where rows take over the KV of a prefix that another row has computed.
         output_len_known: True where the workload's output lengths are more than an upper bound.
         startup_s: Seconds from the start of the command to where weights are loaded.
-        loading_s: Seconds to read all weights.
-        store_bytes: Bytes of the weight store that must be written before weights can be streamed; 0 where there is
-            one.
-        has_int4_store: True where there is a weight store in 4 bits.
+        loading: Weight format -> cost of loading; for each format that the user could ask for.
     """
 
     hardware: HardwareProfile
@@ -256,11 +286,15 @@ class Problem:
     compute_format: str
     weight_formats: tuple[str, ...]
     kv_formats: tuple[str, ...]
+    most_loss: float = math.inf
+    open_weights: tuple[str, ...] = ()
+    open_kv: tuple[str, ...] = ()
     admissions: tuple[str, ...] = ("continuous", "static")
     make_inputs: Callable[..., CostInputs] = CostInputs
     allowed: Allowed = field(default_factory=Allowed)
     max_num_seqs: int | None = None
     most_seqs: int = _MOST_SEQS
+    coarse: bool = False
     num_gpu_batches: int | None = None
     max_num_batched_tokens: int | None = None
     max_block_latency_s: float | None = None
@@ -275,9 +309,27 @@ class Problem:
     share_prefixes: bool = True
     output_len_known: bool = True
     startup_s: float = 0.0
-    loading_s: float = 0.0
-    store_bytes: int = 0
-    has_int4_store: bool = False
+    loading: Mapping[str, Loading] = field(default_factory=dict)
+
+    @property
+    def formats(self) -> Iterator[tuple[str, str]]:
+        """Each format of weights with each of KV, as far as the machine has rates and both lose little enough."""
+        least = 1 + loss_of(self.weight_formats[0], self.kv_formats[0])
+        for weight_format in self.weight_formats:
+            for kv_format in self.kv_formats:
+                loss = (1 + loss_of(weight_format, kv_format)) / least - 1
+                if loss <= self.most_loss and self._has_rates(weight_format, kv_format):
+                    yield weight_format, kv_format
+
+    def _has_rates(self, weight_format: str, kv_format: str) -> bool:
+        """True if the machine has rates for both formats. Without a choice, int8 may have other products' rates."""
+        rates = self.hardware.compute
+        if weight_format == INT4 and not rates.expand_bytes_per_s:
+            return False
+        is_chosen = weight_format != self.weight_formats[0]
+        if weight_format == INT8 and is_chosen and not rates.has_rates("gemm_flops_per_s", INT8):
+            return False
+        return rates.has_rates("decode_attention_bytes_per_s", kv_format)
 
 
 def problem_of(
@@ -294,7 +346,6 @@ def problem_of(
     cpu_memory: int | None = None,
     disk_memory: int | None = None,
     sharing: int = 1,
-    store_bytes: int = 0,
     kv_placements: tuple[KVPlacement, ...] = tuple(KVPlacement),
     **given: Any,
 ) -> Problem:
@@ -311,7 +362,6 @@ def problem_of(
         admission: "continuous" or "static"; None: either.
         gpu_memory, cpu_memory, disk_memory: Bytes of one process's budgets; None: what the machine has.
         sharing: Processes that share host memory and disk.
-        store_bytes: Bytes of the weight store that must be written first; the disk's budget must hold it.
         kv_placements: KV placements that the plan may use.
         **given: Other fields of `Problem`.
 
@@ -326,11 +376,6 @@ def problem_of(
     }
     if hardware.gpu is not None and hardware.gpu_memory_bytes is not None:
         budgets["gpu"] = hardware.gpu_memory_bytes if gpu_memory is None else gpu_memory
-    weight_tiers: tuple[str, ...] = TIERS
-    if budgets["disk"] < store_bytes:
-        weight_tiers = ("gpu", "cpu")
-    else:
-        budgets["disk"] -= store_bytes
     return Problem(
         hardware=hardware,
         model=model,
@@ -340,9 +385,8 @@ def problem_of(
         weight_formats=(weight_format_of(dtype, weights),),
         kv_formats=(dtype if kv_cache_dtype == "auto" else kv_cache_dtype,),
         admissions=("continuous", "static") if admission is None else (admission,),
-        allowed=Allowed(weight_tiers, kv_placements),
+        allowed=Allowed(kv_placements=kv_placements),
         max_model_len=max_model_len,
         sharing=sharing,
-        store_bytes=store_bytes,
         **given,
     )

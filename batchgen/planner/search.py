@@ -27,6 +27,7 @@ from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Counts
 from batchgen.planner.problem import Allowed, CostInputs, Problem
 from batchgen.planner.search_space import max_num_seqs_choices, search_space
+from batchgen.planner.startup import least_startup_s
 
 # Predicted times this close count as equal.
 TIE = 1.02
@@ -55,7 +56,18 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
+        """Seconds of all sweeps."""
         return self.incumbent.seconds
+
+    @property
+    def startup_s(self) -> float:
+        """Seconds from where weights begin to load to the first sweep."""
+        return self.incumbent.startup_s
+
+    @property
+    def job_s(self) -> float:
+        """Seconds of the job, from where weights begin to load."""
+        return self.incumbent.job_s
 
     @property
     def counts(self) -> Counts:
@@ -66,10 +78,10 @@ class Candidate:
 _MOST_OF_KIND = 6
 
 _ORDERS = ("even", "neo", "mixed")
-# Prune predicates: true if a candidate, or one with these inputs in this order of micro-batches, cannot be the plan
-# with so many seconds or more by the cost model.
+# Prune predicates: true if a candidate whose job takes so many seconds or more by the cost model cannot be the plan, or
+# one with these inputs in this order of micro-batches, with these seconds of its sweeps and of its start-up.
 Prune = Callable[[float], bool]
-PruneOrder = Callable[[CostInputs, str, float], bool]
+PruneOrder = Callable[[CostInputs, str, float, float], bool]
 
 
 def prune_nothing(*_: object) -> bool:
@@ -88,7 +100,7 @@ def search(problem: Problem) -> Candidate:
 
 def search_unless_pruned(problem: Problem, prune: Prune) -> Candidate | None:
     """The fastest plan; None once all that may still be found are pruned. Raises InputError if no plan fits."""
-    fastest = _BestFirst(problem).fastest(prune)
+    fastest = BestFirst(problem).fastest(prune)
     return _least_movement(fastest, problem.allowed) if fastest else None
 
 
@@ -111,7 +123,7 @@ def candidates(
     Raises:
         InputError: no plan fits. It says what is short.
     """
-    entries = _BestFirst(problem)
+    entries = BestFirst(problem)
     fastest = entries.fastest()
     assert fastest is not None  # nothing was given up
     best = _least_movement(fastest, problem.allowed)
@@ -119,17 +131,17 @@ def candidates(
         yield best
         return
     yield from _in_orders(problem, best, prune, prune_order)
-    kinds = entries.kinds(fastest.seconds * _SIMULATED_WITHIN, most, prune)
+    kinds = entries.kinds(fastest.job_s * _SIMULATED_WITHIN, most, prune)
     for relaxed, inputs, phases in _other_kinds(best, kinds)[: most - 1]:
         orders = [order for order in _ORDERS if order != "neo" or inputs.num_gpu_batches == 2]
-        if all(prune_order(inputs, order, relaxed.seconds) for order in orders):
+        if all(prune_order(inputs, order, relaxed.seconds, relaxed.startup_s) for order in orders):
             continue
         candidate = integer_candidate(problem, relaxed, inputs, phases, prune)
         if candidate is not None:
             yield from _in_orders(problem, candidate, prune, prune_order)
 
 
-class _BestFirst:
+class BestFirst:
     """Entries of the search space, the most promising first.
 
     An entry is known by a bound that needs no solver, then by the LP, which is a bound on integer placements, and then
@@ -144,9 +156,14 @@ class _BestFirst:
         self._too_slow = False
         self._kinds: dict[tuple[int, int], _Relaxed] = {}
         space = feasible(search_space(problem), lambda s: fits(s, problem.allowed))
-        entries = [_Entry(lower_bound_s(s, phases), i, s, phases) for i, (s, phases) in enumerate(space)]
+        entries = [_Entry(_bound_s(s, phases), i, s, phases) for i, (s, phases) in enumerate(space)]
         self._heap = [entry for entry in entries if entry.seconds < math.inf]
         heapq.heapify(self._heap)
+
+    @property
+    def bound_s(self) -> float:
+        """Seconds of the job that no entry that is left beats; infinite where none is left."""
+        return self._heap[0].seconds if self._heap else math.inf
 
     def fastest(self, prune: Prune = prune_nothing) -> Candidate | None:
         """The fastest integer placement; None where it is pruned. Raises InputError where none fits."""
@@ -191,16 +208,16 @@ class _BestFirst:
             self._too_slow = True
             return False
         if entry.relaxed is None:
-            better = replace(entry, seconds=solution.seconds, inputs=inputs, relaxed=solution)
+            better = replace(entry, seconds=solution.job_s, inputs=inputs, relaxed=solution)
         else:
-            better = replace(entry, seconds=solution.seconds, incumbent=solution)
+            better = replace(entry, seconds=solution.job_s, incumbent=solution)
         heapq.heappush(self._heap, better)
         return True
 
 
 @dataclass(frozen=True, order=True)
 class _Entry:
-    """seconds: of all sweeps, as far as they are known. number: decides between equal ones."""
+    """seconds: of the job, as far as they are known. number: decides between equal ones."""
 
     seconds: float
     number: int
@@ -208,6 +225,11 @@ class _Entry:
     phases: tuple[Phase, ...] = field(compare=False)
     relaxed: Solution | None = field(default=None, compare=False)
     incumbent: Solution | None = field(default=None, compare=False)
+
+
+def _bound_s(s: CostInputs, phases: tuple[Phase, ...]) -> float:
+    """Seconds of the job that no placement can beat."""
+    return least_startup_s(s) + lower_bound_s(s, phases)
 
 
 def _with_experts_on_demand(
@@ -234,7 +256,7 @@ def _other_kinds(best: Candidate, kinds: Mapping[tuple[int, int], _Relaxed]) -> 
     Among the former the one with a single micro-batch comes first, as the cost model knows its time best, then the
     fastest.
     """
-    ranked = sorted((entry for kind, entry in kinds.items() if kind != _kind(best.inputs)), key=lambda e: e[0].seconds)
+    ranked = sorted((entry for kind, entry in kinds.items() if kind != _kind(best.inputs)), key=lambda e: e[0].job_s)
     seen = {best.inputs.num_gpu_batches}
     first: list[_Relaxed] = []
     rest: list[_Relaxed] = []
@@ -248,7 +270,7 @@ def integer_candidate(
     problem: Problem, relaxed: Solution, inputs: CostInputs, phases: tuple[Phase, ...], prune: Prune
 ) -> Candidate | None:
     """The candidate with an integer placement; None where there is none, or it is pruned."""
-    if prune(relaxed.seconds):
+    if prune(relaxed.job_s):
         return None
     incumbent = solve(inputs, phases, problem.allowed, integer=True)
     if incumbent is None or _exceeds_latency(problem, inputs, phases, incumbent):
@@ -282,9 +304,13 @@ def _in_other_orders(
 
     These are tried only where the cost model leaves them something to gain.
     """
-    inputs = candidate.inputs
-    yield from in_neos_order(problem, candidate, lambda seconds: prune(seconds) or prune_order(inputs, "neo", seconds))
-    if inputs.num_gpu_batches > 1 and len(_attended(candidate)) > 1 and not prune(candidate.seconds * _AS_GOOD):
+    inputs, startup_s = candidate.inputs, candidate.startup_s
+
+    def prune_neo(job_s: float) -> bool:
+        return prune(job_s) or prune_order(inputs, "neo", job_s - startup_s, startup_s)
+
+    yield from in_neos_order(problem, candidate, prune_neo)
+    if inputs.num_gpu_batches > 1 and len(_attended(candidate)) > 1 and not prune(candidate.job_s * _AS_GOOD):
         yield replace(candidate, inputs=replace(inputs, batch_order="mixed"))
 
 
@@ -314,7 +340,7 @@ def _least_movement(best: Candidate, allowed: Allowed) -> Candidate:
 
     Where one resource binds, many placements are equally fast; this one leaves the disk alone if it is not needed.
     """
-    within_s = best.seconds * (1 + _EQUALLY_FAST)
+    within_s = best.job_s * (1 + _EQUALLY_FAST)
     least = solve(best.inputs, best.phases, allowed, integer=True, within_s=within_s, start=best.incumbent)
     incumbent = with_embeddings(best.inputs, least or best.incumbent)
     tokens = on_demand_tokens(best.inputs, incumbent.placement)

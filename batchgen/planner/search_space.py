@@ -9,9 +9,11 @@ from batchgen.core.dtypes import INT4
 from batchgen.planner.captured_sweeps import captured_tokens
 from batchgen.planner.packed_products import packed_tokens
 from batchgen.planner.phases import Phase, phases_of_each
-from batchgen.planner.problem import CostInputs, Problem
+from batchgen.planner.problem import CostInputs, Loading, Problem
 
-_MICRO_BATCHES = (1, 2, 4, 8, 16)
+_MICRO_BATCHES, _COARSE_MICRO_BATCHES = (1, 2, 4, 8, 16), (1, 4)
+# Sizes of each doubling, in eighths.
+_EIGHTHS, _COARSE_EIGHTHS = range(8, 16), (8, 12)
 # Fewer tokens than this leave matmuls far from their best rate.
 LEAST_BATCHED_TOKENS = 1024
 # Matmuls are at their best rate, and a sweep ends soon: what is done by then is saved.
@@ -29,54 +31,49 @@ def search_space(problem: Problem) -> Iterator[tuple[CostInputs, tuple[Phase, ..
     flows = phases_of_each(problem.workload, settings)
     packed: dict[int, int] = {}  # by number of micro-batches
     launched: dict[str, int] = {}  # by format of weights
-    for weight_format in problem.weight_formats:
-        for kv_format in problem.kv_formats:
-            for (admission, max_num_seqs, tokens), phases in zip(settings, flows, strict=True):
-                for batches in _micro_batches(problem, max_num_seqs):
-                    inputs = problem.make_inputs(
-                        hardware=problem.hardware,
-                        model=problem.model,
-                        workload=problem.workload,
-                        compute_format=problem.compute_format,
-                        weight_format=weight_format,
-                        kv_format=kv_format,
-                        admission=admission,
-                        max_num_seqs=-(-max_num_seqs // batches) * batches,
-                        num_gpu_batches=batches,
-                        max_num_batched_tokens=tokens,
-                        kv_block_size=problem.kv_block_size,
-                        budgets=problem.budgets,
-                        process_bytes=problem.process_bytes,
-                        longest_tokens=problem.longest_tokens,
-                        state_dtype=problem.state_dtype,
-                        share_prefixes=problem.share_prefixes,
-                    )
-                    if not _supported(inputs):
-                        continue
-                    if weight_format == INT4:
-                        if batches not in packed:
-                            packed[batches] = packed_tokens(inputs)
-                        inputs = replace(inputs, packed_tokens=packed[batches])
-                    if inputs.rates.launch_overhead_s:
-                        if weight_format not in launched:
-                            launched[weight_format] = captured_tokens(inputs)
-                        inputs = replace(inputs, captured_tokens=min(tokens, launched[weight_format]))
-                    yield inputs, phases
-
-
-def _supported(s: CostInputs) -> bool:
-    """Return true if the machine has rates for the formats of the inputs."""
-    if s.weight_format == INT4 and not s.rates.expand_bytes_per_s:
-        return False
-    return s.rates.has_rates("decode_attention_bytes_per_s", s.kv_format)
+    for weight_format, kv_format in problem.formats:
+        for (admission, max_num_seqs, tokens), phases in zip(settings, flows, strict=True):
+            for batches in _micro_batches(problem, max_num_seqs):
+                inputs = problem.make_inputs(
+                    hardware=problem.hardware,
+                    model=problem.model,
+                    workload=problem.workload,
+                    compute_format=problem.compute_format,
+                    weight_format=weight_format,
+                    kv_format=kv_format,
+                    admission=admission,
+                    max_num_seqs=-(-max_num_seqs // batches) * batches,
+                    num_gpu_batches=batches,
+                    max_num_batched_tokens=tokens,
+                    kv_block_size=problem.kv_block_size,
+                    budgets=problem.budgets,
+                    process_bytes=problem.process_bytes,
+                    longest_tokens=problem.longest_tokens,
+                    state_dtype=problem.state_dtype,
+                    share_prefixes=problem.share_prefixes,
+                    loading=problem.loading.get(weight_format, Loading()),
+                )
+                if weight_format == INT4:
+                    if batches not in packed:
+                        packed[batches] = packed_tokens(inputs)
+                    inputs = replace(inputs, packed_tokens=packed[batches])
+                if inputs.rates.launch_overhead_s:
+                    if weight_format not in launched:
+                        launched[weight_format] = captured_tokens(inputs)
+                    inputs = replace(inputs, captured_tokens=min(tokens, launched[weight_format]))
+                yield inputs, phases
 
 
 def max_num_seqs_choices(problem: Problem) -> list[int]:
-    """Numbers of sequences in flight: all up to 16, then eight a doubling, as larger steps lose throughput."""
+    """Numbers of sequences in flight: all up to 16, then eight a doubling, as larger steps lose throughput.
+
+    In a coarse problem there are two a doubling.
+    """
     most = min(problem.most_seqs, problem.workload.num_seqs)
     if problem.max_num_seqs is not None:
         return [min(problem.max_num_seqs, problem.workload.num_seqs)]
-    ladder = sorted({m * 2**k // 8 for m in range(8, 16) for k in range(14)} | {most})
+    eighths = _COARSE_EIGHTHS if problem.coarse else _EIGHTHS
+    ladder = sorted({m * 2**k // 8 for m in eighths for k in range(14)} | {most})
     return [size for size in ladder if size <= most]
 
 
@@ -106,4 +103,5 @@ def _micro_batches(problem: Problem, max_num_seqs: int) -> list[int]:
     if problem.hardware.gpu is None:
         return [1]  # nothing runs beside the matmuls: parts of a batch only make them smaller
     whole_job = max_num_seqs in (problem.workload.num_seqs, problem.max_num_seqs)
-    return [k for k in _MICRO_BATCHES if k <= max_num_seqs and (whole_job or max_num_seqs % k == 0)]
+    choices = _COARSE_MICRO_BATCHES if problem.coarse else _MICRO_BATCHES
+    return [k for k in choices if k <= max_num_seqs and (whole_job or max_num_seqs % k == 0)]

@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from batchgen.core.dtypes import INT4
 from batchgen.core.errors import InputError
 from batchgen.core.kv_placement import TIERS, KVPlacement
 from batchgen.core.plan import Policy
@@ -51,7 +50,6 @@ class Strategy:
         yields_gpu_batches: Whether a number that the user asks for goes before `gpu_batches`; otherwise the strategy
             needs its own.
         admissions: Admissions that the strategy may use; None allows those of the problem.
-        weight_formats: Formats that weights may have; None allows those of the problem.
         unsuited: The reason why the strategy does not apply to a problem; "" where it does.
         unused: The reason why the fastest plan within the restriction does not use the strategy; "" where it does.
         extend: Candidates of the strategy made from the fastest plan within the restriction, but for those that are
@@ -72,7 +70,6 @@ class Strategy:
     gpu_batches: int | None = None
     yields_gpu_batches: bool = False
     admissions: tuple[str, ...] | None = None
-    weight_formats: tuple[str, ...] | None = None
     unsuited: Callable[[Problem], str] = lambda problem: ""
     unused: Callable[[Candidate], str] = lambda candidate: ""
     extend: Callable[[Problem, Candidate, Prune], Iterator[Candidate]] | None = None
@@ -94,7 +91,6 @@ class Strategy:
             allowed=replace(allowed, weight_tiers=tiers, kv_placements=classes, kv_by_layer=self.kv_by_layer),
             num_gpu_batches=batches or self.gpu_batches or problem.num_gpu_batches,
             admissions=self.admissions or problem.admissions,
-            weight_formats=self.weight_formats or problem.weight_formats,
         )
 
     def _check(self, problem: Problem) -> None:
@@ -146,7 +142,7 @@ def added_candidates(problem: Problem, prune: Prune) -> Iterator[Candidate]:
             fastest = search_unless_pruned(restricted, prune_nothing if strategy.extend else prune)
             if fastest is None or strategy.unused(fastest):
                 continue
-            if not prune(fastest.seconds):
+            if not prune(fastest.job_s):
                 yield fastest
             if strategy.extend is not None:
                 yield from strategy.extend(restricted, fastest, prune)
@@ -259,12 +255,6 @@ FLEXGEN = Strategy(
     lambda policy: True,
     kv_placements=("gpu", "cpu", "streamed", "disk"),
 )
-QUANTISED = Strategy(
-    "quantized",
-    "weights in 4 bits (--weights int4)",
-    lambda policy: policy.weight_format == INT4,
-    weight_formats=(INT4,),
-)
 STREAMED = Strategy(
     "streamed",
     "weights or KV from disk",
@@ -282,7 +272,7 @@ IN_MEMORY = Strategy(
 )
 
 WITH_GPU = (GPU_ONLY, NEO, APEX, PIE, FLEXGEN)
-ON_CPU = (QUANTISED, STREAMED, IN_MEMORY)
+ON_CPU = (STREAMED, IN_MEMORY)
 
 
 def strategies_for(problem: Problem) -> tuple[Strategy, ...]:

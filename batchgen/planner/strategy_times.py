@@ -9,10 +9,16 @@ from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan, StrategyTime
 from batchgen.core.units import format_seconds
 from batchgen.planner.explain import aligned
+from batchgen.planner.format_choice import described, formats_of, is_quantized
+from batchgen.planner.format_search import in_formats
+from batchgen.planner.other_quality import OtherQuality
 from batchgen.planner.prediction import plan_of
 from batchgen.planner.problem import Problem
 from batchgen.planner.sampled_simulation import simulate_sampled
 from batchgen.planner.strategies import NotApplicable, Strategy, best_candidates, strategies_for, strategy_of
+
+# Formats go with each strategy. Name and description of the row of plans whose formats lose quality.
+_QUANTIZED = "quantized", "weights or KV in fewer bits"
 
 
 def best_plan(strategy: Strategy, problem: Problem) -> Plan:
@@ -39,13 +45,15 @@ def best_plan(strategy: Strategy, problem: Problem) -> Plan:
     return min(in_time, key=lambda plan: plan.prediction.total_s)
 
 
-def with_strategies(plan: Plan, problem: Problem) -> Plan:
+def with_strategies(plan: Plan, problem: Problem, other: OtherQuality | None = None) -> Plan:
     """The plan with the time of each strategy beside its own; the strategy that it uses itself is not searched again.
 
     Args:
         plan: The plan that was chosen for the problem.
         problem: The planner's problem.
+        other: Another quality with its plan; None: no other formats can be chosen.
     """
+    problem = in_formats(problem, *formats_of(plan.policy))
     strategies = strategies_for(problem)
     used = strategy_of(plan.policy, strategies)
     times = []
@@ -58,7 +66,16 @@ def with_strategies(plan: Plan, problem: Problem) -> Plan:
             reason = str(error)
         times.append(StrategyTime(strategy.name, strategy.description, seconds, reason))
     chosen = StrategyTime("chosen", f'uses the strategy "{used}"', plan.prediction.total_s)
-    return replace(plan, strategies=(*times, chosen))
+    return replace(plan, strategies=(*times, _quantized(plan, other), chosen))
+
+
+def _quantized(plan: Plan, other: OtherQuality | None) -> StrategyTime:
+    """The time of the fastest plan with quantized weights or KV, which is one of two."""
+    quantized = [p for p in (plan, other and other.plan) if p and is_quantized(p.policy)]
+    if not quantized:
+        return StrategyTime(*_QUANTIZED, None, "is no faster" if other else "is not among what this plan may do")
+    best = min(quantized, key=lambda p: p.prediction.total_s)
+    return StrategyTime(_QUANTIZED[0], described(best.policy), best.prediction.total_s)
 
 
 def strategy_rows(plan: Plan) -> list[list[str]]:

@@ -310,11 +310,12 @@ class TestHere:
         limited = planned_json("-m", model, "-i", table, "--limit", 10, "--shard", "1/2", "--expected-output-len", 2)
         assert limited["workload"]["num_seqs"] == 5 and limited["workload"]["output_len"]["values"] == [2] * 5
 
-    def test_a_plan_is_shown_in_two_lines_and_a_table_of_strategies(self, model, table):
+    def test_a_plan_is_shown_in_three_lines_and_a_table_of_strategies(self, model, table):
         lines = planned("-m", model, "-i", table).splitlines()
-        assert [line.split("  ")[0] for line in lines[2:]] == [
-            "", "strategy", "quantized", "streamed", "in memory", "chosen",
+        assert [line.split("  ")[0] for line in lines[3:]] == [
+            "", "strategy", "streamed", "in memory", "quantized", "chosen",
         ]  # fmt: skip
+        assert lines[2].startswith("with --quality small: ")
         assert lines[0].startswith("plan: 40 sequences of ") and re.match(
             r"predicted: .* \(.* to .*\), bound by", lines[1]
         )

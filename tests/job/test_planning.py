@@ -28,10 +28,10 @@ from batchgen.models.files import ModelFiles, resolve_model
 from batchgen.planner.balance import with_unequal_batches
 from batchgen.planner.explain import make_plan
 from batchgen.planner.memory_requirements import most_kv_tokens
-from batchgen.planner.prediction import loading_s
-from batchgen.planner.problem import problem_of
+from batchgen.planner.problem import Loading, problem_of
 from batchgen.planner.search import search
 from batchgen.planner.sizes import group_bytes
+from batchgen.planner.startup import loading_s
 from batchgen.profiler.shipped import shipped_profile, shipped_profiles
 
 CPU, EMULATED = Device("cpu"), Device("emulated", GIB)
@@ -250,7 +250,8 @@ class TestLoading:
         assert 0 < times[0] < times[1] < times[2]
 
     def test_is_part_of_the_job(self):
-        plain, late = make(), make(startup_s=3.0, loading_s=4.0)
+        in_memory, in_4_s = (Loading(seconds, store_bytes=1 << 50) for seconds in (0.0, 4.0))
+        plain, late = make(loading={"float16": in_memory}), make(startup_s=3.0, loading={"float16": in_4_s})
         assert (plain.prediction.startup_s, late.prediction.startup_s) == (0, 7)
         assert late.prediction.total_s == pytest.approx(plain.prediction.total_s + 7)
         assert late.prediction.low_s >= 7
@@ -320,7 +321,8 @@ class TestRunnable:
 
     def test_weights_as_found_need_less_memory(self):
         """A budget that the expanded ones do not fit."""
-        given = {"model_name": "llama", "disk_memory": 0, "store_bytes": GIB}
+        stores = dict.fromkeys(("float16", "q4_0"), Loading(store_bytes=GIB))
+        given = {"model_name": "llama", "disk_memory": 0, "loading": stores}
         box = cpu_box(cpu_memory_bytes=10 * GIB)
         assert "no plan fits" in complaint(make, box, llama_8b(), **given)
         plan = make(box, llama_8b(), weights="q4_0", **given)
@@ -336,7 +338,11 @@ class TestRunnable:
         used = {tier for tiers in in_memory.placement_bytes.values() for tier, size in tiers.items() if size}
         assert used == {"cpu"} and in_memory.policy.kv_seqs == {"cpu": in_memory.policy.max_num_seqs}
         assert "no plan fits" in complaint(
-            make, cpu_box(cpu_memory_bytes=8 * GIB), llama_8b(), disk_memory=0, store_bytes=GIB
+            make,
+            cpu_box(cpu_memory_bytes=8 * GIB),
+            llama_8b(),
+            disk_memory=0,
+            loading={"float16": Loading(store_bytes=GIB)},
         )
 
 

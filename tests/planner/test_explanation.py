@@ -10,7 +10,7 @@ from batchgen.core.plan import STAGES
 from batchgen.core.workload import Workload
 from batchgen.planner.explain import compare_rows, explain, make_plan, runs_lines
 from batchgen.planner.explanation import Resource, explanation_of, price_lines, total_lines
-from batchgen.planner.problem import Problem
+from batchgen.planner.problem import Loading, Problem
 from batchgen.planner.replanned import replanned_s, with_more
 from batchgen.planner.search import search
 
@@ -27,12 +27,13 @@ CASES = {
 }
 
 
-def planned(*, max_num_seqs, hardware=None, model=None, workload=UNIFORM, **options):
+def planned(*, max_num_seqs, hardware=None, model=None, workload=UNIFORM, startup_s=5.0, **options):
     hardware, model = hardware or gpu_box(), model or opt(5120, 40, 40)
     formats = {"compute_format": "float16", "weight_formats": ("float16",), "kv_formats": ("float16",)}
     known = {"model_name": "m", "max_model_len": 2048}
-    problem = Problem(hardware, model, workload, budgets(hardware), **formats, **known, max_num_seqs=max_num_seqs)
-    return problem, make_plan(problem, search(problem), **({"startup_s": 5.0} | options))
+    given = {**formats, **known, **options, "max_num_seqs": max_num_seqs}
+    problem = Problem(hardware, model, workload, budgets(hardware), **given)
+    return problem, make_plan(problem, search(problem), startup_s=startup_s)
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -71,7 +72,8 @@ def test_what_the_search_leaves_open_is_said(case):
 
 
 def test_what_is_written_to_the_disk():
-    _, plan = planned(**FORCED_TO_DISK, store_written_bytes=3 * GIB)
+    less = FORCED_TO_DISK | {"hardware": gpu_box(cpu_memory_bytes=12 * GIB)}
+    _, plan = planned(**less, loading={"float16": Loading(store_bytes=3 * GIB)})
     written = explanation_of(plan).disk_written_bytes
     on_disk = plan.policy.kv_seqs["disk"] / plan.policy.max_num_seqs
     # Prompts are written once, and each token rewrites its block of 16.

@@ -26,7 +26,7 @@ from batchgen.planner.kv_memory import Demand
 from batchgen.planner.memory import kv_bytes, peak_bytes, plan_memory
 from batchgen.planner.mip import solve
 from batchgen.planner.placement import Counts
-from batchgen.planner.problem import Allowed, Problem
+from batchgen.planner.problem import Allowed, Loading, Problem
 from batchgen.planner.search import block_latency_s, frontier, search
 from batchgen.planner.search_space import search_space
 
@@ -279,6 +279,65 @@ def test_more_hardware_is_never_slower(name, factor, model, rows, prompt, output
     before = search(problem(model=model, workload=workload)).seconds
     after = search(problem(gpu_box().scaled(**{name: factor}), model=model, workload=workload)).seconds
     assert after <= before * (1 + 5e-4)
+
+
+@settings(max_examples=quick_or(6, 30), deadline=None)
+@given(
+    st.sampled_from(["gpu", "cpu", "disk", *SCALABLE]),
+    st.floats(1.02, 4.0),
+    st.sampled_from([OPT_13B, llama_8b()]),
+    st.sampled_from([8, 16, 24, 40]),
+    st.sampled_from([20, 40, 200]),
+    st.integers(1, 300),
+    st.integers(1, 100),
+)
+def test_more_of_anything_never_makes_a_job_slower_that_may_have_to_write_a_store(
+    name, factor, model, memory_gib, disk_gib, rows, output
+):
+    """The store takes time and disk, so with more of either a plan may use one; but only where that is faster."""
+    size = model.weight_bytes(2)
+    loading = {"float16": Loading(read_s=size / 2e9, store_bytes=size)}
+    box = gpu_box(cpu_memory_bytes=memory_gib * GIB, disk_bytes=disk_gib * GIB, disk_write_bytes_per_s=1e9)
+    workload = Workload.uniform(rows, 128, output)
+    before = problem(box, model, workload, loading=loading, max_num_seqs=min(rows, 64))
+    if name in before.budgets:
+        larger = replace(
+            box, **{{"gpu": "gpu_memory_bytes", "cpu": "cpu_memory_bytes", "disk": "disk_bytes"}[name]: 1 << 50}
+        )
+        after = replace(before, hardware=larger, budgets={**before.budgets, name: int(before.budgets[name] * factor)})
+    else:
+        after = replace(before, hardware=box.scaled(**{name: factor}))
+    try:
+        before_s = search(before).job_s
+    except InputError:
+        return
+    assert search(after).job_s <= before_s * (1 + 5e-4)
+
+
+def test_a_store_is_written_only_where_that_takes_less_time_than_it_saves():
+    """A short job keeps its weights in memory; one of many rows pays for the store, and leaves room for KV."""
+    model, gib = OPT_13B, 30
+    loading = {"float16": Loading(read_s=10.0, store_bytes=model.weight_bytes(2))}
+    box = gpu_box(cpu_memory_bytes=gib * GIB, disk_write_bytes_per_s=2e8)
+
+    def on_disk(rows):
+        best = search(problem(box, model, Workload.uniform(rows, 64, 64), loading=loading))
+        return best.counts.placement(best.inputs).w_disk, best.startup_s
+
+    (short, short_s), (long, long_s) = on_disk(8), on_disk(4000)
+    assert short == 0 and short_s == pytest.approx(10.0)
+    assert long > 0 and long_s > 10 + model.weight_bytes(2) / 2e8
+
+
+def test_a_store_that_does_not_fit_the_disk_is_not_written():
+    model = OPT_13B
+    loading = {"float16": Loading(store_bytes=model.weight_bytes(2))}
+    box = gpu_box(cpu_memory_bytes=40 * GIB, disk_bytes=20 * GIB)
+    best = search(problem(box, model, loading=loading))
+    assert best.counts.placement(best.inputs).w_disk == 0
+    small = problem(gpu_box(cpu_memory_bytes=8 * GIB, disk_bytes=20 * GIB), model, loading=loading)
+    with pytest.raises(InputError, match=r"--disk-memory|free disk"):
+        search(small)
 
 
 def test_more_memory_is_never_slower_without_a_gpu():
