@@ -149,7 +149,7 @@ PARTS: dict[str, Part] = {
     "tests-policies": _tests(160, 6, "tests/engine/test_tiers.py"),
     "tests-scores": _tests(120, 4, "tests/engine/test_scoring_tiers.py"),
     "tests-identity": _tests(200, 8, "tests/engine/card_checks.py", marked=False),
-    "tests-ranks": _tests(120, 4, "tests/engine/test_gpu_ranks.py"),
+    "tests-ranks": _tests(120, 4, "tests/engine/test_gpu_ranks.py", "tests/distributed/nccl_checks.py"),
 }
 
 # Each call is rows of parts. Parts of a row run side by side, rows one after the other: what is timed is alone. The

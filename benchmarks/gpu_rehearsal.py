@@ -62,6 +62,16 @@ def link_packages(names: Iterable[str], folder: Path) -> None:
                     link.symlink_to(package.locate_file(top))
 
 
+def package_of_kernels(kernels: Path) -> set[str]:
+    """The installed package without which parts do not find the C++ kernels.
+
+    Args:
+        kernels: The compiled kernels that Python finds here: an installation's, or those that lie in the sources, as
+            the part "build" puts them there.
+    """
+    return set() if kernels == gpu_check.KERNELS else {"batchgen"}
+
+
 def made_small(part: Part) -> Part:
     """The part as it is rehearsed: the command after compute-sanitizer, with few rows and layers."""
     reads_numbers = part.is_tests or not _READS_NUMBERS.isdisjoint(part.command)
@@ -88,9 +98,9 @@ class Rehearsal(gpu_check.Check):
 
 def rehearse(names: Iterable[str], results: Path, folder: Path, wheels: Path | None) -> dict:
     """Run parts, those without needs first. Returns their results by name."""
-    has_own_kernels = Path(find_spec("batchgen.ops._kernels").origin).is_relative_to(gpu_check.ROOT)
     check = Rehearsal(results, folder)
-    link_packages(with_required(PACKAGES) | (set() if has_own_kernels else {"batchgen"}), check.packages)
+    kernels = Path(find_spec("batchgen.ops._kernels").origin)
+    link_packages(with_required(PACKAGES) | package_of_kernels(kernels), check.packages)
     link_packages(WHEELS, check.wheels)
     parts = {name: made_small(PARTS[name]) for name in names}
     PARTS.update(parts)

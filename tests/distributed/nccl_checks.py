@@ -14,12 +14,10 @@ from batchgen.core.errors import BatchgenError
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices"),
-    pytest.mark.timeout(200),
-]
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
 
 
+@pytest.mark.gpu
 def test_sums_are_those_of_all_ranks_and_in_the_order_of_the_calls():
     group = ranks.start(2, ranks.add_up_on_cards, DTYPES, 3)
     for name in DTYPES:
@@ -38,6 +36,7 @@ def until_it_is_known(group):
             time.sleep(0.1)
 
 
+@pytest.mark.gpu
 def test_a_rank_that_is_lost_ends_sums_on_the_device():
     """A kernel of NCCL would wait for it for ever."""
     group = ranks.start(2, ranks.die_on_cards, int(signal.SIGKILL), 1, 1)
@@ -50,6 +49,7 @@ def test_a_rank_that_is_lost_ends_sums_on_the_device():
     group.close(done=False)
 
 
+@pytest.mark.gpu
 def test_a_rank_that_is_lost_before_ranks_are_connected_on_the_device_ends_that():
     group = ranks.start(2, ranks.die_on_cards, int(signal.SIGKILL), 1, 0)
     with pytest.raises(BatchgenError, match="rank 1 of 2 was killed by SIGKILL"):

@@ -16,7 +16,7 @@ play = played_runs.play
 @pytest.mark.slow
 @needs_a_played_card
 def test_sums_on_played_cards(play):
-    check(play(*pytest_on(HERE / "nccl_checks.py"), devices=2))
+    check(play(*pytest_on("--timeout", "200", HERE / "nccl_checks.py"), devices=2))
 
 
 @pytest.mark.slow

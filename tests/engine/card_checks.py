@@ -27,8 +27,12 @@ from test_token_identity import (
 from thorough import cover, quick_or, rotating
 from tiered import CPU, make_parts
 
+from batchgen import Engine
 from batchgen.core.device import Device
-from batchgen.core.dtypes import GPU_FORMATS, INT4, INT5, INT8, MIXED, NATIVE_FORMATS, STATE_DTYPES
+from batchgen.core.dtypes import GPU_FORMATS, INT4, INT5, INT8, MIXED, NATIVE_FORMATS, STATE_DTYPES, weight_format_of
+from batchgen.core.errors import InputError
+from batchgen.engine.loader import native_formats
+from batchgen.models.files import resolve_model, resolve_weights
 from batchgen.ops.long_steps import LongStep
 from batchgen.runtime import graphs
 from batchgen.runtime.cuda import CudaDriver
@@ -232,7 +236,15 @@ _AS_FOUND = [
 def test_weights_as_found_give_the_tokens_of_expanded_ones(
     weight_format, tier, launches, expected_as_found, stores, monkeypatch
 ):
+    """A card without kernels for such products has expanded ones, unless it is told otherwise: it then refuses."""
     captured_sweeps(monkeypatch, launches)
     path, prompts, wanted = expected_as_found(weight_format)
-    parts = parts_of(path, tier, stores, *schedules_of("llama", tier, launches)[0], weight_format=weight_format)
+    has_products = torch.cuda.get_device_capability() >= (8, 0)
+    if not has_products:
+        with pytest.raises(InputError, match=f"--weights native: .* weights in {weight_format}: leave it out"):
+            Engine(str(path), device="cuda", weights="native")
+    resolved = resolve_weights(resolve_model(str(path)), "auto", native_formats(CARD))
+    chosen = weight_format_of(DTYPE, resolved)
+    assert chosen == (weight_format if has_products else DTYPE)
+    parts = parts_of(path, tier, stores, *schedules_of("llama", tier, launches)[0], weight_format=chosen)
     are_those(tokens_of(parts, prompts), wanted)

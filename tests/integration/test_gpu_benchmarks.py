@@ -339,6 +339,14 @@ def test_other_packages_are_out_of_reach_in_a_rehearsal(tmp_path):
     assert done.stderr.endswith("No module named 'xxhash'\n"), done.stderr
 
 
+def test_kernels_of_an_installation_are_within_reach_in_a_rehearsal():
+    """Also where its environment is a folder of the checkout."""
+    kernels = gpu_rehearsal.gpu_check.KERNELS
+    installed = gpu_rehearsal.gpu_check.ROOT / ".venv" / "site-packages" / "batchgen" / "ops" / kernels.name
+    assert gpu_rehearsal.package_of_kernels(installed) == {"batchgen"}
+    assert gpu_rehearsal.package_of_kernels(kernels) == set()
+
+
 def test_profiles_are_measured_without_gguf(monkeypatch):
     from batchgen.profiler import overheads
 
