@@ -35,7 +35,7 @@ def in_formats(job: Job, weight_format: str, kv_format: str) -> Job:
     """
     options = job.options
     is_chosen = weight_format in job.open_weights
-    return replace(
+    named = replace(
         job,
         options=replace(
             options,
@@ -47,6 +47,9 @@ def in_formats(job: Job, weight_format: str, kv_format: str) -> Job:
         open_weights=(),
         open_kv=(),
     )
+    if "budgets" in vars(job):  # the free memory that the plan is for
+        vars(named)["budgets"] = job.budgets
+    return named
 
 
 def possible_jobs(job: Job) -> Iterator[Job]:

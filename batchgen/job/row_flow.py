@@ -1,7 +1,7 @@
 """The way of rows through a job's steps: the answer of one step makes the prompt of the next.
 
-Rows come in batches, answers in any order. A row whose answer has come goes on before new rows begin, so that few rows
-are between two steps, and an engine has requests of all steps at once.
+Rows come in batches, answers in any order. A row whose answer has come goes on before new rows begin, so that no more
+rows are between two steps than wait in the engine, and an engine has requests of all steps at once.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def run(model, tmp_path, monkeypatch):
     def started(name, fast_kv, **options):
         hardware = tmp_path / f"{fast_kv}.json"
         hardware.write_text(json.dumps(machine(fast_kv).to_json()))
-        given = {"dtype": FP32, "max_tokens": 8, "max_model_len": 128, "cpu_memory": "2GiB", "disk_memory": 0}
+        given = {"dtype": FP32, "max_tokens": 8, "max_model_len": 128, "cpu_memory": "4GiB", "disk_memory": 0}
         return batchgen.run(
             model=str(model), input=str(table), output=str(tmp_path / name), hardware=str(hardware), progress="none",
             **(given | options),

@@ -616,7 +616,7 @@ REFUSED = [
     (QWEN_MOE | {"mlp_only_layers": "1"}, ["mlp_only_layers", "list"]),
     (QWEN_MOE | {"decoder_sparse_step": 0}, ["decoder_sparse_step", "at least 1"]),
     ({"architectures": [], "model_type": "gemma3n"}, ["gemma3n"]),
-    ({"architectures": ["PaliGemmaForConditionalGeneration"]}, ["PaliGemmaForConditionalGeneration", "GGUF", "Gemma3"]),
+    ({"architectures": ["PaliGemmaForConditionalGeneration"]}, ["PaliGemmaForConditionalGeneration", "Gemma3"]),
     ({"architectures": "LlamaForCausalLM"}, ["architectures", "list"]),
     ({"model_type": "granite"}, ["model_type", "'granite'", "LlamaForCausalLM"]),
     ({"embedding_multiplier": 12.0}, ["embedding_multiplier", "12.0"]),

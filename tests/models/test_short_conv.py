@@ -116,7 +116,7 @@ def test_older_files_of_lfm2_have_keys_of_their_own():
     assert (config.state_layers, config.tied_embeddings) == ((0,), False)
     assert config_of_hf(_CONFIG).state is None, "without a list all layers attend"
     for keys, named in (
-        ({"layer_types": ["conv", "conv"]}, "at least one layer"),
+        ({"layer_types": ["conv", "conv"]}, "at least one of 2 layers"),
         ({"layer_types": ["conv", "mamba"]}, "'mamba'"),
         ({"architectures": ["Lfm2MoeForCausalLM"]}, "layer_types"),
         ({"tie_embedding": None}, "tie_embedding"),

@@ -31,7 +31,8 @@ from batchgen.schedule.packed_batch import pack
 
 BLOCKS, BLOCK_SIZE, SEQS = 160, 16, 20
 _random = random.Random(5)
-PROMPTS = [[_random.randrange(96) for _ in range(n)] for n in (5, 30, 17, 1, 40, 22)]
+# Rows start in the order of their prompts: that of this list.
+PROMPTS = [[row, *(_random.randrange(96) for _ in range(n - 1))] for row, n in enumerate((5, 30, 17, 1, 40, 22))]
 LENGTHS = [4, 7, 5, 7, 6, 3]
 if DEVICE.type == "cpu":  # where every program is interpreted
     PROMPTS, LENGTHS = quick_or((PROMPTS[:3], [3, 6, 4]), (PROMPTS, LENGTHS))
