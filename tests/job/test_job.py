@@ -97,7 +97,7 @@ def test_another_machine_decides_the_dtype(model):
     ("h100", None, "dequantized"), ("h100", "2MiB", "w4_g64"), ("t4", "2MiB", "w4_g64"),
 ])  # fmt: skip
 def test_a_card_that_would_not_hold_dequantized_weights_has_them_as_they_are_found(card, gpu_memory, weights, tmp_path):
-    """Of a plan the rates of products decide, where they are known: a T4 has none of weights as they are found."""
+    """The rates of products decide a plan, where they are known: a T4 has none of weights as they are found."""
     make_tiny_model("llama", tmp_path, hidden_size=256, intermediate_size=512, head_dim=128)
     requantize(tmp_path, gptq(64))
     files = resolve_model(str(tmp_path))

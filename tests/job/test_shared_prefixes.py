@@ -76,7 +76,7 @@ def test_prompts_whose_own_logits_are_all_needed_share_nothing():
 
 
 def test_of_more_rows_than_wait_at_a_time_only_those_count():
-    """Of 100,000 rows with 50,000 products few wait together with one of the same product."""
+    """Few of 100,000 rows with 50,000 products wait together with one of the same product."""
     rows = table(256, lambda rng: [("product", rng.randrange(50))] * 4)
     all_wait, many = shared_part(sampled(rows), 2000), shared_part(sampled(rows), 2_000_000)
     assert many == pytest.approx(all_wait, abs=0.1)
