@@ -36,19 +36,20 @@ def shared_part(prompts: Sequence[SampledPrompt], num_seqs: float) -> float:
         prompts: The sample.
         num_seqs: Number of sequences of the job.
     """
+    paths = _paths(prompts)
     if num_seqs <= len(prompts):
-        return _part(_matched(prompts), prompts)
+        return _part(_matched(prompts, paths), prompts)
     # The first half of the sample has been through the tree when the second half is looked up.
     half = len(prompts) // 2
-    near = _part(_matched(prompts)[half:], prompts[half:])
-    return max(near, _of_tree(prompts, min(num_seqs, 2 * MOST_REQUESTS)))
+    near = _part(_matched(prompts, paths)[half:], prompts[half:])
+    return max(near, _of_tree(prompts, paths, min(num_seqs, 2 * MOST_REQUESTS)))
 
 
 def _part(shared_tokens: Sequence[float], prompts: Sequence[SampledPrompt]) -> float:
     return sum(shared_tokens) / sum(len(prompt.tokens) for prompt in prompts)
 
 
-def _nodes(prompts: Sequence[SampledPrompt]) -> list[list[int]]:
+def _paths(prompts: Sequence[SampledPrompt]) -> list[list[int]]:
     """The path of each prompt in the tree of all: a node for each block of tokens (prefixes are shared in blocks)."""
     numbers: dict[tuple[int, tuple[int, ...]], int] = {}  # (node of the prefix, next block) -> node
     paths = []
@@ -62,19 +63,24 @@ def _nodes(prompts: Sequence[SampledPrompt]) -> list[list[int]]:
     return paths
 
 
-def _matched(prompts: Sequence[SampledPrompt]) -> list[int]:
+def _shareable(prompt: SampledPrompt, path: list[int]) -> list[int]:
+    """The part of a prompt's path whose KV may be taken over."""
+    return path[: prompt.num_shareable // DEFAULT_KV_BLOCK_SIZE]
+
+
+def _matched(prompts: Sequence[SampledPrompt], paths: list[list[int]]) -> list[int]:
     """Tokens of each prompt that those before it have."""
     known: set[int] = set()
     matched = []
-    for prompt, path in zip(prompts, _nodes(prompts), strict=True):
-        shareable = path[: prompt.num_shareable // DEFAULT_KV_BLOCK_SIZE]
+    for prompt, path in zip(prompts, paths, strict=True):
+        shareable = _shareable(prompt, path)
         blocks = next((i for i, node in enumerate(shareable) if node not in known), len(shareable))
         matched.append(blocks * DEFAULT_KV_BLOCK_SIZE)
         known.update(path)
     return matched
 
 
-def _of_tree(prompts: Sequence[SampledPrompt], num_waiting: float) -> float:
+def _of_tree(prompts: Sequence[SampledPrompt], whole_paths: list[list[int]], num_waiting: float) -> float:
     """The shared part of `num_waiting` sequences of which the sample is one, if its stretches are far from each other.
 
     Rows of one stretch may be more alike than others, so a row is compared with those of other stretches alone. That a
@@ -82,7 +88,7 @@ def _of_tree(prompts: Sequence[SampledPrompt], num_waiting: float) -> float:
     (as the numbers of species seen once and twice tell those not seen: Chao, 1984).
     """
     sizes = Counter(prompt.stretch for prompt in prompts)
-    paths = [path[: p.num_shareable // DEFAULT_KV_BLOCK_SIZE] for p, path in zip(prompts, _nodes(prompts), strict=True)]
+    paths = list(map(_shareable, prompts, whole_paths))
     by_node: defaultdict[int, Counter[int]] = defaultdict(Counter)  # node -> rows of each stretch
     for prompt, path in zip(prompts, paths, strict=True):
         for node in path:

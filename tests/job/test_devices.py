@@ -109,7 +109,7 @@ class TestTable:
         assert all("--device cuda" in outcome["command"] for outcome in found.values())
 
     def test_sums_of_gpus_are_for_one_host(self, shape):
-        """What is not run yet is told and not recommended."""
+        """The message names what is not run yet, and does not recommend it."""
         made = planned_json("-m", shape, *LENGTHS, "--devices", "2x t4", "--hosts", 2)
         found = by_name(made)
         assert "one host" in found["tensor parallel"]["not_run"]

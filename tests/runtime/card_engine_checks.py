@@ -52,7 +52,7 @@ def pinned_bytes():
 
 
 def counts():
-    """What the card has counted since it was told to forget: what -> number."""
+    """The card's counts by name, from when it was last told to forget them."""
     text = ctypes.create_string_buffer(1 << 16)
     played.played_report(text, len(text))
     lines = (line.partition(" ") for line in text.value.decode().splitlines() if not line.startswith("FAULT"))

@@ -1,4 +1,4 @@
-"""What an engine pins, copies and loads on a card that is played on the CPU, and what it may take of a card."""
+"""The memory that an engine pins, copies and loads on a card played on the CPU, and what it may take of a card."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -311,7 +311,7 @@ def _update_chunks(qkv, states, source, target, starts, out, factors, few_tokens
 
 
 def _update(is_meant, qkv, g, beta, states, source, target, starts, out, key_heads):
-    """What the delta rule makes of the states of sequences with a number of tokens that is meant."""
+    """The delta rule, for the sequences whose number of tokens a kernel is meant for."""
     from batchgen.ops import state_reference
     from batchgen.ops.state_slots import StateSlots
 

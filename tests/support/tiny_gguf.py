@@ -447,7 +447,7 @@ def _gguf_tensors(model, family: str):
 
 
 def round_as_gguf(model, tensor_type: str):
-    """The same model with its matrices rounded as `write_tiny_gguf` rounds them."""
+    """A model with its matrices rounded as `write_tiny_gguf` rounds them."""
     import gguf
     import numpy as np
 
