@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import compress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from batchgen.core.attention_budget import ALL
 from batchgen.core.cache_folder import cache_dir
 from batchgen.core.device import parse_device
 from batchgen.core.dtypes import AUTO, STATE_DTYPES
@@ -214,6 +215,8 @@ class Engine:
             compressed-tensors W8A8 is "int8" by itself.
         kv_cache_dtype: Format of KV: "auto" (the compute dtype), "int8", "int5" or "int4".
         state_dtype: Format of the recurrent states of linear attention: "float32" or "bfloat16".
+        attention_budget: Tokens that each generated token attends to: "all", a share of those before it such as "10%",
+            or a number such as "1024".
         device: "auto", "cpu", "cuda", or an accelerator emulated on the CPU, "emulated:gpu-memory=512MiB".
         cpu_memory: Host memory budget of the process, in bytes or as text such as "14GiB"; None: the free memory less a
             margin.
@@ -246,6 +249,7 @@ class Engine:
         weights: str = AUTO,
         kv_cache_dtype: str = "auto",
         state_dtype: str = STATE_DTYPES[0],
+        attention_budget: str = ALL,
         device: str = "auto",
         cpu_memory: int | str | None = None,
         gpu_memory: int | str | None = None,
@@ -293,6 +297,7 @@ class Engine:
             weights=weights,
             kv_cache_dtype=kv_cache_dtype,
             state_dtype=state_dtype,
+            attention_budget=attention_budget,
         )
         store = None
         if needs_store(policy):

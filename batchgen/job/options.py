@@ -15,6 +15,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from batchgen.core.attention_budget import ALL
 from batchgen.core.dtypes import KV_CODE_BITS, STATE_DTYPES, WEIGHTS
 from batchgen.core.quality import EXACT, KV_LOSSES, NEAR, QUALITIES, SMALL, WEIGHT_LOSSES, format_losses
 from batchgen.core.request import SamplingParams
@@ -128,6 +129,10 @@ _STATE_HELP = (
     "bfloat16: the recurrent states of linear attention (Qwen3.5 and later, Qwen3-Next) take half of the memory, and"
     " are rounded after every token."
 )
+_BUDGET_HELP = (
+    "Tokens that each generated token attends to: a share of those before it such as 10%, or a number of them; the KV"
+    " blocks that matter most to it are chosen in each layer. Prompts are read whole. all: no choice."
+)
 _OFFLOAD_HELP = "Directory of the disk tier [default: the cache directory]."
 _REPORT_HELP = "Write the report as JSON; - is stdout."
 
@@ -175,6 +180,9 @@ class JobOptions:
     quality: str = _option(MODEL, _COMMANDS, default=EXACT, choices=tuple(QUALITIES), help=_QUALITY_HELP)
     state_dtype: str = _option(
         MODEL, f"{_COMMANDS} lm_eval helm engine", default="float32", choices=STATE_DTYPES, help=_STATE_HELP
+    )
+    attention_budget: str = _option(
+        MODEL, f"{_COMMANDS} lm_eval helm engine", default=ALL, metavar="SHARE|N", help=_BUDGET_HELP
     )
     max_model_len: int | None = _option(
         MODEL,

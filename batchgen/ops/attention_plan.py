@@ -11,8 +11,12 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from batchgen.ops.page_choice import PageChoice
 
 # A decode group's gathered K or V: enough work for an efficient product, little enough to stay in cache.
 _GROUP_BYTES = 2 << 20
@@ -166,11 +170,14 @@ class AttentionPlan:
         shared: Shared prefixes.
         decode: Groups of sequences with one token each.
         prefill: Sequences with several tokens.
+        pages: Sequences with one token that attend to chosen pages, and are in no group or item; None: no layer that
+            the plan is for chooses pages.
     """
 
     shared: tuple[SharedItem, ...]
     decode: tuple[DecodeGroup, ...]
     prefill: tuple[PrefillItem, ...]
+    pages: PageChoice | None = None
 
 
 @dataclass(frozen=True)
@@ -259,6 +266,7 @@ def plan_attention(
     kv_block_size: int,
     key_bytes: int | None,
     window: int | None = None,
+    left_out: np.ndarray | None = None,
 ) -> AttentionPlan:
     """The attention plan of sequences that are in packing order (`order_sequences`).
 
@@ -269,8 +277,13 @@ def plan_attention(
         key_bytes: Bytes of one token's keys in one layer; None: a GPU attends, whose items are cut out of decode groups
             of any size (`DecodeGroup.places`).
         window: Sliding window, in tokens; None: all keys.
+        left_out: For each sequence, whether it is left out of the plan, bool [n]; such a sequence has one token and is
+            in no group. None: none is.
     """
     starts, num_keys, decodes = tables.starts, tables.num_keys, tables.num_queries == 1
+    prefills = ~decodes
+    if left_out is not None:
+        decodes = decodes & ~left_out
     skipped = np.zeros(len(tables), np.int64)  # leading blocks that a shared item has, or no token sees
     shared = []
     for group in groups if window is None else ():
@@ -291,7 +304,7 @@ def plan_attention(
     else:
         similar = _decode_ranges(starts[:-1], cut.num_used, decodes, kv_block_size * key_bytes)
         decode = [cut.decode_group(members, window is not None, padded=True) for members in similar]
-    prefill = cut.prefill_items(np.flatnonzero(~decodes), window)
+    prefill = cut.prefill_items(np.flatnonzero(prefills), window)
     return AttentionPlan(tuple(shared), tuple(decode), tuple(prefill))
 
 
