@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
-
-import numpy as np
 
 from batchgen.core.errors import InputError
 
@@ -21,8 +19,7 @@ DENSE_LAYERS = 2
 # Pages that are always attended to: the first, and the newest ones, of which the last may be incomplete.
 FIRST_PAGES, RECENT_PAGES = 1, 2
 _LEAST_PAGES = FIRST_PAGES + RECENT_PAGES + 1
-
-N = TypeVar("N", int, np.ndarray)
+_ROUNDING = 1e-9  # of a share times pages
 
 
 @dataclass(frozen=True)
@@ -56,17 +53,16 @@ class AttentionBudget:
             return cls(tokens=tokens)
         raise InputError(f"--attention-budget {text}: give all, a share such as 10%, or a number of tokens")
 
-    def pages(self, num_pages: N, kv_block_size: int) -> N:
+    def pages(self, num_pages: int, kv_block_size: int) -> int:
         """The number of pages that a token attends to.
 
         Args:
-            num_pages: Pages of the sequence, as a number or an array of int64.
+            num_pages: Pages of the sequence.
             kv_block_size: Tokens of a page.
         """
         if self.share is not None:
-            wanted = np.ceil(self.share * np.asarray(num_pages) - 1e-9).astype(np.int64)
+            wanted = math.ceil(self.share * num_pages - _ROUNDING)
         else:
             assert self.tokens is not None
-            wanted = np.asarray(-(-self.tokens // kv_block_size))
-        chosen = np.minimum(np.maximum(wanted, _LEAST_PAGES), num_pages)
-        return chosen if isinstance(num_pages, np.ndarray) else int(chosen)
+            wanted = -(-self.tokens // kv_block_size)
+        return min(max(wanted, _LEAST_PAGES), num_pages)

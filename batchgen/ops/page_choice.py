@@ -106,7 +106,7 @@ def plan_chosen(
         key_bytes: Bytes of one token's keys in one layer; None: a GPU attends.
     """
     num_blocks = -(-tables.num_keys // kv_block_size)
-    num_pages = pages.budget.pages(num_blocks, kv_block_size)
+    num_pages = np.array([pages.budget.pages(count, kv_block_size) for count in num_blocks.tolist()], np.int64)
     chooses = pages.decodes & (tables.num_queries == 1) & (num_pages < num_blocks)
     kept = [part for group in groups for part in _without(group, chooses)]
     plan = plan_attention(tables, kept, kv_block_size=kv_block_size, key_bytes=key_bytes, left_out=chooses)
