@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import compress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -46,6 +47,7 @@ from batchgen.models.model_versions import check_unchanged, model_versions
 from batchgen.runtime.grammar import check_grammar
 from batchgen.schedule.adaptation import Adaptation, Change, Measured
 from batchgen.schedule.deferred_batches import DeferredBatches
+from batchgen.schedule.expansion_choice import expansion_choice
 from batchgen.schedule.from_policy import kv_pools, scheduler_limits
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
 from batchgen.schedule.scheduler import Scheduler
@@ -447,6 +449,7 @@ class Engine:
                 expected_output_len=expected,
                 lane_costs=self._lane_costs,
                 sweep_choice=sweep_choice(self.policy, self._lane_costs) if self.parts.compute_tier == "gpu" else None,
+                expansion_choice=expansion_choice(self.policy, self._lane_costs),
             )
             self.changes = adaptation.changes
         self._generation = handler = Generation(self.parts, self._sampling, self._on_overlong, known)
@@ -518,15 +521,29 @@ class Engine:
 
     def _step(self, call: _Call, on_sweep: Callable[[EngineStats], None]) -> Iterator:
         """Schedule a sweep, run it and take its results. Yields the results of requests that have ended."""
+        if call.adaptation and call.adaptation.wants_recut:
+            yield from self._recut(call, call.adaptation)
         started_s = time.perf_counter()
         scheduled = call.scheduler.schedule()
         launched = self._run(call, scheduled, started_s) if scheduled or call.deferred_batches.waiting else None
         for sweep in call.due(launched):
-            for sequence in self._take(call, sweep):
-                result = call.handler.finish(sequence)
-                if result is not None:
-                    yield result
+            yield from self._results(call, sweep)
             on_sweep(self.stats)
+
+    def _results(self, call: _Call, sweep: _Sweep) -> Iterator:
+        """Take the results of a sweep; yields the results of requests that have ended with it."""
+        for sequence in self._take(call, sweep):
+            result = call.handler.finish(sequence)
+            if result is not None:
+                yield result
+
+    def _recut(self, call: _Call, adaptation: Adaptation) -> Iterator:
+        """Have another number of layers' KV on the device; yields the results of the sweeps under way before that."""
+        while call.under_way:
+            yield from self._results(call, call.under_way.popleft())
+        recut = adaptation.recut()
+        if recut is not None:
+            self.parts.executor.recut(recut)
 
     def _admit(self, call: _Call) -> Iterator:
         """Give prepared requests to the scheduler; yields the results of requests that failed before they ran.
@@ -551,7 +568,8 @@ class Engine:
     def _run(self, call: _Call, scheduled: list[ScheduledSequence], started_s: float) -> _Sweep:
         """Launch a sweep over scheduled sequences. On a CPU the sweep has run when this returns."""
         stats, parts, handler = self.stats, self.parts, call.handler
-        batches = [parts.pack(batch) for batch in parts.split(scheduled)]
+        pack = partial(parts.pack, in_place=True) if call.scheduler.has_layers_on_device else parts.pack
+        batches = [pack(batch) for batch in parts.split(scheduled)]
         sampling_s = 0.0
 
         def on_logits(rows, logits, start: int) -> Tensor | None:
