@@ -113,7 +113,7 @@ class _Trial:
 
 
 class Adaptation:
-    """The adaptation of a scheduler's limits and placements, within pools that never change.
+    """The adaptation of a scheduler's limits, placements and division of layers, within memory that stays as planned.
 
     Attributes:
         changes: Changes made so far.
@@ -159,6 +159,8 @@ class Adaptation:
         self._knobs = {"block": Knob(), "streamed": Knob(), "streamed_layers": Knob("up")}
         self._expansion_choice = expansion_choice if scheduler.expansion else None
         self._recut_to: int | None = None  # layers that are to be on the device
+        if scheduler.has_layers_on_device and scheduler.limits.quota(KVPlacement.CPU):
+            self._keep_from_cpu(True)  # an earlier call of the engine has put them there
         # The first outputs to end are the shortest: judged is only when the block has turned over.
         self._enough = max(_FEWEST_LENGTHS, 2 * scheduler.limits.max_num_seqs)
 

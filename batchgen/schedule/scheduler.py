@@ -494,9 +494,12 @@ class Scheduler:
                 yield placement
         if not self.running:
             rest = [p for p in self._placements if p not in tried and p is not KVPlacement.DEFERRED]
+            rest = [p for p in rest if p is not KVPlacement.CPU or not self.has_layers_on_device]
             yield from sorted(rest, key=lambda p: p is not KVPlacement.STREAMED) if self._lacks_slots else rest
 
     def _has_place(self, placement: KVPlacement) -> bool:
+        if placement is KVPlacement.CPU and self.has_layers_on_device:
+            return False  # where an earlier call of the engine has put them
         return self._in_placement[placement] < self.limits.quota(placement)
 
     def _fits_in(self, sequence: Sequence, placement: KVPlacement) -> bool:
