@@ -216,7 +216,7 @@ class Grammars:
 
         Args:
             steps: Tokens of each constraint.
-            ahead: Those of them that go on while a single token is allowed; `Constraint.take_ahead` must be called.
+            ahead: Constraints that go on while a single token is allowed; `Constraint.take_ahead` must be called.
         """
         wait = partial(self._wait_for, self._thread.submit(self._advance, steps, ahead))
         for constraint in steps:

@@ -20,7 +20,7 @@ class Proposal(NamedTuple):  # some for each sequence of every sweep with drafts
 
 
 class Proposer(Protocol):
-    """What drafts tokens. Wrong drafts cost time and change no text."""
+    """An object that drafts tokens. Wrong drafts cost time and change no text."""
 
     def propose(self, sequence: Sequence, most: int) -> Proposal | None:
         """The next tokens of a sequence, at most so many; None: there is nothing to go by."""

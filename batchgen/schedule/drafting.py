@@ -163,7 +163,7 @@ class Drafting:
     def _first(
         self, proposals: Mapping[Sequence, tuple[tuple[int, int], Proposal]], budget: int
     ) -> dict[Sequence, int]:
-        """The same number of drafts for each sequence, within the budget."""
+        """Numbers of drafts, `always` for each sequence within the budget."""
         counts = {}
         for sequence, (_, proposal) in proposals.items():
             count = min(len(proposal.tokens), self._always or 0, budget)

@@ -52,7 +52,7 @@ class _Text:
 
 
 def longest_match(tokens: np.ndarray, most: int) -> Proposal | None:
-    """What followed the longest earlier match of the last tokens.
+    """The tokens that followed the longest earlier match of the last tokens; None: there is none.
 
     Args:
         tokens: Tokens of a text, int32 [tokens].
