@@ -210,6 +210,8 @@ class Engine:
 
     Args:
         model: A local Hugging Face directory, a `.gguf` file, a hub id, or "demo".
+        lora: Directory of a LoRA adapter as PEFT saves it, which is merged into the weights when they are read; packed
+            weights are dequantized. None: there is none.
         dtype: Compute dtype: "float32", "bfloat16", "float16", or "auto". On a CPU "auto" is bfloat16 for models stored
             in 16 bits or less if the CPU is fast at it, else the dtype of the files. On a GPU it is 16 bits: float16
             before compute capability 8.0.
@@ -248,6 +250,7 @@ class Engine:
         self,
         model: str = "demo",
         *,
+        lora: str | None = None,
         dtype: str = "auto",
         weights: str = AUTO,
         kv_cache_dtype: str = "auto",
@@ -273,7 +276,7 @@ class Engine:
         where = parse_device(device)
         sampling = sampling or SamplingParams()
         check_grammar(sampling)
-        files = resolve_model(model)
+        files = resolve_model(model, lora)
         versions = model_versions(files)
         config = read_config(files)
         dtype = resolve_dtype(config, dtype, where)
