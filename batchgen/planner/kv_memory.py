@@ -140,8 +140,7 @@ def kv_pools(
         blocks[pool] = max(0, min([useful, *(capacity[tier] // size for tier, size in sizes.items() if size)]))
         for tier, size in sizes.items():
             taken[tier] += blocks[pool] * size
-            if pool == "disk":
-                capacity[tier] -= blocks[pool] * size
+        capacity["cpu"] -= blocks[pool] * (pool == "disk") * sizes.get("cpu", 0)
     for tier, size in capacity.items():
         if size < 0:
             short.setdefault(tier, -size)
