@@ -11,12 +11,8 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from batchgen.ops.page_choice import PageChoice
 
 # A decode group's gathered K or V: enough work for an efficient product, little enough to stay in cache.
 _GROUP_BYTES = 2 << 20
@@ -160,6 +156,36 @@ class SharedItem:
     start: int
     stop: int
     blocks: np.ndarray
+
+
+@dataclass(frozen=True)
+class PageChoice:
+    """The sequences of a sweep that choose pages, and the pages that become complete in the sweep.
+
+    Attributes:
+        tokens: Packed token of each sequence that chooses, int64 [n].
+        starts: First place of each sequence in `blocks`, and then their length, int64 [n + 1].
+        blocks: All KV blocks of each sequence, one table after the other, int32.
+        summaries: The number of each block's summary, int32.
+        num_pages: Pages that each sequence attends to, fewer than it has, int64 [n].
+        num_keys: Keys in these pages, int64 [n].
+        complete_blocks: KV blocks that are complete after the sweep, and were not before, int64.
+        complete_summaries: The numbers of their summaries, int64.
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    blocks: np.ndarray
+    summaries: np.ndarray
+    num_pages: np.ndarray
+    num_keys: np.ndarray
+    complete_blocks: np.ndarray
+    complete_summaries: np.ndarray
+
+    @property
+    def most_pages(self) -> int:
+        """Pages of the sequence that attends to the most."""
+        return int(self.num_pages.max(initial=1))
 
 
 @dataclass(frozen=True)

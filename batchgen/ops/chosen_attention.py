@@ -16,9 +16,9 @@ from torch import Tensor
 from batchgen.ops import cpp, torch_attention, torch_pages
 from batchgen.ops import dispatch as ops
 from batchgen.ops.attention_operands import AttentionOperands
-from batchgen.ops.attention_plan import AttentionPlan
+from batchgen.ops.attention_plan import AttentionPlan, PageChoice
 from batchgen.ops.host_copy import upload
-from batchgen.ops.page_choice import PageChoice
+from batchgen.ops.page_choice import chosen_groups
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def prepare_attention(
         return ChosenAttention(prepared, choice, table, complete, isa)
     # Blocks that are not known yet are counted down from -1.
     places = -1 - np.arange(len(choice.tokens) * choice.most_pages, dtype=np.int32)
-    decode = choice.chosen_group(places.reshape(len(choice.tokens), choice.most_pages))
+    decode = chosen_groups(choice, places.reshape(len(choice.tokens), choice.most_pages))
     whole = replace(plan, decode=(*plan.decode, *decode), pages=None)
     prepared = ops.prepare_attention(whole, operands, device, isa)
     return ChosenAttention(prepared, torch_pages.TorchPages.of(choice, device), None, complete, isa)

@@ -26,7 +26,6 @@ from batchgen.ops import instruction_set as _process
 from batchgen.ops import quant
 from batchgen.ops.instruction_set import instruction_set
 from batchgen.ops.kernel_library import library as _kernels
-from batchgen.ops.page_choice import PageChoice
 from batchgen.ops.sampling import Draws
 
 AttentionPlan: TypeAlias = _kernels.AttentionPlan
@@ -169,7 +168,7 @@ def summarise_pages(kv: Tensor, blocks: Tensor, targets: Tensor, summaries: Tens
     _kernels.summarise_pages(kv.data_ptr(), *shape, *numbers, summaries.data_ptr(), TYPES[summaries.dtype], "")
 
 
-def choose_pages(q: Tensor, summaries: Tensor, choice: PageChoice, table: np.ndarray, isa: str) -> None:
+def choose_pages(q: Tensor, summaries: Tensor, choice: plans.PageChoice, table: np.ndarray, isa: str) -> None:
     """Choose pages by the queries of a layer.
 
     Args:

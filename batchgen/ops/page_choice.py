@@ -14,18 +14,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from batchgen.core.attention_budget import FIRST_PAGES, RECENT_PAGES, AttentionBudget
+from batchgen.core.attention_budget import AttentionBudget
 from batchgen.ops.attention_items import numbers_within
 from batchgen.ops.attention_plan import (
     MIN_SHARED_SEQUENCES,
     AttentionPlan,
     DecodeGroup,
+    PageChoice,
     SharedGroup,
     SweepTables,
     plan_attention,
 )
-
-__all__ = ["FIRST_PAGES", "RECENT_PAGES", "PageChoice", "PageTables", "plan_chosen"]
 
 
 @dataclass(frozen=True)
@@ -43,49 +42,20 @@ class PageTables:
     summaries: np.ndarray
 
 
-@dataclass(frozen=True)
-class PageChoice:
-    """The sequences of a sweep that choose pages, and the pages that become complete in the sweep.
-
-    Attributes:
-        tokens: Packed token of each sequence that chooses, int64 [n].
-        starts: First place of each sequence in `blocks`, and then their length, int64 [n + 1].
-        blocks: All KV blocks of each sequence, one table after the other, int32.
-        summaries: The number of each block's summary, int32.
-        num_pages: Pages that each sequence attends to, fewer than it has, int64 [n].
-        num_keys: Keys in these pages, int64 [n].
-        complete_blocks: KV blocks that are complete after the sweep, and were not before, int64.
-        complete_summaries: The numbers of their summaries, int64.
-    """
-
-    tokens: np.ndarray
-    starts: np.ndarray
-    blocks: np.ndarray
-    summaries: np.ndarray
-    num_pages: np.ndarray
-    num_keys: np.ndarray
-    complete_blocks: np.ndarray
-    complete_summaries: np.ndarray
-
-    @property
-    def most_pages(self) -> int:
-        """Pages of the sequence that attends to the most."""
-        return int(self.num_pages.max(initial=1))
-
-    def chosen_group(self, table: np.ndarray) -> list[DecodeGroup]:
-        """The sequences as decode groups, whose blocks are those of a table of chosen blocks, int32 [n, most_pages]."""
-        breaks = np.flatnonzero(np.diff(self.tokens) != 1) + 1
-        ranges = np.split(np.arange(len(self.tokens)), breaks) if len(self.tokens) else []
-        return [
-            DecodeGroup(
-                int(self.tokens[part[0]]),
-                int(self.tokens[part[-1]]) + 1,
-                table[part[0] : part[-1] + 1],
-                self.num_keys[part],
-                np.zeros(len(part), np.int64),
-            )
-            for part in ranges
-        ]
+def chosen_groups(choice: PageChoice, table: np.ndarray) -> list[DecodeGroup]:
+    """The sequences that choose as decode groups, with blocks from a table of chosen ones, int32 [n, most_pages]."""
+    breaks = np.flatnonzero(np.diff(choice.tokens) != 1) + 1
+    ranges = np.split(np.arange(len(choice.tokens)), breaks) if len(choice.tokens) else []
+    return [
+        DecodeGroup(
+            int(choice.tokens[part[0]]),
+            int(choice.tokens[part[-1]]) + 1,
+            table[part[0] : part[-1] + 1],
+            choice.num_keys[part],
+            np.zeros(len(part), np.int64),
+        )
+        for part in ranges
+    ]
 
 
 def plan_chosen(
@@ -100,7 +70,7 @@ def plan_chosen(
 
     Args:
         tables: Sequences of the sweep, in packing order.
-        pages: The same sequences, as the choice sees them.
+        pages: Budget, and what the choice needs to know of the same sequences.
         groups: Shared groups, with indices in packing order.
         kv_block_size: Number of tokens in a KV block.
         key_bytes: Bytes of one token's keys in one layer; None: a GPU attends.

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from batchgen.core.attention_budget import FIRST_PAGES, RECENT_PAGES
 from batchgen.ops import quant
+from batchgen.ops.attention_plan import PageChoice
 from batchgen.ops.host_copy import upload
-from batchgen.ops.page_choice import PageChoice
 
 
 def summarise(kv: Tensor, blocks: Tensor, summaries: Tensor, targets: Tensor, bits: int) -> None:

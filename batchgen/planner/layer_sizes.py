@@ -17,7 +17,7 @@ from batchgen.planner.kv_memory import kv_block_bytes, summary_bytes, window_byt
 
 
 class PageReads(NamedTuple):
-    """What a decoding token reads in a layer that chooses pages.
+    """The KV that a decoding token reads in a layer that chooses pages.
 
     Attributes:
         budget: Pages that it attends to.
@@ -44,7 +44,7 @@ class AttentionKind(NamedTuple):
         windows: Sliding windows, each with the number of these layers that have it; None: layers without one;
             CHOSEN_PAGES: layers that choose pages.
         kv_token_bytes: Stored bytes of the keys and values of one token in one of them.
-        pages: What a decoding token reads in layers that choose pages; None: there are none.
+        pages: KV that a decoding token reads in layers that choose pages; None: there are none.
     """
 
     shape: AttentionShape

@@ -250,11 +250,12 @@ def _plans(
     key_bytes: int | None,
     pages: PageTables | None = None,
 ) -> dict[int | None, AttentionPlan]:
-    sizes = {"kv_block_size": kv_block_size, "key_bytes": key_bytes}
+    dense = partial(plan_attention, kv_block_size=kv_block_size, key_bytes=key_bytes)
+    chosen = partial(plan_chosen, kv_block_size=kv_block_size, key_bytes=key_bytes)
     return {
-        window: plan_attention(tables, groups, window=window, **sizes)
+        window: dense(tables, groups, window=window)
         if pages is None or window != CHOSEN_PAGES
-        else plan_chosen(tables, pages, groups, **sizes)
+        else chosen(tables, pages, groups)
         for window, tables in by_window.items()
     }
 
