@@ -253,8 +253,7 @@ def state_slots(seqs: Mapping[str, Linear], share_prefixes: bool) -> dict[str, L
         share_prefixes: `Policy.share_prefixes`.
     """
     return {
-        tier: count + (count * (1 / SEQS_PER_SNAPSHOT) + 1 if share_prefixes and tier != "disk" else 0)
-        for tier, count in seqs.items()
+        tier: count + (count * (1 / SEQS_PER_SNAPSHOT) + 1 if share_prefixes else 0) for tier, count in seqs.items()
     }
 
 

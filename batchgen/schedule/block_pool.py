@@ -7,9 +7,22 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Protocol
 
 # The node of a trie before any token, which has no block.
 ROOT = 0
+
+
+class FreeBlocks(Protocol):
+    """The interface of a store of free blocks."""
+
+    def __len__(self) -> int: ...
+
+    def pop(self) -> int:
+        """Take a block."""
+
+    def append(self, block: int, /) -> None:
+        """Give a block back."""
 
 
 class BlockPool:
@@ -23,7 +36,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._free: FreeBlocks = list(range(num_blocks - 1, -1, -1))
         self._users = [0] * num_blocks
         self._evictable: OrderedDict[int, None] = OrderedDict()
 

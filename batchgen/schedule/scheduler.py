@@ -25,8 +25,8 @@ from functools import cache
 from itertools import chain, islice
 
 from batchgen.core.kv_placement import KVPlacement
-from batchgen.schedule.block_manager import Allocation
-from batchgen.schedule.block_tables import BlockTables, Pool
+from batchgen.schedule.block_manager import Allocation, BlockManager
+from batchgen.schedule.block_tables import BlockTables
 from batchgen.schedule.extents import ExtentManager
 from batchgen.schedule.scheduled_sequence import ScheduledSequence, next_tokens
 from batchgen.schedule.scheduler_limits import SchedulerLimits
@@ -56,7 +56,7 @@ class Scheduler:
 
     def __init__(
         self,
-        pools: Mapping[str, Pool],
+        pools: Mapping[str, BlockManager],
         limits: SchedulerLimits,
         expected_output_len: Callable[[Sequence], int] | None = None,
         token_slots: TokenSlots | None = None,
