@@ -185,8 +185,9 @@ def _too_small(
 ) -> str:
     tier, missing = max(short.items(), key=lambda item: item[1])
     fixed = ", ".join(f"{what} {format_bytes(size)}" for what, size in parts[tier].items())
+    fewer = ", or a smaller --max-num-seqs" if parts[tier].get("state", 0) >= missing else ""
     return (
         f"{TIER_FLAGS[tier]} {format_bytes(budgets[tier])} is too small for one row of {min_tokens} tokens"
         f" beside {fixed};"
-        f" give at least {format_at_least((budgets[tier] + missing) * 1.01)}"
+        f" give at least {format_at_least((budgets[tier] + missing) * 1.01)}{fewer}"
     )
