@@ -129,7 +129,7 @@ def _matched(prompts: Sequence[SampledPrompt], paths: list[list[int]]) -> list[i
 
 
 def _of_tree(prompts: Sequence[SampledPrompt], whole_paths: list[list[int]], num_waiting: float) -> _Tokens:
-    """What `num_waiting` sequences share of which the sample is one, if its stretches are far from each other.
+    """Tokens that `num_waiting` sequences share of which the sample is one, if its stretches are far from each other.
 
     Rows of one stretch may be more alike than others, so a row is compared with those of other stretches alone. That a
     row of the sample has no like there does not mean that it has none: those with one and with two tell how many have

@@ -1,16 +1,20 @@
 """Rows of inputs that are larger than what waits: sorted by their prompts on disk, and run so."""
 
+import itertools
 import json
 import random
 import tracemalloc
+from collections import Counter
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from command_line import invoke
 
+from batchgen.core.errors import BatchgenError
 from batchgen.core.request import ChatOptions, Request, SamplingParams, ScoreRequest
 from batchgen.engine import prompt_order
+from batchgen.job import run as run_module
 from batchgen.job import shared, sorted_requests
 from batchgen.job.sorted_requests import NoSpace, SortedRequests, in_order_of_texts, text_of
 from batchgen.share.worker import Worker
@@ -194,3 +198,21 @@ def test_a_worker_follows_the_order_that_the_first_one_has_recorded(tiny_models,
     monkeypatch.undo()
     code, _, said = run(model, source, output, "--share")
     assert code == 0 and "sorted" not in said, said
+
+
+def test_a_job_that_is_cut_short_leaves_whole_groups_of_prompts_done(tiny_models, tmp_path, small_window, monkeypatch):
+    model, source, output = tiny_models("llama")[0], tmp_path / "in.parquet", tmp_path / "out.parquet"
+    table(source, subjects=40, rows_of_each=8)
+    make_result, numbers = run_module._row_result, itertools.count()
+
+    def stop_at_last(*args):
+        if next(numbers) == 150:
+            raise BatchgenError("cut short")
+        return make_result(*args)
+
+    monkeypatch.setattr(run_module, "_row_result", stop_at_last)
+    assert run(model, source, output)[0] == 1
+    parts = sorted((tmp_path / "out.parquet.batchgen" / "parts").glob("*.parquet"))
+    rows = [row for part in parts for row in pq.read_table(part)["row"].to_pylist()]
+    groups = Counter(row % 40 for row in rows)
+    assert len(rows) == 150 and sum(count < 8 for count in groups.values()) <= 3
