@@ -29,7 +29,11 @@ class FreeRuns:
     def __len__(self) -> int:
         return self._num_free
 
-    def __iter__(self) -> Iterator[tuple[int, int]]:
+    def __iter__(self) -> Iterator[int]:
+        """Yield the blocks in ascending order."""
+        return (block for start, length in self.runs() for block in range(start, start + length))
+
+    def runs(self) -> Iterator[tuple[int, int]]:
         """Yield (first block, number of blocks) of each run, in ascending order."""
         return zip(self._starts, self._lengths, strict=True)
 

@@ -14,7 +14,7 @@ OPS = st.lists(
 
 def free_runs(extents):
     """(first block, number of blocks) of each free run, in ascending order."""
-    return list(extents._free)
+    return list(extents._free.runs())
 
 
 def free_blocks(extents):

@@ -38,7 +38,7 @@ def short_prefixes_are_worth_a_snapshot():
 
 def free_runs(extents):
     """(first block, number of blocks) of each free run, in ascending order."""
-    return list(extents._free)
+    return list(extents._free.runs())
 
 
 def make(index, prompt, max_tokens):
