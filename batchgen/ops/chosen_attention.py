@@ -57,17 +57,19 @@ def prepare_attention(
     """
     choice = plan.pages
     if choice is None:
-        return ops.prepare_attention(plan, operands, device, isa)
+        return ops.prepare_attention(plan, operands, device=device, isa=isa)
     complete = tuple(upload(n, device) for n in (choice.complete_blocks, choice.complete_summaries))
     if ops.has_cpu_attention(operands, device):
         table = np.zeros((len(choice.tokens), choice.most_pages), np.int32)
-        prepared = ops.prepare_attention(plan, operands, device, isa, chosen=(choice.tokens, table, choice.num_keys))
+        prepared = ops.prepare_attention(
+            plan, operands, device=device, isa=isa, chosen=(choice.tokens, table, choice.num_keys)
+        )
         return ChosenAttention(prepared, choice, table, complete, isa)
     # Blocks that are not known yet are counted down from -1.
     places = -1 - np.arange(len(choice.tokens) * choice.most_pages, dtype=np.int32)
     decode = chosen_groups(choice, places.reshape(len(choice.tokens), choice.most_pages))
     whole = replace(plan, decode=(*plan.decode, *decode), pages=None)
-    prepared = ops.prepare_attention(whole, operands, device, isa)
+    prepared = ops.prepare_attention(whole, operands, device=device, isa=isa)
     return ChosenAttention(prepared, torch_pages.TorchPages.of(choice, device), None, complete, isa)
 
 
