@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import compress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -33,10 +35,11 @@ from batchgen.engine.loader import (
     resolve_dtype,
     with_fitting_states,
 )
+from batchgen.engine.longest_first import ExpectedLengths, LongestFirst
 from batchgen.engine.non_finite import NonFiniteSequences
 from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.engine.prefetch import Prefetch
-from batchgen.engine.preparation import KnownAnswers
+from batchgen.engine.preparation import KnownAnswers, Prepared
 from batchgen.engine.prompt_order import PromptOrder
 from batchgen.engine.scoring import Scoring
 from batchgen.engine.tensor_parallel import first_shard, load_on_ranks, shard_weights
@@ -46,6 +49,8 @@ from batchgen.models.model_versions import check_unchanged, model_versions
 from batchgen.runtime.grammar import check_grammar
 from batchgen.schedule.adaptation import Adaptation, Change, Measured
 from batchgen.schedule.deferred_batches import DeferredBatches
+from batchgen.schedule.drafting import Drafting
+from batchgen.schedule.expansion_choice import expansion_choice
 from batchgen.schedule.from_policy import kv_pools, scheduler_limits
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
 from batchgen.schedule.scheduler import Scheduler
@@ -59,6 +64,7 @@ if TYPE_CHECKING:
 ON_OVERLONG = ("error", "truncate-left", "truncate-right")
 _MAX_NUM_SEQS = 256
 _INPUT_AHEAD = 512  # tokenized requests waiting for the scheduler
+_FILL_S = 0.2  # the longest time that a call waits for more requests than one, to begin with the first of them in order
 
 
 R = TypeVar("R", bound="SweepResult")
@@ -128,12 +134,14 @@ class _Sweep:
         wait: Function that returns when the sweep has run; None: the sweep has run already.
         started_s: Time of time.perf_counter at which the sweep's scheduling began.
         has_prompts: Whether it has tokens of prompts.
+        num_tokens: Tokens that go through its layers.
     """
 
     result: SweepResult | None
     wait: Callable[[], None] | None
     started_s: float
     has_prompts: bool = False
+    num_tokens: int = 0
 
 
 @dataclass
@@ -149,6 +157,7 @@ class _Call:
         under_way: Sweeps that were launched and whose results have not been taken.
         deferred_batches: Sequences whose attention is deferred.
         drop: Function that makes the executor drop deferred batches.
+        lengths: Expected lengths of outputs, by which requests are put in order; None: they are not.
     """
 
     handler: RequestHandler[Any]
@@ -159,6 +168,7 @@ class _Call:
     under_way: deque[_Sweep] = field(default_factory=deque)
     deferred_batches: DeferredBatches = field(default_factory=DeferredBatches)
     drop: Callable[[DeferredBatches], None] = lambda deferred_batches: None
+    lengths: ExpectedLengths | None = None
 
     @property
     def has_work(self) -> bool:
@@ -179,9 +189,22 @@ class _Call:
             self.under_way.append(launched)
             ahead = self.sweeps_in_flight - 1
             if launched.result is not None:
-                ahead = int(launched.wait is not None and not launched.result.needs_host)
+                drafting = self.scheduler.drafting
+                needs_host = launched.result.needs_host or (drafting is not None and drafting.active)
+                ahead = int(launched.wait is not None and not needs_host)
         while len(self.under_way) > ahead:
             yield self.under_way.popleft()
+
+    def learn_lengths(self, ended: list[Sequence]) -> None:
+        """Count the outputs of sequences that have ended; now and then, put the waiting requests in order anew."""
+        if self.lengths is None:
+            return
+        before = self.lengths.num_ended.bit_length()
+        for sequence in ended:
+            if not sequence.targets:  # those of prompts that are scored generate nothing
+                self.lengths.ended(sequence.num_prompt, sequence.num_generated)
+        if self.lengths.num_ended.bit_length() > before and isinstance(self.source, LongestFirst):
+            self.source.learn()
 
     def close(self) -> None:
         """Drop all unfinished sequences."""
@@ -194,6 +217,28 @@ class _Call:
             self.drop(self.deferred_batches)
         for sequence in (*self.scheduler.running, *self.scheduler.waiting):
             self.scheduler.finish(sequence)
+
+
+def _in_order(ahead: Prefetch, lengths: ExpectedLengths | None, *, share_prefixes: bool) -> Prefetch | PromptOrder:
+    """The prepared requests in the order in which they start.
+
+    Args:
+        ahead: The prepared requests in the order of the call.
+        lengths: Expected lengths of outputs, of which the longest come first; None: prompts alone decide.
+        share_prefixes: Whether prompts with a common prefix are to follow each other.
+    """
+    if lengths is None and not share_prefixes:
+        return ahead
+    order: PromptOrder = PromptOrder(ahead)
+    if lengths is not None:
+
+        def length(prepared: Prepared) -> float:
+            token_ids, sampling = prepared.prompts[0]
+            return lengths.expected(len(token_ids), sampling)
+
+        order = LongestFirst(ahead, length) if share_prefixes else LongestFirst(ahead, length, group_tokens=sys.maxsize)
+    order.fill(_FILL_S)
+    return order
 
 
 class Engine:
@@ -233,6 +278,7 @@ class Engine:
             "truncate-left" and "truncate-right" cut its prompt at that end.
         chat_template: Jinja text of a chat template that replaces the model's; None: the model's.
         sampling: Sampling parameters of requests that have none.
+        drafts: Whether tokens are drafted and checked several at a time, where that saves time. It changes no text.
         on_load: Function called with (layers loaded, layers in all) after each layer.
 
     Raises:
@@ -262,6 +308,7 @@ class Engine:
         on_overlong: str = "error",
         chat_template: str | None = None,
         sampling: SamplingParams | None = None,
+        drafts: bool = True,
         on_load: Callable[[int, int], None] | None = None,
     ) -> None:
         from batchgen.models.tokenizers.loading import load_tokenizer
@@ -318,7 +365,7 @@ class Engine:
         if max_num_seqs is None:
             request = with_fitting_states(request)
         parts = load_on_ranks(request, lambda: load_tokenizer(files, chat_template=chat_template))
-        self._init(parts, expected_output_len, None, NOT_KNOWN, on_overlong, sampling)
+        self._init(parts, expected_output_len, None, NOT_KNOWN, on_overlong, sampling, drafts)
         try:
             check_unchanged(versions)
         except InputError:
@@ -335,6 +382,8 @@ class Engine:
         lane_costs: LaneCosts | None = None,
         on_overlong: str = "error",
         sampling: SamplingParams | None = None,
+        longest_first: bool = False,
+        drafts: bool | Callable[[], Drafting] = True,
     ) -> Engine:
         """Make an engine from a model that is loaded already.
 
@@ -347,10 +396,13 @@ class Engine:
                 sweeps (`batchgen.schedule.sweep_choice`). None: it leaves out none.
             on_overlong: "error", "truncate-left" or "truncate-right", for prompts that do not fit the context.
             sampling: Sampling parameters of requests that have none.
+            longest_first: Whether requests to generate start in the order of their expected outputs, the longest first.
+            drafts: Whether tokens are drafted where that saves time, or what makes the drafts of each call.
         """
         engine = cls.__new__(cls)
         costs = lane_costs or NOT_KNOWN
-        engine._init(parts, expected_output_len, planned_output_len, costs, on_overlong, sampling)
+        engine._init(parts, expected_output_len, planned_output_len, costs, on_overlong, sampling, drafts)
+        engine._longest_first = longest_first
         return engine
 
     def _init(
@@ -361,6 +413,7 @@ class Engine:
         lane_costs: LaneCosts,
         on_overlong: str,
         sampling: SamplingParams | None,
+        drafts: bool | Callable[[], Drafting],
     ) -> None:
         if on_overlong not in ON_OVERLONG:
             raise InputError(f"on_overlong must be one of {', '.join(ON_OVERLONG)}, not {on_overlong!r}")
@@ -373,7 +426,8 @@ class Engine:
         self._expected_output_len = expected_output_len
         self._planned_output_len = planned_output_len
         self._lane_costs = lane_costs
-        self._on_overlong = on_overlong
+        self._on_overlong, self._drafts = on_overlong, drafts
+        self._longest_first = False
         self.changes: list[Change] = []  # made by adaptation
         self._running: Scheduler | None = None  # of the newest call
         self._generation: Generation | None = None  # of the last call
@@ -450,10 +504,14 @@ class Engine:
                 expected_output_len=expected,
                 lane_costs=self._lane_costs,
                 sweep_choice=sweep_choice(self.policy, self._lane_costs) if self.parts.compute_tier == "gpu" else None,
+                expansion_choice=expansion_choice(self.policy, self._lane_costs),
             )
             self.changes = adaptation.changes
+        if self._drafts and not self.policy.on_demand_tokens:  # more tokens need more experts, which cost reading
+            scheduler.drafting = Drafting() if self._drafts is True else self._drafts()
         self._generation = handler = Generation(self.parts, self._sampling, self._on_overlong, known)
-        return self._run_all(handler, requests, scheduler, adaptation, should_stop, on_sweep)
+        lengths = ExpectedLengths() if self._longest_first else None
+        return self._run_all(handler, requests, scheduler, adaptation, should_stop, on_sweep, lengths)
 
     def partials(self) -> list[PartialCompletion]:
         """The tokens so far of rows that the last call of `generate` has started and not finished, or had at its end.
@@ -501,12 +559,13 @@ class Engine:
         adaptation: Adaptation | None,
         should_stop: Callable[[], bool],
         on_sweep: Callable[[EngineStats], None],
+        lengths: ExpectedLengths | None = None,
     ) -> Iterator:
         self._running = scheduler
         ahead = Prefetch(handler.prepare(requests), ahead=_INPUT_AHEAD)
-        source = PromptOrder(ahead) if scheduler.tables.share_prefixes else ahead
+        source = _in_order(ahead, lengths, share_prefixes=scheduler.tables.share_prefixes)
         drop, in_flight = self.parts.executor.drop, self.parts.sweeps_in_flight
-        call = _Call(handler, scheduler, source, adaptation, in_flight, drop=drop)
+        call = _Call(handler, scheduler, source, adaptation, in_flight, drop=drop, lengths=lengths)
         self._lanes_before, self._collected_s = self._lanes_s(), time.perf_counter()
         try:
             while not should_stop():
@@ -521,15 +580,38 @@ class Engine:
 
     def _step(self, call: _Call, on_sweep: Callable[[EngineStats], None]) -> Iterator:
         """Schedule a sweep, run it and take its results. Yields the results of requests that have ended."""
+        if call.adaptation and call.adaptation.wants_recut:
+            yield from self._recut(call, call.adaptation)
+            if not call.has_work:
+                return
         started_s = time.perf_counter()
+        if isinstance(call.handler, Generation):
+            yield from self._end(call, call.handler.take_forced(self.stats))
+            if not call.has_work:
+                return
         scheduled = call.scheduler.schedule()
         launched = self._run(call, scheduled, started_s) if scheduled or call.deferred_batches.waiting else None
         for sweep in call.due(launched):
-            for sequence in self._take(call, sweep):
-                result = call.handler.finish(sequence)
-                if result is not None:
-                    yield result
+            yield from self._end(call, self._take(call, sweep))
             on_sweep(self.stats)
+
+    def _recut(self, call: _Call, adaptation: Adaptation) -> Iterator:
+        """Have another number of layers' KV on the device; yields the results of the sweeps under way before that."""
+        while call.under_way:
+            yield from self._end(call, self._take(call, call.under_way.popleft()))
+        recut = adaptation.recut()
+        if recut is not None:
+            self.parts.executor.recut(recut)
+
+    def _end(self, call: _Call, finished: list[Sequence]) -> Iterator:
+        """Let sequences that have ended leave; yields the results of requests that have ended with them."""
+        for sequence in finished:
+            call.scheduler.finish(sequence)
+            result = call.handler.finish(sequence)
+            if result is not None:
+                yield result
+        if call.scheduler.drafting:
+            call.scheduler.drafting.ended(finished)
 
     def _admit(self, call: _Call) -> Iterator:
         """Give prepared requests to the scheduler; yields the results of requests that failed before they ran.
@@ -554,7 +636,10 @@ class Engine:
     def _run(self, call: _Call, scheduled: list[ScheduledSequence], started_s: float) -> _Sweep:
         """Launch a sweep over scheduled sequences. On a CPU the sweep has run when this returns."""
         stats, parts, handler = self.stats, self.parts, call.handler
-        batches = [parts.pack(batch) for batch in parts.split(scheduled)]
+        if isinstance(handler, Generation) and (drafted := [s for s, _ in scheduled if s.drafts]):
+            handler.drafted(drafted)
+        pack = partial(parts.pack, in_place=True) if call.scheduler.has_layers_on_device else parts.pack
+        batches = [pack(batch) for batch in parts.split(scheduled)]
         sampling_s = 0.0
 
         def on_logits(rows, logits, start: int) -> Tensor | None:
@@ -580,14 +665,16 @@ class Engine:
         result = handler.end_sweep() if call.sweeps_in_flight == 1 else None
         for sequence in complete(sequence for sequence, _ in scheduled):
             call.scheduler.finish(sequence)
-        return _Sweep(result, wait, started_s, stats.prefilled_tokens > prefilled)
+        num_tokens = sum(batch.num_tokens for batch in batches)
+        return _Sweep(result, wait, started_s, stats.prefilled_tokens > prefilled, num_tokens)
 
     def _count(self, scheduled: list[ScheduledSequence]) -> None:
         """Count the tokens of a sweep that has been launched and not been committed."""
-        decodes = [num_tokens == 1 and s.num_computed >= s.num_prompt for s, num_tokens in scheduled]
+        decodes = [num_tokens - len(s.drafts) == 1 and s.num_computed >= s.num_prompt for s, num_tokens in scheduled]
         prompts = [one for one, decode in zip(scheduled, decodes, strict=True) if not decode]
         keys = sum([sequence.num_computed for sequence, _ in compress(scheduled, decodes)])
         self.stats.decode_keys += keys + len(scheduled) - len(prompts)
+        self.stats.drafted_tokens += sum([len(sequence.drafts) for sequence, _ in scheduled])
         self.stats.prefilled_tokens += sum(one.num_tokens for one in prompts)
         self.stats.prefill_keys += sum(one.prefill_keys for one in prompts)
 
@@ -599,28 +686,44 @@ class Engine:
             sweep.wait()
         ran = time.perf_counter()
         generated = stats.generated_tokens
-        finished = call.handler.advance(sweep.result or call.handler.end_sweep(), stats)
+        drafting, result = call.scheduler.drafting, sweep.result or call.handler.end_sweep()
+        if isinstance(call.handler, Generation):
+            call.handler.takes_ahead = drafting is not None and drafting.active
+        finished = call.handler.advance(result, stats)
         call.handler.non_finite.invalidate(call.scheduler)
         for sequence in finished:
             call.scheduler.finish(sequence)
         stats.busy_s["compute"] += ran - started
         stats.busy_s["sampling"] += time.perf_counter() - ran
-        if call.adaptation:
-            self._adapt(call.adaptation, sweep, finished, stats.generated_tokens - generated)
+        call.learn_lengths(finished)
+        if call.adaptation or drafting:
+            measured = self._measured(sweep, stats.generated_tokens - generated)
+            if call.adaptation:
+                _adapt(call.adaptation, measured, finished)
+            if drafting:
+                drafting.taken()
+                drafting.ran(sweep.num_tokens, measured.seconds, measured.busy_s, measured.stalled_s)
+                stats.accepted_tokens = drafting.num_accepted
         return finished
 
-    def _adapt(self, adaptation: Adaptation, sweep: _Sweep, finished: list[Sequence], tokens: int) -> None:
-        for sequence in finished:
-            if not sequence.targets:  # those of prompts that are scored generate nothing
-                adaptation.finished(sequence.num_generated, len(sequence.tokens))
+    def _measured(self, sweep: _Sweep, tokens: int) -> Measured:
+        """The measured times of a sweep. tokens: Tokens that it has generated."""
         now, lanes = time.perf_counter(), self._lanes_s()
         busy, stalled = (
             {lane: a[lane] - b[lane] for lane in a} for a, b in zip(lanes, self._lanes_before, strict=True)
         )
         seconds = now - max(sweep.started_s, self._collected_s)
-        adaptation.after_sweep(Measured(seconds, tokens, busy, stalled, sweep.has_prompts))
         self._lanes_before, self._collected_s = lanes, now
+        return Measured(seconds, tokens, busy, stalled, sweep.has_prompts)
 
     def _lanes_s(self) -> tuple[dict[str, float], dict[str, float]]:
         """Seconds that each lane was busy so far, and seconds that compute waited for each lane so far."""
         return self.parts.executor.busy_s, self.parts.executor.stalled_s
+
+
+def _adapt(adaptation: Adaptation, measured: Measured, finished: list[Sequence]) -> None:
+    """Adapt to a sweep that has run, and to the sequences that have ended with it."""
+    for sequence in finished:
+        if not sequence.targets:  # those of prompts that are scored generate nothing
+            adaptation.finished(sequence.num_generated, len(sequence.tokens))
+    adaptation.after_sweep(measured)

@@ -246,14 +246,17 @@ def _seqs_by_tier(s: CostInputs, at: Placement) -> dict[str, Linear]:
 
 
 def state_slots(seqs: Mapping[str, Linear], share_prefixes: bool) -> dict[str, Linear]:
-    """State slots of each tier: one for each sequence, and in memory some for snapshots where prefixes are shared.
+    """State slots of each tier: one for each sequence, and some for snapshots where prefixes are shared.
+
+    In memory there is one more, so that few sequences have a snapshot too; on disk, a tier without sequences has none.
 
     Args:
         seqs: tier -> sequences in flight.
         share_prefixes: `Policy.share_prefixes`.
     """
+    snapshots = 1 / SEQS_PER_SNAPSHOT if share_prefixes else 0.0
     return {
-        tier: count + (count * (1 / SEQS_PER_SNAPSHOT) + 1 if share_prefixes and tier != "disk" else 0)
+        tier: count + count * snapshots + (1 if share_prefixes and tier != "disk" else 0)
         for tier, count in seqs.items()
     }
 
@@ -328,7 +331,8 @@ def plan_memory(
             of_tier[item.part] = of_tier.get(item.part, 0) + num_bytes
             if item.stream is not None:
                 streams[item.stream] += num_bytes
-    pools = kv_pools(config, policy, parts, budgets, demand)
+    staging_bytes = int(number(held.staged_blocks)) * KV_SLOTS * sizes.layers.largest_block
+    pools = kv_pools(config, policy, parts, budgets, demand, staging_bytes)
     for tier, num_bytes in pools.tier_bytes.items():
         if num_bytes:
             parts[tier]["KV"] = num_bytes
@@ -345,6 +349,7 @@ def plan_memory(
         window_blocks=pools.window_blocks,
         state_slots={tier: int(number(slots)) for tier, slots in held.state_slots.items()},
         staging_states=int(number(held.staged_states)),
+        expansion=pools.expansion,
         stream_bytes={} if not held.on_gpu or (policy.all_on_gpu and config.embeds and config.has_head) else streams,
     )
 
