@@ -260,6 +260,7 @@ def test_a_server_that_was_killed_goes_on_with_its_batch(model, tmp_path):
 def test_the_command_of_the_page_serves_until_it_is_interrupted(model, tmp_path):
     (command,) = (one for one in commands_of("docs/serving_batches.md") if one.text.startswith("batchgen"))
     words = [{"demo": str(model), "served": str(tmp_path / "served")}.get(word, word) for word in command.words[1:]]
+    (tmp_path / "log").touch()
     process = start_batchgen([*words, "--port", 0], tmp_path / "log")
     while not (said := re.search(r"at (http://\S+/v1); the key is in (\S+)", (tmp_path / "log").read_text())):
         assert process.is_alive()
