@@ -156,6 +156,9 @@ class EngineStats:
         prefill_keys: Tokens that these attended to, all together.
         decode_keys: Tokens that the other computed tokens attended to, all together.
         generated_tokens: Generated tokens.
+        drafted_tokens: Drafted tokens that went through the layers beside `computed_tokens` that were known.
+        forced_tokens: Generated tokens that no sweep sampled, as their grammar allowed no others.
+        accepted_tokens: Drafted tokens that were generated; the sweep that checked them gave one more.
         scored_tokens: Scored tokens of continuations.
         sweeps: Number of sweeps.
         preempted: Number of preempted sequences.
@@ -174,6 +177,9 @@ class EngineStats:
     prefill_keys: int = 0
     decode_keys: int = 0
     generated_tokens: int = 0
+    drafted_tokens: int = 0
+    forced_tokens: int = 0
+    accepted_tokens: int = 0
     scored_tokens: int = 0
     sweeps: int = 0
     preempted: int = 0

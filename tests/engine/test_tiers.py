@@ -438,7 +438,7 @@ def parts_with_scarce_memory(path, policy, stores, spare_frac, **options):
 
 
 # KV by layer, and KV of placements "streamed" and "cpu", of which no layer is on the device to begin with.
-EXPANDED = {"by layer": ({"streamed": 8}, 1), "all stream": ({"streamed": 6, "cpu": 2}, 0)}
+EXPANDED = {"by layer": ({"streamed": 8}, 1), "all stream": ({"streamed": 5, "cpu": 2, "gpu": 1}, 0)}
 CHANGED = [(name, kind, False) for kind in EXPANDED for name in MODELS]
 ALWAYS_CHANGED = [("llama", "by layer", False), ("llama", "by layer", True), ("gemma3", "all stream", True)]
 

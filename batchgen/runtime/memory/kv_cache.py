@@ -172,7 +172,9 @@ class KVCache:
             blocks_of = {layer: (shape.block, shape.dtype) for layer, shape in self._shapes.items()}
             self._layered = LayeredPool(expansion, blocks_of, device, arenas["cpu"])
         self.pools: dict[str, dict[int, Tensor]] = {
-            tier: self._layered.tensors if self._layered else {layer: pool(tier, layer) for layer in self._shapes}
+            tier: self._layered.tensors
+            if self._layered and tier == "cpu"
+            else {layer: pool(tier, layer) for layer in self._shapes}
             for tier, count in blocks.items()
             if tier != "disk" and (window_blocks or blocks)[tier] and count
         }
