@@ -460,7 +460,10 @@ def test_the_layers_whose_kv_streams_change_in_the_middle(name, kind, on_streams
         loading.warm_up(parts.executor, parts.policy, parts.memory, "gpu", parts.split, parts.pack, SamplingParams())
     recuts = change_layers(monkeypatch, random.Random(name))
     count = quick_or(9, None) if on_streams else None  # a played device takes its time
-    rows, costs = [some[:count] for some in all_rows(expected)], LaneCosts(streamed_key_s=1e-6)
+    rows, costs = (
+        [some[:count] for some in all_rows(expected)],
+        LaneCosts(batch_s=1e-3, token_s=1e-4, streamed_key_s=1e-6),
+    )
     found, _ = run(parts, *rows, planned_output_len=OUTPUT_LEN, lane_costs=costs)
     assert found == expected.tokens[:count]
     if (expansion := parts.memory.expansion) is None:
