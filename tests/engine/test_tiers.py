@@ -412,8 +412,9 @@ def change_layers(patch, rng):
 
     def after_sweep(self, measured):
         expansion = self._scheduler.expansion
-        if expansion is not None and rng.random() < 0.5 and not self.wants_recut:
-            self._want_layers(rng.choice(expansion.choices), "a test")
+        others = [n for n in expansion.choices if n != expansion.num_on_device] if expansion else []
+        if others and rng.random() < 0.5 and not self.wants_recut:
+            self._want_layers(rng.choice(others), "a test")
 
     def recut(self, recut):
         recuts.append(recut)
