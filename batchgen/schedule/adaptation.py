@@ -142,6 +142,7 @@ class Adaptation:
         """
         scheduler.expected_output_len = lambda s: self.expected_output_len(s.sampling.max_tokens)
         scheduler.sweep_choice = self._sweep_choice = sweep_choice
+        scheduler.adapts, scheduler.brings_kv = True, lane_costs.streamed_key_s < lane_costs.token_s
         self.changes: list[Change] = []
         self._scheduler = scheduler
         self._planned = scheduler.limits

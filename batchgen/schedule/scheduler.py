@@ -57,9 +57,11 @@ class Scheduler:
         waiting: sequences to be admitted, the next one first.
         running: sequences in flight, in order of admission, as the keys of a mapping.
         num_preempted: preemptions so far.
-        num_moved: sequences so far that were left out of sweeps, and moved to the compute device.
+        num_moved: sequences so far that the CPU attended to, and that moved to the compute device.
         expected_output_len: tokens that a sequence is expected to generate.
         sweep_choice: chooses the sequences of a sweep that the CPU attends to; None: all of them.
+        adapts: Whether sequences whose attention is deferred move to the compute device where nobody waits.
+        brings_kv: Whether KV of a sequence that moves comes to the device faster than it is computed again there.
         drafting: drafts tokens of sequences that decode; None: nothing is drafted.
     """
 
@@ -97,6 +99,7 @@ class Scheduler:
         self._placements = [placement for placement in KVPlacement if placement.tier in pools]
         self.num_preempted = self.num_moved = 0
         self.sweep_choice: SweepChoice | None = None
+        self.adapts = self.brings_kv = False
         self.drafting: Drafting | None = None
         self.expected_output_len = expected_output_len or (lambda s: s.sampling.max_tokens)
         self._filling = True  # static admission: the current block still takes sequences
@@ -160,7 +163,7 @@ class Scheduler:
             # Prompts that wait for each other's blocks: only where outputs grew beyond what was expected.
             self._preempt(next(reversed(self.running)))
             budget = self._prefill(sweep, max_tokens, most)
-        budget = self._move_late(sweep, budget)
+        budget = self._move_to_device(sweep, budget)
         self._admit(sweep, budget, most)
         if self.sweep_choice is not None:
             sweep = self.sweep_choice.choose(sweep)
@@ -357,6 +360,9 @@ class Scheduler:
         """Take a sequence from those in flight, and release its blocks. Raises KeyError if it is not among them."""
         self._leave_running(sequence)
         self.tables.release(sequence)
+        self._free_exchange_slot(sequence)
+
+    def _free_exchange_slot(self, sequence: Sequence) -> None:
         if sequence.exchange_slot is not None:
             self._exchange_slots.free(sequence.exchange_slot)
             sequence.exchange_slot = None
@@ -390,10 +396,12 @@ class Scheduler:
             self._queue_followers(source)
         self._admit_waiting(sweep, budget, most)
 
-    def _move_late(self, sweep: list[ScheduledSequence], budget: int) -> int:
-        """Give sequences that late CPU attention leaves out of sweeps places on the compute device, where it has some.
+    def _move_to_device(self, sweep: list[ScheduledSequence], budget: int) -> int:
+        """Give sequences that the CPU attends to places on the compute device, where it has some.
 
-        Their KV comes there, layer by layer, or is computed again, whichever is faster.
+        They are those that late CPU attention leaves out of sweeps, and where nobody waits, those that would begin a
+        deferred token (the GPU comes first: APEX section 3.4). Their KV comes there, layer by layer, or is computed
+        again, whichever is faster.
 
         Args:
             sweep: The sweep, in which they decode by now.
@@ -402,9 +410,11 @@ class Scheduler:
         Returns:
             The rest of the budget.
         """
-        late = self.sweep_choice.movable if self.sweep_choice else []
+        movable = self.sweep_choice.movable if self.sweep_choice else []
+        if self.adapts and self._in_placement[KVPlacement.DEFERRED] and not self.num_waiting:
+            movable += [scheduled.sequence for scheduled in sweep if scheduled.defers]
         admission: TierAdmission | None = None
-        for sequence in late:
+        for sequence in movable:
             decode, brings_kv = ScheduledSequence(sequence, 1), self._can_bring_kv(sequence)
             if (budget <= 0 and not brings_kv) or not self._has_place(KVPlacement.DEVICE):
                 break
@@ -433,7 +443,7 @@ class Scheduler:
 
         One that has a state, or blocks of its own for sliding windows, is computed again.
         """
-        if self.sweep_choice is None or not self.sweep_choice.brings_kv or self.limits.sweeps_in_flight > 1:
+        if not self.brings_kv or self.limits.sweeps_in_flight > 1:
             return False
         pool, has_one_table = self.pools[KVPlacement.DEVICE.tier], sequence.window_table is None and not sequence.state
         blocks = len(sequence.block_table)
@@ -444,6 +454,7 @@ class Scheduler:
         """Give a sequence that decodes in the sweep a place on the device, to which its KV comes in the sweep."""
         num_computed, num_cached = sequence.num_computed, sequence.num_cached
         self._leave_running(sequence)
+        self._free_exchange_slot(sequence)
         table = self.tables.detach(sequence)
         self._open(sequence, KVPlacement.DEVICE, allocation)
         matched = len(allocation.blocks)

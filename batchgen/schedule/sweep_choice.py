@@ -90,11 +90,6 @@ class SweepChoice:
         self._compute.take(busy_s.get("compute", 0.0))
         self._cpu.take(busy_s.get("cpu_attention", 0.0))
 
-    @property
-    def brings_kv(self) -> bool:
-        """True where the KV of a sequence comes to the device faster than it is computed again there."""
-        return self._costs.streamed_key_s < self._compute.factor * self._costs.token_s
-
     def forget(self, sequence: Sequence) -> None:
         """Count a sequence as one that has never been left out, as the CPU does not attend to it any more."""
         self._late.pop(sequence, None)
