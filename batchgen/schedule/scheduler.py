@@ -399,9 +399,9 @@ class Scheduler:
     def _move_to_device(self, sweep: list[ScheduledSequence], budget: int) -> int:
         """Give sequences that the CPU attends to places on the compute device, where it has some.
 
-        They are those that late CPU attention leaves out of sweeps, and where nobody waits, those that would begin a
-        deferred token (the GPU comes first: APEX section 3.4). Their KV comes there, layer by layer, or is computed
-        again, whichever is faster.
+        They are those that late CPU attention leaves out of sweeps, and of those that would begin a deferred token, all
+        where nobody waits (the GPU comes first: APEX section 3.4), and those beyond the quota. Their KV comes there,
+        layer by layer, or is computed again, whichever is faster.
 
         Args:
             sweep: The sweep, in which they decode by now.
@@ -411,15 +411,20 @@ class Scheduler:
             The rest of the budget.
         """
         movable = self.sweep_choice.movable if self.sweep_choice else []
-        if self.adapts and self._in_placement[KVPlacement.DEFERRED] and not self.num_waiting:
-            movable += [scheduled.sequence for scheduled in sweep if scheduled.defers]
+        excess = self._in_placement[KVPlacement.DEFERRED] - self.limits.quota(KVPlacement.DEFERRED)
+        if self.adapts and self._in_placement[KVPlacement.DEFERRED] and (excess > 0 or not self.num_waiting):
+            deferring = [scheduled.sequence for scheduled in sweep if scheduled.defers]
+            movable += deferring[: excess if self.num_waiting else None]
         admission: TierAdmission | None = None
         for sequence in movable:
-            decode, brings_kv = ScheduledSequence(sequence, 1), self._can_bring_kv(sequence)
-            if (budget <= 0 and not brings_kv) or not self._has_place(KVPlacement.DEVICE):
+            decode = ScheduledSequence(sequence, 1)
+            if not self._has_place(KVPlacement.DEVICE):
                 break
             if decode not in sweep or not self._fits_in(sequence, KVPlacement.DEVICE):
                 continue
+            brings_kv = self._can_bring_kv(sequence)
+            if budget <= 0 and not brings_kv:
+                break
             admission = admission or self._admission(KVPlacement.DEVICE.tier, sweep)
             chunk = len(sequence.tokens)
             if not brings_kv:
