@@ -408,6 +408,10 @@ JOBS = [
         Streams(False, (False, False), (False, False), dequantized=True),
         [[BatchFlow()], [BatchFlow(samples=False)], [OLD_ON_DISK], [BatchFlow()], [BatchFlow(samples=False)]],
     ),
+    (
+        Streams(True, (False,) * 3, (False,) * 3),
+        [[BatchFlow(frozenset({KVPlacement.STREAMED}), stored=True), CPU], [BatchFlow(swaps_in=True), CPU], [CPU]],
+    ),
 ]
 # Waits that are there for simplicity, and which buffers could do without: the expansion of weights needs no
 # activations, a read need not wait for the load of a layer of which nothing came from disk.
@@ -444,6 +448,7 @@ def test_a_wait_left_out_is_a_hazard():
         ("head", "load_head"), ("load_head", "head"),
         ("expand_weight", "read_dense"), ("read_dense", "post"), ("read_experts", "route"), ("post", "read_experts"),
         ("send_deferred", "pre"), ("attend_deferred", "send_deferred"), ("join_deferred", "attend_deferred"),
+        ("attention", "swap_in"), ("swap_in", "store_cache"), ("swap_in", "embed"),
     }  # fmt: skip
 
 
