@@ -506,11 +506,14 @@ def test_what_a_late_cpu_is_left_out_of_runs_later_or_on_the_device(
         balance_tokens=10,
     )  # fmt: skip
     late = LaneCosts(batch_s=1e-3, token_s=1e-4, cpu_seq_s=1.0, streamed_key_s=2e-4 if again else 5e-5)
-    parts, swapped = make_parts(path, EMULATED, policy, stores), []
-    before_each_step(parts, lambda step: swapped.append(step.layer) if step.kind == "swap_in" else None)
     if on_streams:
         as_on_a_device(monkeypatch)
+    parts, swapped = make_parts(path, EMULATED, policy, stores), []
+    if on_streams:
         run_on(parts, FakeDevice(*ORDERS[0], warm=FIRST_USES), monkeypatch)
+        loading.warm_up(parts.executor, parts.policy, parts.memory, "gpu", parts.split, parts.pack, SamplingParams())
+    else:
+        before_each_step(parts, lambda step: swapped.append(step.layer) if step.kind == "swap_in" else None)
     count = quick_or(14, None) if on_streams else None
     rows = [some[:count] for some in all_rows(expected)]
     tokens, stats = run(parts, *rows, planned_output_len=12, lane_costs=late)
