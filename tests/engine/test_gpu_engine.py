@@ -122,18 +122,28 @@ def test_greedy_tokens_of_the_demo_model_are_those_of_the_cpu():
 @pytest.mark.gpu
 @on_card
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_log_probabilities_in_16_bits_are_near(tiny_models, dtype):
+def test_log_probabilities_in_16_bits_are_as_near_as_those_of_the_cpu(tiny_models, dtype):
+    """To those in fp32: rounding is in other places, but not more of it."""
     path = str(tiny_models("llama")[0])
     prompts, sampling = rows(32, 400), SamplingParams(max_tokens=1, logprobs=5)
-    wide, narrow = (
+    wide, on_cpu, on_card = (
         completions(path, prompts, sampling=sampling, device=device, dtype=name)
-        for device, name in (("cpu", "float32"), ("cuda", dtype))
+        for device, name in (("cpu", "float32"), ("cpu", dtype), ("cuda", dtype))
     )
-    for a, b in zip(wide, narrow, strict=True):
-        found = {t.token_id: t.logprob for t in b.samples[0].logprobs[0].top}
-        both = [(t.logprob, found[t.token_id]) for t in a.samples[0].logprobs[0].top if t.token_id in found]
-        assert len(both) >= 3
-        assert all(abs(x - y) < 0.08 for x, y in both)
+    by_cpu, by_card = (distances(narrow, wide) for narrow in (on_cpu, on_card))
+    assert len(by_card) >= 0.9 * 5 * len(prompts)
+    assert sum(by_card) / len(by_card) < 1.2 * sum(by_cpu) / len(by_cpu)
+    assert max(by_card) < 1.5 * max(by_cpu)
+
+
+def distances(done, others):
+    """Distances of the log-probabilities of tokens that are among the most likely ones in both."""
+    pairs = []
+    for one, other in zip(done, others, strict=True):
+        found = {t.token_id: t.logprob for t in one.samples[0].logprobs[0].top}
+        tops = other.samples[0].logprobs[0].top
+        pairs += [(t.logprob, found[t.token_id]) for t in tops if t.token_id in found]
+    return [abs(x - y) for x, y in pairs]
 
 
 @pytest.mark.gpu

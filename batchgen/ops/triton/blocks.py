@@ -8,7 +8,7 @@ numbers are those of csrc/quant/ to the last bit.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, cast
 
 import triton
 import triton.language as tl
@@ -24,7 +24,7 @@ BlockCoding = Literal[
 BLOCK_CODINGS: dict[str, BlockCoding] = {
     **dict.fromkeys(FP8_FORMATS, "fp8"),
     **dict.fromkeys(GROUP_FORMATS, "w4"),
-    **{name: name for name in GGUF_FORMATS},  # type: ignore[dict-item]
+    **{name: cast("BlockCoding", name) for name in GGUF_FORMATS},
 }
 # Bytes of a block before its values, or before the nibbles of these.
 _HEADS: dict[BlockCoding, int] = {
