@@ -25,6 +25,7 @@ from batchgen.job.options import (
     JobOptions,
     PlanOptions,
     ProfileOptions,
+    ServeOptions,
     names_of,
     options_of,
 )
@@ -35,6 +36,7 @@ COMMANDS = {
     "bench": (JobOptions, BenchOptions),
     "profile": (ProfileOptions,),
     "convert": (ConvertOptions,),
+    "serve-batches": (JobOptions, ServeOptions),
 }
 # What an engine in memory decides for itself, where a job is planned.
 PLANNED = {"model", "admission", "max_num_seqs", "max_num_batched_tokens"}
