@@ -193,7 +193,7 @@ class JobOptions:
         help=_STATE_HELP,
     )
     attention_budget: str = _option(
-        MODEL, f"{_COMMANDS} lm_eval helm engine", default=ALL, metavar="SHARE|N", help=_BUDGET_HELP
+        MODEL, f"{_COMMANDS} lm_eval helm engine", default=ALL, metavar="TOKENS", help=_BUDGET_HELP
     )
     max_model_len: int | None = _option(
         MODEL,
