@@ -159,7 +159,7 @@ class MapFunction:
     def _model_identity(self) -> dict:
         from batchgen.models.tokenizers.loading import load_tokenizer
 
-        files = resolve_model(self._model)
+        files = resolve_model(self._model, self._engine_options.get("lora"))
         return {"files": model_identity(files), "tokenizer": load_tokenizer(files).identity()}
 
     def _forget_engine(self) -> None:

@@ -64,8 +64,8 @@ class Setup:
 
 def setups(args: argparse.Namespace) -> dict[str, Setup]:
     """The engines, in the order of their turns."""
-    seqs, in_8_bits = args.max_num_seqs, args.bits == 8
-    own = {"max_num_seqs": seqs, "max_num_batched_tokens": args.max_num_batched_tokens, "cpu_memory": args.cpu_memory}
+    seqs, in_8_bits = args.max_num_seqs or 256, args.bits == 8
+    own = {"max_num_seqs": args.max_num_seqs, "max_num_batched_tokens": args.max_num_batched_tokens, "cpu_memory": args.cpu_memory}
     both = {
         BATCHGEN: Setup(
             "run_batchgen.py",
@@ -232,7 +232,7 @@ def _parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, help="only the first rows [default: 64, and all of `match`]")
     parser.add_argument("--repeats", type=int, default=2, help="the engines take turns this many times")
     parser.add_argument("--threads", type=int, default=available_cores(), help="of the peers")
-    parser.add_argument("--max-num-seqs", type=int, default=256, help="of all that have such a limit")
+    parser.add_argument("--max-num-seqs", type=int, help="of all that have such a limit [default: batchgen's own; 256]")
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048, help="of batchgen")
     parser.add_argument("--cpu-memory", type=parse_bytes, help="batchgen's budget [default: its own]")
     parser.add_argument("--openvino-batched-tokens", type=int, default=1024)

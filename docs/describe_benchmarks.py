@@ -337,7 +337,7 @@ QWEN_COMMAND = "larger_than_memory.py --shape qwen3-30b-a3b --work-dir DIR"
 HYBRID, GEMMA = "Qwen3.6-35B-A3B's shape in Q4_0 (21.0 GB)", "Gemma 4 26B-A4B's shape in Q4_0 (15.3 GB)"
 HYBRID_COMMAND = "larger_than_memory.py --shape qwen3.6-35b-a3b --work-dir DIR"
 GEMMA_COMMAND = "larger_than_memory.py --shape gemma-4-26b-a4b --engines batchgen --work-dir DIR"
-STATES_COMMAND = "cpu_engines.py --shape qwen3.5-2b --workloads fixed --engines batchgen,vllm --repeats 1"
+STATES_COMMAND = "cpu_engines.py --shape {} --workloads fixed --engines batchgen,vllm --repeats 1"
 POLICIES = "twenty policies drawn at random, median and worst error"
 
 TABLES: dict[str, list[Row]] = {
@@ -364,11 +364,14 @@ TABLES: dict[str, list[Row]] = {
             )
             for name in WORKLOADS
         ),
-        Row(
-            "`fixed`, on Qwen3.5-2B's shape, against vLLM",
-            f"cpu_engines-qwen3.5-2b-{A}",
-            STATES_COMMAND,
-            over_peers("fixed", ["vllm"]),
+        *(
+            Row(
+                f"`fixed`, on {name}'s shape, against vLLM",
+                f"cpu_engines-{name.lower()}-{A}",
+                STATES_COMMAND.format(name.lower()),
+                over_peers("fixed", ["vllm"]),
+            )
+            for name in ("Qwen3.5-2B", "Qwen3.5-4B")
         ),
     ],
     "Larger than memory": [

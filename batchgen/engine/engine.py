@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import compress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -46,6 +47,8 @@ from batchgen.models.model_versions import check_unchanged, model_versions
 from batchgen.runtime.grammar import check_grammar
 from batchgen.schedule.adaptation import Adaptation, Change, Measured
 from batchgen.schedule.deferred_batches import DeferredBatches
+from batchgen.schedule.drafting import Drafting
+from batchgen.schedule.expansion_choice import expansion_choice
 from batchgen.schedule.from_policy import kv_pools, scheduler_limits
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
 from batchgen.schedule.scheduler import Scheduler
@@ -128,12 +131,14 @@ class _Sweep:
         wait: Function that returns when the sweep has run; None: the sweep has run already.
         started_s: Time of time.perf_counter at which the sweep's scheduling began.
         has_prompts: Whether it has tokens of prompts.
+        num_tokens: Tokens that go through its layers.
     """
 
     result: SweepResult | None
     wait: Callable[[], None] | None
     started_s: float
     has_prompts: bool = False
+    num_tokens: int = 0
 
 
 @dataclass
@@ -179,7 +184,9 @@ class _Call:
             self.under_way.append(launched)
             ahead = self.sweeps_in_flight - 1
             if launched.result is not None:
-                ahead = int(launched.wait is not None and not launched.result.needs_host)
+                drafting = self.scheduler.drafting
+                needs_host = launched.result.needs_host or (drafting is not None and drafting.active)
+                ahead = int(launched.wait is not None and not needs_host)
         while len(self.under_way) > ahead:
             yield self.under_way.popleft()
 
@@ -205,6 +212,8 @@ class Engine:
 
     Args:
         model: A local Hugging Face directory, a `.gguf` file, a hub id, or "demo".
+        lora: Directory of a LoRA adapter as PEFT saves it, which is merged into the weights when they are read; packed
+            weights are dequantized. None: there is none.
         dtype: Compute dtype: "float32", "bfloat16", "float16", or "auto". On a CPU "auto" is bfloat16 for models stored
             in 16 bits or less if the CPU is fast at it, else the dtype of the files. On a GPU it is 16 bits: float16
             before compute capability 8.0.
@@ -231,6 +240,7 @@ class Engine:
             "truncate-left" and "truncate-right" cut its prompt at that end.
         chat_template: Jinja text of a chat template that replaces the model's; None: the model's.
         sampling: Sampling parameters of requests that have none.
+        drafts: Whether tokens are drafted and checked several at a time, where that saves time. It changes no text.
         on_load: Function called with (layers loaded, layers in all) after each layer.
 
     Raises:
@@ -242,6 +252,7 @@ class Engine:
         self,
         model: str = "demo",
         *,
+        lora: str | None = None,
         dtype: str = "auto",
         weights: str = AUTO,
         kv_cache_dtype: str = "auto",
@@ -259,6 +270,7 @@ class Engine:
         on_overlong: str = "error",
         chat_template: str | None = None,
         sampling: SamplingParams | None = None,
+        drafts: bool = True,
         on_load: Callable[[int, int], None] | None = None,
     ) -> None:
         from batchgen.models.tokenizers.loading import load_tokenizer
@@ -266,7 +278,7 @@ class Engine:
         where = parse_device(device)
         sampling = sampling or SamplingParams()
         check_grammar(sampling)
-        files = resolve_model(model)
+        files = resolve_model(model, lora)
         versions = model_versions(files)
         config = read_config(files)
         dtype = resolve_dtype(config, dtype, where)
@@ -315,7 +327,7 @@ class Engine:
         if max_num_seqs is None:
             request = with_fitting_states(request)
         parts = load_on_ranks(request, lambda: load_tokenizer(files, chat_template=chat_template))
-        self._init(parts, expected_output_len, None, NOT_KNOWN, on_overlong, sampling)
+        self._init(parts, expected_output_len, None, NOT_KNOWN, on_overlong, sampling, drafts)
         try:
             check_unchanged(versions)
         except InputError:
@@ -332,6 +344,7 @@ class Engine:
         lane_costs: LaneCosts | None = None,
         on_overlong: str = "error",
         sampling: SamplingParams | None = None,
+        drafts: bool | Callable[[], Drafting] = True,
     ) -> Engine:
         """Make an engine from a model that is loaded already.
 
@@ -344,10 +357,11 @@ class Engine:
                 sweeps (`batchgen.schedule.sweep_choice`). None: it leaves out none.
             on_overlong: "error", "truncate-left" or "truncate-right", for prompts that do not fit the context.
             sampling: Sampling parameters of requests that have none.
+            drafts: Whether tokens are drafted where that saves time, or what makes the drafts of each call.
         """
         engine = cls.__new__(cls)
         costs = lane_costs or NOT_KNOWN
-        engine._init(parts, expected_output_len, planned_output_len, costs, on_overlong, sampling)
+        engine._init(parts, expected_output_len, planned_output_len, costs, on_overlong, sampling, drafts)
         return engine
 
     def _init(
@@ -358,6 +372,7 @@ class Engine:
         lane_costs: LaneCosts,
         on_overlong: str,
         sampling: SamplingParams | None,
+        drafts: bool | Callable[[], Drafting],
     ) -> None:
         if on_overlong not in ON_OVERLONG:
             raise InputError(f"on_overlong must be one of {', '.join(ON_OVERLONG)}, not {on_overlong!r}")
@@ -370,7 +385,7 @@ class Engine:
         self._expected_output_len = expected_output_len
         self._planned_output_len = planned_output_len
         self._lane_costs = lane_costs
-        self._on_overlong = on_overlong
+        self._on_overlong, self._drafts = on_overlong, drafts
         self.changes: list[Change] = []  # made by adaptation
         self._running: Scheduler | None = None  # of the newest call
         self._generation: Generation | None = None  # of the last call
@@ -447,8 +462,11 @@ class Engine:
                 expected_output_len=expected,
                 lane_costs=self._lane_costs,
                 sweep_choice=sweep_choice(self.policy, self._lane_costs) if self.parts.compute_tier == "gpu" else None,
+                expansion_choice=expansion_choice(self.policy, self._lane_costs),
             )
             self.changes = adaptation.changes
+        if self._drafts and not self.policy.on_demand_tokens:  # more tokens need more experts, which cost reading
+            scheduler.drafting = Drafting() if self._drafts is True else self._drafts()
         self._generation = handler = Generation(self.parts, self._sampling, self._on_overlong, known)
         return self._run_all(handler, requests, scheduler, adaptation, should_stop, on_sweep)
 
@@ -518,15 +536,38 @@ class Engine:
 
     def _step(self, call: _Call, on_sweep: Callable[[EngineStats], None]) -> Iterator:
         """Schedule a sweep, run it and take its results. Yields the results of requests that have ended."""
+        if call.adaptation and call.adaptation.wants_recut:
+            yield from self._recut(call, call.adaptation)
+            if not call.has_work:
+                return
         started_s = time.perf_counter()
+        if isinstance(call.handler, Generation):
+            yield from self._end(call, call.handler.take_forced(self.stats))
+            if not call.has_work:
+                return
         scheduled = call.scheduler.schedule()
         launched = self._run(call, scheduled, started_s) if scheduled or call.deferred_batches.waiting else None
         for sweep in call.due(launched):
-            for sequence in self._take(call, sweep):
-                result = call.handler.finish(sequence)
-                if result is not None:
-                    yield result
+            yield from self._end(call, self._take(call, sweep))
             on_sweep(self.stats)
+
+    def _recut(self, call: _Call, adaptation: Adaptation) -> Iterator:
+        """Have another number of layers' KV on the device; yields the results of the sweeps under way before that."""
+        while call.under_way:
+            yield from self._end(call, self._take(call, call.under_way.popleft()))
+        recut = adaptation.recut()
+        if recut is not None:
+            self.parts.executor.recut(recut)
+
+    def _end(self, call: _Call, finished: list[Sequence]) -> Iterator:
+        """Let sequences that have ended leave; yields the results of requests that have ended with them."""
+        for sequence in finished:
+            call.scheduler.finish(sequence)
+            result = call.handler.finish(sequence)
+            if result is not None:
+                yield result
+        if call.scheduler.drafting:
+            call.scheduler.drafting.ended(finished)
 
     def _admit(self, call: _Call) -> Iterator:
         """Give prepared requests to the scheduler; yields the results of requests that failed before they ran.
@@ -551,7 +592,10 @@ class Engine:
     def _run(self, call: _Call, scheduled: list[ScheduledSequence], started_s: float) -> _Sweep:
         """Launch a sweep over scheduled sequences. On a CPU the sweep has run when this returns."""
         stats, parts, handler = self.stats, self.parts, call.handler
-        batches = [parts.pack(batch) for batch in parts.split(scheduled)]
+        if isinstance(handler, Generation) and (drafted := [s for s, _ in scheduled if s.drafts]):
+            handler.drafted(drafted)
+        pack = partial(parts.pack, in_place=True) if call.scheduler.has_layers_on_device else parts.pack
+        batches = [pack(batch) for batch in parts.split(scheduled)]
         sampling_s = 0.0
 
         def on_logits(rows, logits, start: int) -> Tensor | None:
@@ -577,14 +621,16 @@ class Engine:
         result = handler.end_sweep() if call.sweeps_in_flight == 1 else None
         for sequence in complete(sequence for sequence, _ in scheduled):
             call.scheduler.finish(sequence)
-        return _Sweep(result, wait, started_s, stats.prefilled_tokens > prefilled)
+        num_tokens = sum(batch.num_tokens for batch in batches)
+        return _Sweep(result, wait, started_s, stats.prefilled_tokens > prefilled, num_tokens)
 
     def _count(self, scheduled: list[ScheduledSequence]) -> None:
         """Count the tokens of a sweep that has been launched and not been committed."""
-        decodes = [num_tokens == 1 and s.num_computed >= s.num_prompt for s, num_tokens in scheduled]
+        decodes = [num_tokens - len(s.drafts) == 1 and s.num_computed >= s.num_prompt for s, num_tokens in scheduled]
         prompts = [one for one, decode in zip(scheduled, decodes, strict=True) if not decode]
         keys = sum([sequence.num_computed for sequence, _ in compress(scheduled, decodes)])
         self.stats.decode_keys += keys + len(scheduled) - len(prompts)
+        self.stats.drafted_tokens += sum([len(sequence.drafts) for sequence, _ in scheduled])
         self.stats.prefilled_tokens += sum(one.num_tokens for one in prompts)
         self.stats.prefill_keys += sum(one.prefill_keys for one in prompts)
 
@@ -596,28 +642,43 @@ class Engine:
             sweep.wait()
         ran = time.perf_counter()
         generated = stats.generated_tokens
-        finished = call.handler.advance(sweep.result or call.handler.end_sweep(), stats)
+        drafting, result = call.scheduler.drafting, sweep.result or call.handler.end_sweep()
+        if isinstance(call.handler, Generation):
+            call.handler.takes_ahead = drafting is not None and drafting.active
+        finished = call.handler.advance(result, stats)
         call.handler.non_finite.invalidate(call.scheduler)
         for sequence in finished:
             call.scheduler.finish(sequence)
         stats.busy_s["compute"] += ran - started
         stats.busy_s["sampling"] += time.perf_counter() - ran
-        if call.adaptation:
-            self._adapt(call.adaptation, sweep, finished, stats.generated_tokens - generated)
+        if call.adaptation or drafting:
+            measured = self._measured(sweep, stats.generated_tokens - generated)
+            if call.adaptation:
+                _adapt(call.adaptation, measured, finished)
+            if drafting:
+                drafting.taken()
+                drafting.ran(sweep.num_tokens, measured.seconds, measured.busy_s, measured.stalled_s)
+                stats.accepted_tokens = drafting.num_accepted
         return finished
 
-    def _adapt(self, adaptation: Adaptation, sweep: _Sweep, finished: list[Sequence], tokens: int) -> None:
-        for sequence in finished:
-            if not sequence.targets:  # those of prompts that are scored generate nothing
-                adaptation.finished(sequence.num_generated, len(sequence.tokens))
+    def _measured(self, sweep: _Sweep, tokens: int) -> Measured:
+        """The measured times of a sweep. tokens: Tokens that it has generated."""
         now, lanes = time.perf_counter(), self._lanes_s()
         busy, stalled = (
             {lane: a[lane] - b[lane] for lane in a} for a, b in zip(lanes, self._lanes_before, strict=True)
         )
         seconds = now - max(sweep.started_s, self._collected_s)
-        adaptation.after_sweep(Measured(seconds, tokens, busy, stalled, sweep.has_prompts))
         self._lanes_before, self._collected_s = lanes, now
+        return Measured(seconds, tokens, busy, stalled, sweep.has_prompts)
 
     def _lanes_s(self) -> tuple[dict[str, float], dict[str, float]]:
         """Seconds that each lane was busy so far, and seconds that compute waited for each lane so far."""
         return self.parts.executor.busy_s, self.parts.executor.stalled_s
+
+
+def _adapt(adaptation: Adaptation, measured: Measured, finished: list[Sequence]) -> None:
+    """Adapt to a sweep that has run, and to the sequences that have ended with it."""
+    for sequence in finished:
+        if not sequence.targets:  # those of prompts that are scored generate nothing
+            adaptation.finished(sequence.num_generated, len(sequence.tokens))
+    adaptation.after_sweep(measured)

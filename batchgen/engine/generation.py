@@ -142,6 +142,7 @@ class _Chosen:
 
     Attributes:
         rows: Sequence of each token, and its position in the sequence. Tokens of sequences that have ended are dropped.
+            Tokens after drafts follow each other, and come after the one without drafts.
         sampled: The sampler's results, in the order of the rows.
         scorer: The scores of prompts; None: the sweep has none.
     """
@@ -154,18 +155,42 @@ class _Chosen:
     def needs_host(self) -> bool:
         """True where the device cannot sample some next token before the host has read the one before it."""
         sequences = [sequence for sequence, _ in self.rows]
+        if any([sequence.drafts for sequence in sequences]):
+            return True
         kinds = {id(sequence.sampling): sequence.sampling for sequence in sequences}
         penalizing = {key for key, sampling in kinds.items() if sampling.penalizes_output}
         waiting = [s for s in sequences if s.constraint is not None or id(s.sampling) in penalizing]
         return any(not sequence.is_complete for sequence in waiting)
 
     def tokens(self) -> Iterator[tuple[Sequence, SampledToken, int]]:
-        """Write the tokens into their sequences; yields (sequence, token, tokens that the sequence has generated)."""
+        """Write the tokens into their sequences; yields (sequence, token, tokens that the sequence has generated).
+
+        A token after drafts counts if each of these is the token that was chosen before it.
+        """
         tokens = itertools.chain.from_iterable(sampled.tokens() for sampled in self.sampled)
         for (sequence, position), token in zip(self.rows, tokens, strict=True):
             if position < len(sequence.tokens):
                 sequence.tokens[position] = token.token_id
-                yield sequence, token, position + 1 - sequence.num_prompt
+            elif not _accepts_draft(sequence, position):
+                continue
+            else:
+                sequence.tokens.append(token.token_id)
+                sequence.num_computed += 1
+            yield sequence, token, position + 1 - sequence.num_prompt
+
+
+def _accepts_draft(sequence: Sequence, position: int) -> bool:
+    """Judge the first draft of a sequence: True where it is the sequence's last token, whose KV is so there.
+
+    Args:
+        sequence: A sequence. After a refused draft it has none any more.
+        position: Position of the token that was sampled after the draft.
+    """
+    if not sequence.drafts or position != len(sequence.tokens):
+        return False
+    accepted = sequence.drafts[0] == sequence.tokens[-1]
+    sequence.drafts = sequence.drafts[1:] if accepted else []
+    return accepted
 
 
 def _sharing_prefixes(sequences: list[Sequence]) -> list[Sequence]:
@@ -182,7 +207,12 @@ def _sharing_prefixes(sequences: list[Sequence]) -> list[Sequence]:
 
 
 class Generation:
-    """The request handler of one call of `Engine.generate`."""
+    """The request handler of one call of `Engine.generate`.
+
+    Attributes:
+        takes_ahead: Whether grammars take tokens that nothing else is allowed in place of; the next sweep then waits
+            for masks before it is scheduled.
+    """
 
     vocabulary_chunks = False  # draws need a row's logits all at once
 
@@ -211,6 +241,8 @@ class Generation:
         ] = {}  # thinking tags, and whether the text begins in thoughts
         self._sampled: list[tuple[list[Sequence], Sampled]] = []  # in the sweep in flight
         self._gates: dict[Sequence, tuple[Gate, Grammar]] = {}  # of sequences whose grammar has not begun
+        self.takes_ahead = False
+        self._ahead: list[Sequence] = []  # whose grammars may have taken tokens ahead
         self._scorer: Scorer | None = None  # of the prompts in the sweep in flight; None: no prompt is scored
         self.non_finite = NonFiniteSequences()
 
@@ -395,6 +427,12 @@ class Generation:
             return AnswerStops(self._harmony, detector)
         return detector if thinking is None else ThoughtStops(*thinking, detector)
 
+    def drafted(self, sequences: Iterable[Sequence]) -> None:
+        """Have the masks made that sequences with drafts need in the sweep that is about to run."""
+        constraints = {cast("Constraint", s.constraint): s.drafts for s in sequences if s.constraint is not None}
+        if constraints and self._parts.grammars is not None:
+            self._parts.grammars.draft(constraints)
+
     def take_logits(self, rows, logits, start: int) -> Tensor | None:
         """Sample the next tokens of sequences, and score tokens of prompts.
 
@@ -419,17 +457,41 @@ class Generation:
         """The tokens sampled in the sweep that is being run. Their sequences hold PENDING until it has run."""
         rows: list[tuple[Sequence, int]] = []
         for sequences, _ in self._sampled:
-            rows += zip(sequences, [len(sequence.tokens) for sequence in sequences], strict=True)
+            rows += zip(
+                [sequence.drafted or sequence for sequence in sequences],
+                [len(sequence.tokens) for sequence in sequences],
+                strict=True,
+            )
             for sequence in sequences:
-                sequence.tokens.append(PENDING)
+                if sequence.drafted is None:
+                    sequence.tokens.append(PENDING)
         chosen = _Chosen(rows, [sampled for _, sampled in self._sampled], self._scorer)
         self._sampled, self._scorer = [], None
         return chosen
 
+    def take_forced(self, stats: EngineStats) -> list[Sequence]:
+        """Append the tokens that grammars leave no choice about; returns the sequences that have ended with them.
+
+        No sweep samples them. Their KV is computed by the next sweep, with that of the token before them.
+        """
+        finished: list[Sequence] = []
+        sequences, self._ahead = self._ahead, []
+        for sequence in sequences:
+            for token_id in cast("Constraint", sequence.constraint).take_ahead():
+                sequence.tokens.append(token_id)
+                stats.generated_tokens += 1
+                stats.forced_tokens += 1
+                finish = self._finish_of(sequence, token_id, sequence.num_generated)
+                if finish is not None:
+                    self._finishes[sequence] = finish
+                    finished.append(sequence)
+                    break
+        return finished
+
     def advance(self, chosen: _Chosen, stats: EngineStats) -> list[Sequence]:
         """Write the sampled tokens of a sweep that has run into its sequences; returns those that have ended."""
         finished: list[Sequence] = []
-        constrained: list[tuple[Constraint, int]] = []
+        constrained: dict[Sequence, list[int]] = {}
         generated = 0
         stats.begins_twice |= self._preparation.begins_twice
         if chosen.scorer is not None:
@@ -443,6 +505,7 @@ class Generation:
                 and self.non_finite.reruns(sequence, failed=self._has_failed(sequence))
             ):
                 del sequence.tokens[sequence.num_prompt + sequence.num_restored :]
+                sequence.drafts = []
                 continue
             generated += 1
             if first and sequence.computes_prompt:
@@ -453,13 +516,20 @@ class Generation:
             finish = self._finish_of(sequence, token.token_id, known)
             if finish is not None:
                 del sequence.tokens[sequence.num_prompt + known :]  # those of sweeps in flight
+                sequence.drafts = []
                 self._finishes[sequence] = finish
                 finished.append(sequence)
             elif sequence.constraint is not None and self._constrained_part(sequence, [token.token_id]):
-                constrained.append((cast("Constraint", sequence.constraint), token.token_id))
+                constrained.setdefault(sequence, []).append(token.token_id)
         grammars = self._parts.grammars
-        if constrained and grammars:  # the next masks are made while the next sweep's layers compute
-            grammars.advance(constrained)
+        if constrained and grammars is not None:  # the next masks are made while the next sweep's layers compute
+            going = [s for s in constrained if s not in self._finishes]
+            # Log-probabilities of a token need logits.
+            self._ahead = [s for s in going if self.takes_ahead and s.sampling.logprobs is None]
+            grammars.advance(
+                {cast("Constraint", s.constraint): constrained[s] for s in going},
+                [cast("Constraint", s.constraint) for s in self._ahead],
+            )
         if grammars:
             stats.busy_s |= {"masks": grammars.busy_s, "mask_wait": grammars.waited_s}
         stats.generated_tokens += generated

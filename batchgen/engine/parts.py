@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
+from batchgen.core.kv_expansion import Recut
 from batchgen.core.machine import peak_resident_bytes
 from batchgen.core.plan import MemoryPlan, Policy
 from batchgen.core.request import PositionLogprobs, TokenLogprob
@@ -29,7 +30,8 @@ class SweepRunner(Protocol):
     `run` returns None where the sweep has run. Otherwise the sweep is in flight, and the returned function waits for
     its end. Another sweep may be run before that; tokens that the first sweep samples are PENDING in it.
 
-    `run` may be called without micro-batches while deferred batches wait. `drop` forgets deferred batches.
+    `run` may be called without micro-batches while deferred batches wait. `drop` forgets deferred batches. `recut` cuts
+    a KV pool anew whose memory plan has an expansion, while no sweep is in flight.
     """
 
     @property
@@ -57,6 +59,8 @@ class SweepRunner(Protocol):
     ) -> Callable[[], None] | None: ...
 
     def drop(self, deferred_batches: DeferredBatches) -> None: ...
+
+    def recut(self, recut: Recut) -> None: ...
 
     def close(self) -> None: ...
 
@@ -152,6 +156,9 @@ class EngineStats:
         prefill_keys: Tokens that these attended to, all together.
         decode_keys: Tokens that the other computed tokens attended to, all together.
         generated_tokens: Generated tokens.
+        drafted_tokens: Drafted tokens that went through the layers beside `computed_tokens` that were known.
+        forced_tokens: Generated tokens that no sweep sampled, as their grammar allowed no others.
+        accepted_tokens: Drafted tokens that were generated; the sweep that checked them gave one more.
         scored_tokens: Scored tokens of continuations.
         sweeps: Number of sweeps.
         preempted: Number of preempted sequences.
@@ -170,6 +177,9 @@ class EngineStats:
     prefill_keys: int = 0
     decode_keys: int = 0
     generated_tokens: int = 0
+    drafted_tokens: int = 0
+    forced_tokens: int = 0
+    accepted_tokens: int = 0
     scored_tokens: int = 0
     sweeps: int = 0
     preempted: int = 0

@@ -83,8 +83,10 @@ def _model(options: BenchOptions) -> ModelFiles:
     if options.load_format not in ("auto", "dummy"):
         raise InputError(f"--load-format must be auto or dummy, not {options.load_format!r}")
     if options.load_format == "dummy":
+        if options.job.lora is not None:
+            raise InputError("--load-format dummy has no weights to merge an adapter into: leave out --lora")
         return without_weights(options.job.model)
-    return resolve_model(options.job.model)
+    return resolve_model(options.job.model, options.job.lora)
 
 
 def _requests(options: BenchOptions, vocab_size: int) -> Iterator[Request]:

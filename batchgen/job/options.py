@@ -165,6 +165,13 @@ class JobOptions:
         " [default: beside the input, data.out.parquet for data.parquet].",
     )
 
+    lora: str | None = _option(
+        MODEL,
+        f"{_COMMANDS} lm_eval helm engine",
+        metavar="DIR",
+        reads=FILE,
+        help="LoRA adapter as PEFT saves it, merged into the weights when they are read; packed ones are dequantized.",
+    )
     dtype: str = _option(MODEL, f"{_COMMANDS} lm_eval helm engine", default="auto", choices=_DTYPES)
     weights: str = _option(
         MODEL, f"{_COMMANDS} lm_eval helm engine", default="auto", choices=WEIGHTS, help=_WEIGHTS_HELP

@@ -92,7 +92,7 @@ def _plan_lines(options: PlanOptions, started_s: float) -> list[str]:
         raise InputError(f"--max-block-latency must be above 0, not {options.max_block_latency!r}")
     check_path("-o", options.plan_file)
     check_path("--html", options.html)
-    files, config = resolve_for_planning(asked.model)
+    files, config = resolve_for_planning(asked.model, asked.lora)
     estimated = _workload(options, files, config, resolve_context(config, asked.max_model_len))
     given = Split(tensor_parallel=asked.tensor_parallel, pipeline=asked.pipeline)
 

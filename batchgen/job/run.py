@@ -201,7 +201,7 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
             check_files(options, errors_file=True)
         elif options.output is None:  # a file's column names are checked in `open_source`
             source.output_names(options)
-        files = resolve_model(options.model)
+        files = resolve_model(options.model, options.lora)
         versions = model_versions(files)
         resolved = resolve_job(options, files)
         resolved = replace(resolved, shares=tuple(map(frozenset, shares)))

@@ -13,6 +13,9 @@ from typing import Any, Literal, TypedDict
 class RunOptions(TypedDict, total=False):
     """The keyword options of `batchgen.run`, all optional: those of the command line, with underscores."""
 
+    lora: str | None
+    """LoRA adapter as PEFT saves it, merged into the weights when they are read; packed ones are dequantized."""
+
     dtype: Literal["auto", "bfloat16", "float16", "float32"]
     """The dtype. Default: 'auto'."""
 

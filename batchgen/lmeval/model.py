@@ -98,7 +98,7 @@ class BatchgenLM(TemplateLM):
             raise InputError("--model_args: max_length and max_model_len are the same: give one")
         if device not in (None, "cuda:0"):
             options["device"] = device
-        files = resolve_model(pretrained)
+        files = resolve_model(pretrained, options.get("lora"))
         options["max_model_len"] = max_length if max_length is not None else max_model_len
         job = resolve_job(JobOptions(pretrained, None, None, **options), files)
         self._max_length = options["max_model_len"] = job.context

@@ -16,7 +16,7 @@ from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, NATIVE_FORMATS, PACK
 from batchgen.models.config import ModelConfig
 from batchgen.models.cutting import cut_tensors, fill_share
 from batchgen.models.files import ModelFiles, read_config, stated_scheme, stored_weights, weight_tensors
-from batchgen.models.formats.base import StoredPart
+from batchgen.models.formats.base import StoredPart, unchanged
 from batchgen.models.formats.dummy import dummy_parts
 from batchgen.models.formats.gguf.tensors import gguf_parts, read_layer_ahead
 from batchgen.models.hf.weight_files import ModelTensors
@@ -32,6 +32,8 @@ from batchgen.models.layouts import (
     stored_tensors,
     tensor_shapes,
 )
+from batchgen.models.lora import read_lora
+from batchgen.models.lora_merging import merging
 from batchgen.models.shard import Shard
 from batchgen.models.store.layout import StoreFile, WeightStore
 from batchgen.models.store.weight_store import load_extent, open_per_layer, open_store, read_extent
@@ -195,10 +197,12 @@ def open_checkpoint(files: ModelFiles, config: ModelConfig | None = None, shard:
         return dummy_checkpoint(config, shard=shard)
     tensors = ModelTensors(files.path, weight_tensors(files))
     stored_format = stored_weights(files)
-    if files.kind == "gguf":
+    of_gguf = files.kind == "gguf"
+    change = merging(config, read_lora(files.lora), unfused=of_gguf) if files.lora else unchanged
+    if of_gguf:
         ahead = partial(read_layer_ahead, tensors)
-        return _checkpoint_of(_Parts(config, gguf_parts(config, tensors), stored_format, shard, True, ahead))
-    parts = hf_parts(config, files.path, tensors, stated_scheme(files))
+        return _checkpoint_of(_Parts(config, gguf_parts(config, tensors, change), stored_format, shard, True, ahead))
+    parts = hf_parts(config, files.path, tensors, stated_scheme(files), change)
     return _checkpoint_of(_Parts(config, parts, stored_format, shard))
 
 

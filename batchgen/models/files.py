@@ -26,6 +26,7 @@ from batchgen.models.hf.config_files import QUANTIZATION, read_config_json, read
 from batchgen.models.hf.fields import stated_dtype
 from batchgen.models.hf.weight_files import find_weight_files, no_config, tensors_of
 from batchgen.models.hub import HubName, fetch_configuration, fetch_gguf, fetch_weights
+from batchgen.models.lora import CONFIG_FILE, read_lora
 from batchgen.models.store.manifest import RANK_KEY, STORE_MANIFEST, STORE_UNFINISHED, is_store, read_store_manifest
 from batchgen.models.tensor_files.headers import TensorInfo, read_safetensors_header
 
@@ -44,23 +45,50 @@ class ModelFiles:
             is split, its first part. For "dummy", the config.json of a model that gets dummy weights.
         kind: Kind of the files.
         name: Name of the model for messages and results.
+        lora: Directory of a LoRA adapter that is merged into the weights (`formats/lora.py`); None: there is none.
     """
 
     path: Path
     kind: ModelKind
     name: str
+    lora: Path | None = None
 
 
-def resolve_model(spec: str) -> ModelFiles:
+def resolve_model(spec: str, lora: str | None = None) -> ModelFiles:
     """The local files of a model. The demo model and models of the hub are downloaded first.
 
     Args:
         spec: Path, hub id, or `demo`.
+        lora: Directory of a LoRA adapter for the model; None: there is none.
 
     Raises:
-        InputError: `spec` names no model.
+        InputError: `spec` names no model, or `lora` no adapter that can be merged into it.
         BatchgenError: The demo model cannot be downloaded.
     """
+    return _with_lora(_resolved(spec), lora)
+
+
+def _with_lora(files: ModelFiles, lora: str | None) -> ModelFiles:
+    if lora is None:
+        if files.kind == "hf" and (files.path / CONFIG_FILE).exists():
+            raise InputError(
+                f"{files.path} has an adapter beside the model ({CONFIG_FILE}): give the directory as --lora too, or"
+                " move the adapter elsewhere"
+            )
+        return files
+    if files.kind == "store":
+        raise InputError(f"{files.path} is a weight store, into which no adapter is merged: give --lora with its model")
+    with naming_files(lora):
+        adapter = read_lora(Path(os.path.expanduser(lora)))
+    if adapter.replaced and files.kind == "gguf":
+        raise InputError(
+            f"{lora} replaces {next(iter(adapter.replaced))}, which is possible in safetensors alone: give --model the"
+            " directory of the model, not a GGUF"
+        )
+    return replace(files, lora=adapter.path, name=f"{files.name}+{adapter.path.resolve().name}")
+
+
+def _resolved(spec: str) -> ModelFiles:
     if spec == "demo":
         return ModelFiles(demo_file(), "gguf", "demo")
     with naming_files(spec):
@@ -90,17 +118,23 @@ def _from_hub(name: HubName, spec: str) -> ModelFiles:
     return files
 
 
-def resolve_for_planning(spec: str) -> tuple[ModelFiles, ModelConfig]:
+def resolve_for_planning(spec: str, lora: str | None = None) -> tuple[ModelFiles, ModelConfig]:
     """The files and configuration of a model whose weights are not needed.
 
     The model may be a `config.json`, or a directory that has no weights. Only small files are downloaded from the hub.
 
     Args:
         spec: Path, hub id, or `demo`.
+        lora: Directory of a LoRA adapter for the model; None: there is none.
 
     Raises:
         InputError: `spec` names no model, or the model is not supported.
     """
+    files, config = _resolved_for_planning(spec)
+    return _with_lora(files, lora), config
+
+
+def _resolved_for_planning(spec: str) -> tuple[ModelFiles, ModelConfig]:
     path = Path(os.path.expanduser(spec))
     with naming_files(spec):
         if path.suffix == ".json" and path.is_file():
@@ -111,7 +145,7 @@ def resolve_for_planning(spec: str) -> tuple[ModelFiles, ModelConfig]:
         if name is not None and name.gguf is None:
             folder = fetch_configuration(name)
             return ModelFiles(folder, "hf", spec), _config_without_weights(folder / "config.json")
-        files = resolve_model(spec)
+        files = _resolved(spec)
         return files, read_config(files)
 
 
@@ -194,11 +228,14 @@ def read_config(files: ModelFiles) -> ModelConfig:
 def stored_weights(files: ModelFiles) -> str | None:
     """The packed format in which a model's files have the layers' matrices; None: there is none.
 
-    None means that the matrices are numbers, or in a format that has to be dequantized.
+    None means that the matrices are numbers, or in a format that has to be dequantized, as all are that an adapter is
+    merged into.
 
     Returns:
         "int8" for compressed-tensors with 8 bits; otherwise one of `NATIVE_FORMATS`.
     """
+    if files.lora is not None:
+        return None
     if files.kind == "gguf":
         return _gguf_format(files.path)
     if files.kind == "store":

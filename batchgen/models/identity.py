@@ -14,6 +14,7 @@ from batchgen.core.file_version import FileVersion, version_of
 from batchgen.models.files import ModelFiles, read_config, weight_paths, weight_tensors
 from batchgen.models.formats.gguf.split import read_gguf
 from batchgen.models.hf.config_files import read_config_json, read_json_object
+from batchgen.models.lora import lora_files
 from batchgen.models.store.manifest import STORE_MANIFEST, read_store_manifest
 from batchgen.models.tensor_files.headers import TensorInfo
 
@@ -33,6 +34,13 @@ def model_identity(files: ModelFiles) -> dict[str, Any]:
     Args:
         files: Files of the model.
     """
+    identity = _identity_without_lora(files)
+    if files.lora is None:
+        return identity
+    return identity | {"lora": [_content_sha256(path, version_of(path), ()) for path in lora_files(files.lora)]}
+
+
+def _identity_without_lora(files: ModelFiles) -> dict[str, Any]:
     if files.kind == "store":
         manifest = read_store_manifest(files.path / STORE_MANIFEST)
         return {name: json_sha256(manifest[name]) for name in ("config", "files")}

@@ -136,7 +136,7 @@ def _make_store(
     source = files
     if shard is not None and weights == INT4:  # the importance of columns is measured on the whole model
         whole = find_or_convert(files, offload_dir, dtype, weights, on_layer=on_layer)
-        source = replace(files, path=whole.path, kind="store")
+        source = replace(files, path=whole.path, kind="store", lora=None)
     part = f"rank {shard.rank} of {shard.size} of " if shard else ""
     to_format = weight_format_of(dtype, weights)
     begun = f"converting {part}{files.name} to {to_format} in {target}, which later jobs will find there"

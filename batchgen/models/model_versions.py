@@ -10,6 +10,7 @@ from batchgen.core.file_version import FileVersion, version_of
 from batchgen.models.files import ModelFiles, weight_paths
 from batchgen.models.hf.config_files import STATES_MODEL
 from batchgen.models.hf.weight_files import find_weight_files
+from batchgen.models.lora import lora_files
 from batchgen.models.store.manifest import STORE_MANIFEST
 
 ModelVersions = Mapping[Path, FileVersion]
@@ -32,7 +33,8 @@ def model_versions(files: ModelFiles) -> ModelVersions:
             paths = [files.path / STORE_MANIFEST]
         else:
             paths = [files.path] if files.kind == "dummy" else weight_paths(files)
-        return {path: version_of(path) for path in paths}
+        of_lora = lora_files(files.lora) if files.lora else []
+        return {path: version_of(path) for path in (*paths, *of_lora)}
 
 
 def changed_file(versions: ModelVersions) -> Path | None:

@@ -235,7 +235,7 @@ def _check_job(folder: Path, model: str, options: dict[str, Any]) -> None:
     """Note in an output the job that it belongs to. Raises InputError where it belongs to another job."""
     deciding = {option.name for option in options_of("map", "engine") if option.decides_results}
     decided = {name: value for name, value in options.items() if name in deciding or name == "output_prefix"}
-    job = {"model": model_identity(resolve_model(model)), "options": decided}
+    job = {"model": model_identity(resolve_model(model, options.get("lora"))), "options": decided}
     job = json.loads(json.dumps(job, default=str))
     path = folder / _JOB
     if not path.exists():

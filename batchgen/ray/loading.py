@@ -46,7 +46,9 @@ def load_stream(
     given = plans.get(machine_kind(options.get("device", "auto"), cores)) if plans else None
     if given is None:
         return EngineStream(Engine(model, sampling=sampling, **options))
-    job = resolve_job(replace(job_options(model, options), sampling=sampling), resolve_model(model))
+    job = resolve_job(
+        replace(job_options(model, options), sampling=sampling), resolve_model(model, options.get("lora"))
+    )
     plan = runnable(Plan.from_json(given), job)
     plan = replace(plan, kernels=kernels_here(plan.kernels))
     tokenizer = load_tokenizer(job.files, job.options.special_tokens, job.options.chat_template)

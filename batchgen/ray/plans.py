@@ -50,7 +50,9 @@ def plan_here(model: str, input: Any, options: Mapping[str, Any], memory: int, r
         InputError: An option is invalid, or no plan fits.
     """
     started_s = time.monotonic()
-    job = resolve_job(job_options(model, {"cpu_memory": memory, **options}, input), resolve_model(model))
+    job = resolve_job(
+        job_options(model, {"cpu_memory": memory, **options}, input), resolve_model(model, options.get("lora"))
+    )
     tokenizer = load_tokenizer(job.files, job.options.special_tokens, job.options.chat_template)
     source = open_rows(job.options).for_model(job.config, tokenizer, job.options)
     plan = make_plan(

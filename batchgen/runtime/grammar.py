@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache, partial
+from itertools import accumulate
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -75,11 +76,15 @@ class Constraint:
     one.
     """
 
+    takes_drafts = True
+
     def __init__(self, matcher: Any, mask: np.ndarray) -> None:
         self.matcher = matcher
         self.error: str | None = None  # why the sample cannot go on
         self._mask = mask
         self._wait: Callable[[], None] | None = None  # where the mask is being made
+        self._masks_of_drafts: Callable[[], np.ndarray] | None = None  # those after each of its drafts
+        self._taken_ahead: list[int] = []
 
     def mask(self) -> np.ndarray:
         """Bits of the tokens that may come next, int32 [words of 32 tokens], lowest bit first.
@@ -91,11 +96,56 @@ class Constraint:
             self._wait = None
         return self._mask
 
+    def take_ahead(self) -> list[int]:
+        """The tokens that come next as nothing else is allowed, once. The matcher has taken them.
 
-class Unconstrained:
-    """The state of a sample whose grammar has not begun."""
+        Waits for the thread that makes masks.
+        """
+        self.mask()
+        tokens, self._taken_ahead = self._taken_ahead, []
+        return tokens
+
+    def forced(self) -> list[int]:
+        """The tokens that the text goes on with, whichever is chosen: its next bytes, as the tokenizer writes them.
+
+        Waits for the thread that makes masks.
+        """
+        self.mask()
+        return [] if self.error is not None else list(self.matcher.compute_ff_tokens())
+
+    def after(self, num_drafts: int) -> MaskAfterDrafts:
+        """The state after the first drafts of those given to `Grammars.draft`."""
+        assert self._masks_of_drafts is not None, "nobody makes masks of drafts"
+        return MaskAfterDrafts(self._masks_of_drafts, num_drafts)
+
+
+class _WithoutDrafts:
+    """A state that nothing is drafted in."""
 
     error: str | None = None
+    takes_drafts = False
+
+    def after(self, num_drafts: int) -> NoReturn:
+        raise AssertionError("the state takes no drafts")
+
+    def forced(self) -> list[int]:
+        return []
+
+
+class MaskAfterDrafts(_WithoutDrafts):
+    """The state of a sample as it will be if its first drafts are accepted."""
+
+    def __init__(self, masks: Callable[[], np.ndarray], num_drafts: int) -> None:
+        self._masks, self._num_drafts = masks, num_drafts
+
+    def mask(self) -> np.ndarray:
+        """Bits of the tokens that may come next, int32 [words of 32 tokens], lowest bit first. Waits for them."""
+        mask: np.ndarray = self._masks()[self._num_drafts - 1]
+        return mask
+
+
+class Unconstrained(_WithoutDrafts):
+    """The state of a sample whose grammar has not begun; a draft might begin it."""
 
     def __init__(self, mask: np.ndarray) -> None:
         self._mask = mask
@@ -161,11 +211,22 @@ class Grammars:
         """Compile the grammar of sampling parameters in the thread (`compile`)."""
         return self._thread.submit(self.compile, sampling)
 
-    def advance(self, steps: Sequence[tuple[Constraint, int]]) -> None:
-        """Advance constraints by a token each, and have the thread make their next masks."""
-        wait = partial(self._wait_for, self._thread.submit(self._advance, steps))
-        for constraint, _ in steps:
-            constraint._wait = wait
+    def advance(self, steps: Mapping[Constraint, Sequence[int]], ahead: Collection[Constraint] = ()) -> None:
+        """Advance constraints by the tokens of each, and have the thread make their next masks.
+
+        Args:
+            steps: Tokens of each constraint.
+            ahead: Constraints that go on while a single token is allowed; `Constraint.take_ahead` must be called.
+        """
+        wait = partial(self._wait_for, self._thread.submit(self._advance, steps, ahead))
+        for constraint in steps:
+            constraint._wait, constraint._masks_of_drafts = wait, None
+
+    def draft(self, drafts: Mapping[Constraint, Sequence[int]]) -> None:
+        """Have the thread make the masks after drafts of constraints, which stay where they are."""
+        made = self._thread.submit(self._masks_after_drafts, drafts)
+        for constraint in drafts:
+            constraint._masks_of_drafts = partial(self._masks_made, made, constraint)
 
     def restore(self, constraint: Constraint, token_ids: Sequence[int]) -> None:
         """Advance a new sample's constraint by tokens that an earlier run has chosen under it."""
@@ -215,11 +276,57 @@ class Grammars:
             raise InputError(_refused(rule, matcher.get_error() or "no token of the model begins it"))
         return Grammar(matcher, mask)
 
-    def _advance(self, steps: Sequence[tuple[Constraint, int]]) -> None:
+    def _masks_made(self, made: Future, constraint: Constraint) -> np.ndarray:
+        self._wait_for(made)
+        masks: np.ndarray = made.result()[constraint]
+        return masks
+
+    def _advance(self, steps: Mapping[Constraint, Sequence[int]], ahead: Collection[Constraint]) -> None:
         began = time.perf_counter()
-        moved = self._pool.consume_token_par([(constraint.matcher, token) for constraint, token in steps])
-        self._set_masks([constraint for constraint, _ in steps], moved)
+        moved = dict.fromkeys(steps, True)
+        for i in range(max(map(len, steps.values()))):
+            going = [constraint for constraint, tokens in steps.items() if i < len(tokens) and moved[constraint]]
+            taken = self._pool.consume_token_par([(constraint.matcher, steps[constraint][i]) for constraint in going])
+            moved |= zip(going, taken, strict=True)
+        self._set_masks(list(steps), list(moved.values()))
+        going = list(ahead)
+        while going := self._take_single_tokens(going):
+            pass
         self.busy_s += time.perf_counter() - began
+
+    def _take_single_tokens(self, constraints: Sequence[Constraint]) -> list[Constraint]:
+        """Advance constraints that allow a single token by it; returns those that may allow a single one again."""
+        if not constraints:
+            return []
+        masks = np.stack([constraint._mask for constraint in constraints]) & self._known
+        of_one_word = np.flatnonzero((masks != 0).sum(axis=1) == 1)
+        going: list[tuple[Constraint, int]] = []
+        for i in of_one_word.tolist():
+            bits = np.flatnonzero(np.unpackbits(masks[i].view(np.uint8), bitorder="little"))
+            if len(bits) == 1 and constraints[i].error is None:
+                constraints[i]._taken_ahead.append(int(bits[0]))
+                if int(bits[0]) not in self._eos_token_ids:
+                    going.append((constraints[i], int(bits[0])))
+        if going:
+            moved = self._pool.consume_token_par([(constraint.matcher, token) for constraint, token in going])
+            self._set_masks([constraint for constraint, _ in going], moved)
+        return [constraint for constraint, _ in going]
+
+    def _masks_after_drafts(self, drafts: Mapping[Constraint, Sequence[int]]) -> dict[Constraint, np.ndarray]:
+        """Masks of the tokens that may come after each of the drafts, [drafts, words]: all, where none may."""
+        from llguidance.numpy import fill_next_token_bitmask_par_with_draft_tokens
+
+        began = time.perf_counter()
+        stops = list(accumulate(len(tokens) + 1 for tokens in drafts.values()))
+        masks = np.zeros((stops[-1], len(self._known)), dtype=np.int32)
+        steps = [
+            (constraint.matcher, stop - len(tokens) - 1, list(tokens))
+            for (constraint, tokens), stop in zip(drafts.items(), stops, strict=True)
+        ]
+        fill_next_token_bitmask_par_with_draft_tokens(self._pool, steps, masks)
+        masks[~(masks & self._known).any(axis=1)] = -1  # a draft that is not allowed is refused whatever follows it
+        self.busy_s += time.perf_counter() - began
+        return {c: masks[stop - len(drafts[c]) : stop] for c, stop in zip(drafts, stops, strict=True)}
 
     def _restore(self, constraint: Constraint, token_ids: Sequence[int]) -> None:
         self._set_masks([constraint], [constraint.matcher.consume_tokens(list(token_ids))])

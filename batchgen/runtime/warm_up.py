@@ -13,6 +13,7 @@ from itertools import count
 import numpy as np
 
 from batchgen.core.request import SamplingParams
+from batchgen.runtime.grammar import Unconstrained
 from batchgen.schedule.packed_batch import PackedBatch
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
 from batchgen.schedule.scheduler import Scheduler
@@ -88,25 +89,13 @@ def dummy_sweeps(  # a plain function of what a sweep is made with, so that the 
                     scheduler.finish(sequence)
 
 
-class _Anything:
-    """A grammar that allows every token."""
-
-    error: str | None = None
-
-    def __init__(self, vocab_size: int) -> None:
-        self._mask = np.full(-(-vocab_size // 32), -1, dtype=np.int32)
-
-    def mask(self) -> np.ndarray:
-        return self._mask
-
-
 def sampled_every_way(sequences: List[Sequence], vocab_size: int) -> Iterator[list[Sequence]]:
     """For each way of sampling, yield sequences in place of the given ones: all with it, and every other one."""
     sampling = SamplingParams(temperature=1.0, top_k=3, top_p=0.9, min_p=0.1, logprobs=3, repetition_penalty=1.5)
 
     def varied(own: Sequence) -> Sequence:
         made = Sequence(own.request_index, own.row_id, 0, [0], sampling)
-        made.constraint = _Anything(vocab_size)
+        made.constraint = Unconstrained(np.full(-(-vocab_size // 32), -1, dtype=np.int32))
         return made
 
     for step in (1, 2):

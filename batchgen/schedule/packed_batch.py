@@ -25,7 +25,7 @@ from batchgen.ops.attention_plan import (
 )
 from batchgen.schedule.micro_batches import by_placement
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
-from batchgen.schedule.sequence import PENDING, LogitsRow, Sequence, in_flight, logits_rows
+from batchgen.schedule.sequence import PENDING, LogitsRow, Sequence, after_drafts, in_flight, logits_rows
 from batchgen.schedule.staging import Staging, Tables, has_window_tables, stage
 from batchgen.schedule.state_rows import StateRows, StateStaging, rows_in_pool, rows_in_staging, stage_states
 from batchgen.schedule.step_graph import BatchFlow
@@ -268,11 +268,12 @@ class _Rows:
         """
         # Once for each sequence of every sweep: as little as may be.
         sequences, keys, starts = [sequence for sequence, _ in members], tables.num_keys, tables.starts
-        last = np.array([s.tokens[stop - 1] for s, stop in zip(sequences, keys.tolist(), strict=True)], np.int64)
+        texts = [[*s.tokens, *s.drafts] if s.drafts else s.tokens for s in sequences]
+        last = np.array([text[stop - 1] for text, stop in zip(texts, keys.tolist(), strict=True)], np.int64)
         token_ids = np.empty(starts[-1], np.int64)
         token_ids[starts[1:] - 1] = last
         for i in np.flatnonzero(tables.num_queries > 1).tolist():
-            token_ids[starts[i] : starts[i + 1]] = sequences[i].tokens[tables.num_cached[i] : keys[i]]
+            token_ids[starts[i] : starts[i + 1]] = texts[i][tables.num_cached[i] : keys[i]]
         pending = np.flatnonzero(last == PENDING)
         self._token_ids.append(token_ids)
         self._pending_rows.append(self.count + starts[1:][pending] - 1)
@@ -286,7 +287,10 @@ class _Rows:
         self._positions.append(tables.positions)
 
     def _add_logits(self, sequences: List[Sequence], tables: SweepTables) -> None:
-        """Add the rows of logits of some sequences: those from `Sequence.next_logits_position` on."""
+        """Add the rows of logits of some sequences: those from `Sequence.next_logits_position` on.
+
+        Rows of drafts belong to the sequence as it will be with the drafts (`after_drafts`).
+        """
         next_positions = np.array([len(sequence.tokens) for sequence in sequences], np.int64) - 1
         for i in [i for i, sequence in enumerate(sequences) if sequence.targets]:
             next_positions[i] = sequences[i].next_logits_position
@@ -294,7 +298,10 @@ class _Rows:
         counts = np.maximum(tables.num_keys - first, 0)
         owners, positions = np.repeat(np.arange(len(counts)), counts), numbers_within(counts) + np.repeat(first, counts)
         self._logits_indices.append(self.count + (tables.starts[:-1] - tables.num_cached)[owners] + positions)
-        self._logits_rows += logits_rows([sequences[i] for i in owners.tolist()], positions.tolist())
+        rows = logits_rows([sequences[i] for i in owners.tolist()], positions.tolist())
+        if any([sequence.drafts for sequence in sequences]):
+            rows = [LogitsRow(after_drafts(s, max(0, p + 1 - len(s.tokens))), p) for s, p in rows]
+        self._logits_rows += rows
 
     def packed(self, segments: tuple[Segment, ...], staging: dict[int | None, Staging] | None) -> PackedBatch:
         none = np.zeros(0, np.int64)

@@ -11,7 +11,7 @@ from batchgen.schedule.sequence import Sequence
 
 
 class ScheduledSequence(NamedTuple):  # one for each sequence in flight, in every sweep
-    """The tokens of a sequence that are in a sweep, from `num_computed` on.
+    """The tokens of a sequence that are in a sweep, from `num_computed` on; its drafts come after the last one.
 
     Attributes:
         sequence: The sequence.
@@ -30,6 +30,11 @@ class ScheduledSequence(NamedTuple):  # one for each sequence in flight, in ever
     def prefill_keys(self) -> int:
         """Tokens that its tokens in the sweep attend to, all together."""
         return self.num_tokens * (self.num_keys - (self.num_tokens - 1) // 2)
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts among its tokens in the sweep; until `commit`."""
+        return max(0, self.num_keys - len(self.sequence.tokens))
 
     @property
     def decodes(self) -> bool:
@@ -53,7 +58,7 @@ class ScheduledSequence(NamedTuple):  # one for each sequence in flight, in ever
     @property
     def samples(self) -> bool:
         """Tell whether its tokens reach the last one there is, so that the next one is sampled in this sweep."""
-        return self.num_keys == len(self.sequence.tokens) and not self.defers
+        return self.num_keys >= len(self.sequence.tokens) and not self.defers
 
     @property
     def logits_positions(self) -> range:
@@ -68,7 +73,7 @@ class ScheduledSequence(NamedTuple):  # one for each sequence in flight, in ever
         sequence = self.sequence
         if sequence.targets or sequence.kv_placement is KVPlacement.DEFERRED:
             return len(self.logits_positions)
-        return int(sequence.num_computed + self.num_tokens == len(sequence.tokens))  # the last one's
+        return max(0, sequence.num_computed + self.num_tokens - len(sequence.tokens) + 1)  # from the last one on
 
 
 def next_tokens(sequences: Iterable[Sequence]) -> Iterable[ScheduledSequence]:

@@ -21,12 +21,15 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from itertools import chain, islice
 
+from batchgen.core.kv_expansion import KVExpansion, Recut
 from batchgen.core.kv_placement import KVPlacement
-from batchgen.schedule.block_manager import Allocation
+from batchgen.schedule.block_manager import Allocation, BlockManager
 from batchgen.schedule.block_tables import BlockTables, Pool
+from batchgen.schedule.drafting import Drafting
 from batchgen.schedule.extents import ExtentManager
 from batchgen.schedule.scheduled_sequence import ScheduledSequence, next_tokens
 from batchgen.schedule.scheduler_limits import SchedulerLimits
@@ -52,6 +55,7 @@ class Scheduler:
         num_moved: sequences so far that were left out of sweeps, and run again on the compute device.
         expected_output_len: tokens that a sequence is expected to generate.
         sweep_choice: chooses the sequences of a sweep that the CPU attends to; None: all of them.
+        drafting: drafts tokens of sequences that decode; None: nothing is drafted.
     """
 
     def __init__(
@@ -88,6 +92,7 @@ class Scheduler:
         self._placements = [placement for placement in KVPlacement if placement.tier in pools]
         self.num_preempted = self.num_moved = 0
         self.sweep_choice: SweepChoice | None = None
+        self.drafting: Drafting | None = None
         self.expected_output_len = expected_output_len or (lambda s: s.sampling.max_tokens)
         self._filling = True  # static admission: the current block still takes sequences
         self._token_slots = token_slots or TokenSlots()
@@ -149,7 +154,56 @@ class Scheduler:
             budget = self._prefill(sweep, max_tokens, most)
         budget = self._move_late(sweep, budget)
         self._admit(sweep, budget, most)
-        return sweep if self.sweep_choice is None else self.sweep_choice.choose(sweep)
+        if self.sweep_choice is not None:
+            sweep = self.sweep_choice.choose(sweep)
+        return sweep if self.drafting is None else self._with_drafts(sweep, self.drafting)
+
+    def _with_drafts(self, sweep: list[ScheduledSequence], drafting: Drafting) -> list[ScheduledSequence]:
+        """The sweep with drafts of sequences that decode. Nobody is preempted for them."""
+        num_tokens = sum([count for _, count in sweep])
+        if not drafting.begin(num_tokens, len(sweep)):
+            return sweep
+        rooms = {s.sequence: self._room_for_drafts(s) for s in sweep if self._takes_drafts(s)}
+        chosen = drafting.choose(rooms, self.limits.max_num_batched_tokens - num_tokens)
+        for sequence, drafts in chosen.items():
+            if self.tables.grow(sequence, sequence.num_remaining + len(drafts)):
+                sequence.drafts = drafts
+            else:
+                drafting.withdraw(sequence)
+        return [ScheduledSequence(s, count + len(s.drafts)) for s, count in sweep] if chosen else sweep
+
+    def _takes_drafts(self, scheduled: ScheduledSequence) -> bool:
+        """Tell whether tokens may be drafted for a sequence in a sweep.
+
+        A state cannot go back to where it was before a refused draft, and the CPU beside an accelerator has buffers for
+        one token of each sequence.
+        """
+        sequence, placement = scheduled.sequence, scheduled.sequence.kv_placement
+        return (
+            scheduled.samples
+            and sequence.num_computed >= sequence.num_prompt
+            and sequence.tokens[-1] != PENDING
+            and not sequence.targets
+            and sequence.state is None
+            and (placement in _COMPUTE_ATTENDS or placement.tier == self.limits.compute_tier)
+            and (sequence.constraint is None or sequence.constraint.takes_drafts)
+        )
+
+    def _room_for_drafts(self, scheduled: ScheduledSequence) -> int:
+        """Drafts that a sequence may have without being longer than it may be, or taking what others need next."""
+        sequence, num_tokens = scheduled
+        most = sequence.sampling.max_tokens - sequence.num_generated - 1
+        if self.limits.max_chunk_tokens is not None:
+            most = min(most, self.limits.max_chunk_tokens - num_tokens)
+        tier, pool = sequence.kv_placement.tier, self.tables.pool(sequence)
+        blocks = len(sequence.block_table)
+        windows = len(sequence.window_table) if sequence.window_table is not None else blocks
+        spare = pool.num_available - self.tables.num_reserved[tier]
+        if sequence.window_table is not None and pool.windowed is not None:
+            spare = min(spare, pool.windowed.num_available)
+        if spare > 2 * len(self.running):
+            return most
+        return max(0, min(most, min(blocks, windows) * pool.kv_block_size - scheduled.num_keys))
 
     def _free_before_windows(self) -> None:
         """Free the blocks of layers with a sliding window that no later token sees."""
@@ -194,7 +248,8 @@ class Scheduler:
         shares, has_states = self.tables.share_prefixes, self.tables.have_states
         for sequence, num_tokens in sweep:
             has_prompt = sequence.num_computed < sequence.num_prompt
-            sequence.num_computed += num_tokens
+            # KV of drafts counts when they are accepted; until then a later token overwrites it.
+            sequence.num_computed = min(sequence.num_computed + num_tokens, len(sequence.tokens))
             if shares and has_prompt:
                 self.tables.insert_prompt(sequence, sequence.num_computed)
             if has_states:
@@ -211,6 +266,39 @@ class Scheduler:
             sequence.num_computed += num_tokens
             sequence.tokens += [0] * num_tokens
         return num_tokens
+
+    @property
+    def expansion(self) -> KVExpansion | None:
+        """The division of the layers of a pool between device and host; None: it cannot be changed."""
+        pool = self.pools.get(KVPlacement.STREAMED.tier)
+        return pool.expansion if isinstance(pool, BlockManager) else None
+
+    @property
+    def has_layers_on_device(self) -> bool:
+        """True where KV that streams in other layers is on the device in some."""
+        return self.expansion is not None and self.expansion.num_on_device > 0
+
+    def recut(self, num_on_device: int) -> Recut | None:
+        """Between sweeps, with none under way: put so many layers' KV on the device, in a pool of another size.
+
+        The youngest sequences that do not fit are preempted.
+
+        Returns:
+            The change, which the executor must carry out at once; None: there is none, as another call of the engine
+            has KV in the pool.
+        """
+        tier = KVPlacement.STREAMED.tier
+        pool = self.pools[tier]
+        assert isinstance(pool, BlockManager) and pool.expansion is not None, "no layer can be moved"
+        if pool.num_used != len({block for sequence in self.running for block in sequence.block_table}):
+            return None
+        before, after = pool.expansion, replace(pool.expansion, num_on_device=num_on_device)
+        while pool.num_used + self.tables.num_reserved[tier] > after.num_blocks:
+            self._preempt_youngest(tier)
+        moved = pool.resize(after.num_blocks)
+        self.tables.renumber((s for s in self.running if s.kv_placement.tier == tier), moved)
+        pool.expansion = after
+        return Recut(before, after, moved, pool.num_to_last)
 
     def finish(self, sequence: Sequence) -> None:
         """The sequence leaves for good, and its blocks are released; nothing happens if it has left.
@@ -459,9 +547,12 @@ class Scheduler:
                 yield placement
         if not self.running:
             rest = [p for p in self._placements if p not in tried and p is not KVPlacement.DEFERRED]
+            rest = [p for p in rest if p is not KVPlacement.CPU or not self.has_layers_on_device]
             yield from sorted(rest, key=lambda p: p is not KVPlacement.STREAMED) if self._lacks_slots else rest
 
     def _has_place(self, placement: KVPlacement) -> bool:
+        if placement is KVPlacement.CPU and self.has_layers_on_device:
+            return False  # where an earlier call of the engine has put them
         return self._in_placement[placement] < self.limits.quota(placement)
 
     def _fits_in(self, sequence: Sequence, placement: KVPlacement) -> bool:

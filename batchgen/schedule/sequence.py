@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -25,12 +26,22 @@ class Constraint(Protocol):
 
     Attributes:
         error: The reason why the sample cannot go on, or None.
+        takes_drafts: Whether `after` and `forced` may be called.
     """
 
     error: str | None
+    takes_drafts: bool
 
     def mask(self) -> np.ndarray:
         """Bits of the tokens that may come next, int32 [words of 32 tokens], lowest bit first."""
+        ...
+
+    def after(self, num_drafts: int) -> Constraint:
+        """The state after the first drafts of the sequence, as far as sampling needs it."""
+        ...
+
+    def forced(self) -> list[int]:
+        """The tokens that the grammar probably leaves no choice about."""
         ...
 
 
@@ -89,6 +100,9 @@ class Sequence:
         computes_prompt: Whether it is the sample, of several, that computes their prompt.
         takes_prefix: Whether it may take over KV that others have computed.
         constraint: State of its grammar, as far as `tokens` go, which outlives a preemption; None: it has none.
+        drafts: Tokens that a proposer expects after `tokens`, in the sweep that is under way. They are judged one by
+            one when the sweep has run, and gone then.
+        drafted: For a sequence made by `after_drafts`, the sequence that it stands for; None: it is one itself.
         token_slot: Slot of its last token in the device's table, from its first admission to its end.
         exchange_slot: Slot of its queries for the CPU, of placement DEFERRED while it is in flight.
     """
@@ -120,6 +134,8 @@ class Sequence:
     computes_prompt: bool = True
     takes_prefix: bool = True
     constraint: Constraint | None = None
+    drafts: list[int] = field(default_factory=list)
+    drafted: Sequence | None = None
     token_slot: int | None = None
     exchange_slot: int | None = None
 
@@ -164,6 +180,23 @@ class Sequence:
     @property
     def generated(self) -> list[int]:
         return self.tokens[self.num_prompt :]
+
+
+def after_drafts(sequence: Sequence, num_drafts: int) -> Sequence:
+    """A sequence as it will be if its first drafts are accepted, to sample the token after them from.
+
+    Args:
+        sequence: A sequence with drafts.
+        num_drafts: Number of the drafts; 0: the sequence itself.
+    """
+    if num_drafts == 0:
+        return sequence
+    after = copy.copy(sequence)
+    after.tokens = [*sequence.tokens, *sequence.drafts[:num_drafts]]
+    after.drafts, after.drafted = [], sequence
+    if sequence.constraint is not None:
+        after.constraint = sequence.constraint.after(num_drafts)
+    return after
 
 
 def complete(sequences: Iterable[Sequence]) -> list[Sequence]:

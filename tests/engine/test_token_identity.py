@@ -14,6 +14,7 @@ from functools import cache
 
 import pytest
 import torch
+from drafts import by_prompt, partly_right
 from fake_device import FIRST_USES, ORDERS, FakeDevice, as_on_a_device, run_on
 from model_tables import FAMILIES, GGUF_FAMILIES, GGUF_MODELS, MIXED_SIZES, MIXTURES, MODELS
 from quantized_checkpoints import awq, fp8, gptq, in_mxfp4, pack_quantized, requantize
@@ -175,12 +176,13 @@ def greedy(model, prompt):
     return tuple(out[0, len(prompt) :].tolist())
 
 
-def tokens_of(parts, prompts):
-    return [sample.token_ids for sample in samples_of(parts, prompts)]
+def tokens_of(parts, prompts, **options):
+    return [sample.token_ids for sample in samples_of(parts, prompts, **options)]
 
 
-def samples_of(parts, prompts, **sampling):
-    with Engine.from_parts(parts, sampling=SamplingParams(max_tokens=MAX_TOKENS, **sampling)) as engine:
+def samples_of(parts, prompts, drafts=True, **sampling):
+    sampling = SamplingParams(max_tokens=MAX_TOKENS, **sampling)
+    with Engine.from_parts(parts, sampling=sampling, drafts=drafts) as engine:
         done = {c.index: c for c in engine.generate([Request(prompt) for prompt in prompts])}
         assert engine.used_kv_blocks == 0, "KV blocks leaked"
     assert [done[i].error for i in range(len(prompts))] == [None] * len(prompts)
@@ -271,7 +273,9 @@ def test_tokens_equal_those_of_transformers(model, tier, kv_format, expected, st
     for admission, num_batches in schedules(model, tier):
         policy = policy_of(path, tier, kv_format, admission, num_batches)
         parts = make_parts(path, TIERS[tier][0], policy, stores, longest_tokens=80)
-        assert tokens_of(parts, prompts) == wanted, (admission, num_batches)
+        most = list(MODELS).index(model) % 4  # drafts of a sequence, of which some are wrong
+        drafts = partly_right(by_prompt(prompts, wanted), most=most) if most else False
+        assert tokens_of(parts, prompts, drafts=drafts) == wanted, (admission, num_batches, most)
 
 
 _MANY = 64  # rows in flight: every expert has several of them, or of many experts most have

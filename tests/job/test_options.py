@@ -145,7 +145,7 @@ def test_what_decides_helms_results_is_what_it_always_was():
     """The folder of a deployment's jobs is named after these: with others, jobs done before would not be found."""
     deciding = {option.name for option in options_of("helm") if option.decides_results}
     assert deciding == {
-        "model", "dtype", "weights", "kv_cache_dtype", "state_dtype", "max_model_len", "on_overlong", "seed",
+        "model", "lora", "dtype", "weights", "kv_cache_dtype", "state_dtype", "max_model_len", "on_overlong", "seed",
     }  # fmt: skip
     assert set(names_of("helm")) <= set(names_of("run"))
 

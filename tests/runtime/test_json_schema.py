@@ -114,7 +114,7 @@ def texts_of(grammars, schema, count, seed):
                 found.append(decoder.decode(tokens))
                 break
             tokens.append(token)
-            made.advance([(constraint, token)])
+            made.advance({constraint: [token]})
             constraint.mask()
             assert constraint.error is None
     return found

@@ -7,9 +7,10 @@ weight is read, so that a model can be planned for, or refused, at once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
+from batchgen.models.layouts import Part
 from batchgen.models.tensor_files.headers import TensorInfo
 
 if TYPE_CHECKING:
@@ -62,6 +63,15 @@ class StoredPart(ABC):
         Only parts of GGUFs have it.
         """
         raise NotImplementedError
+
+
+# A change of stored parts, whose rows are in the order that transformers has them in: what an adapter adds to them.
+Change = Callable[[Part, StoredPart], StoredPart]
+
+
+def unchanged(part: Part, stored: StoredPart) -> StoredPart:
+    """The stored part of a model that has no adapter."""
+    return stored
 
 
 class Scheme(ABC):

@@ -19,7 +19,7 @@ _OTHERS = (
     ("consolidated", (".safetensors", ".pth"), "weights in the layout of Mistral's or Meta's own code",
      "take the repository's model*.safetensors with its config.json"),
     ("adapter_model", (".safetensors", ".bin"), "a LoRA adapter",
-     "merge it into its base model first (merge_and_unload of peft), and save that"),
+     "give its base model as --model, and this directory as --lora"),
     ("", (".gguf",), "a GGUF", "to run it, pass the file itself"),
     ("", (".bin", ".pt", ".pth", ".ckpt"), "PyTorch weights only",
      "convert them to safetensors (save_pretrained of transformers)"),

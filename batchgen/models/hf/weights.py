@@ -16,7 +16,7 @@ from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig
 from batchgen.models.families import NORMS_LESS_ONE
 from batchgen.models.formats import fused_experts
-from batchgen.models.formats.base import Scheme, StoredPart, Tensors
+from batchgen.models.formats.base import Change, Scheme, StoredPart, Tensors, unchanged
 from batchgen.models.formats.head_order import in_head_order, in_sections
 from batchgen.models.formats.numbers import Numbers
 from batchgen.models.hf.stacked_experts import StackedExpert, either_way_stacked, found_expert, single_experts
@@ -39,7 +39,7 @@ _CONVOLUTIONS = ("conv.weight", "short_conv.weight")
 
 
 def hf_parts(
-    config: ModelConfig, model: Path, tensors: Tensors, scheme: Scheme | None
+    config: ModelConfig, model: Path, tensors: Tensors, scheme: Scheme | None, change: Change = unchanged
 ) -> dict[tuple[str, int], StoredPart]:
     """Every stored part of a model, by name and layer.
 
@@ -48,6 +48,7 @@ def hf_parts(
         model: Path of the directory.
         tensors: All tensors of the safetensors files.
         scheme: Quantization scheme that config.json states; None: weights are plain numbers.
+        change: Change of each part.
 
     Raises:
         InputError: A tensor is missing, has a wrong shape or dtype, or is not used by the model.
@@ -60,7 +61,7 @@ def hf_parts(
     stacked_either_way = either_way_stacked(config, tensors, stem, of_qwen3_vl) if of_qwen3_vl else {}
     parts: dict[tuple[str, int], StoredPart] = {}
     for part in all_parts(config):
-        stored = _find(config, model, names, tensors, stacked_either_way, scheme, part)
+        stored = change(part, _find(config, model, names, tensors, stacked_either_way, scheme, part))
         parts[part.name, part.layer] = in_head_order(config, part.name, in_sections(config, part.name, stored))
     _refuse_unread(config, names, tensors)
     if config.tied_embeddings and f"{names['lm_head']}.weight" in tensors:

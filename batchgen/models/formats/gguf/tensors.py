@@ -14,7 +14,7 @@ from torch import Tensor
 from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig
 from batchgen.models.families import GRANITE_MIXTURES
-from batchgen.models.formats.base import NamedTensor, StoredPart, Tensors
+from batchgen.models.formats.base import Change, NamedTensor, StoredPart, Tensors, unchanged
 from batchgen.models.formats.gguf.fields import Place, place_of
 from batchgen.models.formats.head_order import by_group, in_head_order, in_sections
 from batchgen.models.layouts import Shape, all_parts
@@ -27,12 +27,13 @@ from batchgen.models.tensor_files.table_rows import FileRows
 from batchgen.ops import cpp as kernels
 
 
-def gguf_parts(config: ModelConfig, tensors: Tensors) -> dict[tuple[str, int], StoredPart]:
+def gguf_parts(config: ModelConfig, tensors: Tensors, change: Change = unchanged) -> dict[tuple[str, int], StoredPart]:
     """Every part of a model in a GGUF, by name and layer.
 
     Args:
         config: Configuration of the model.
         tensors: All tensors of the GGUF.
+        change: Change of each part.
 
     Raises:
         InputError: A tensor is missing, or has another shape than required or a type that is not supported.
@@ -46,7 +47,8 @@ def gguf_parts(config: ModelConfig, tensors: Tensors) -> dict[tuple[str, int], S
             stored = by_group(config.state, part.name, stored)
         if part.name == "linear_attn.A_log":
             stored = _LogOfRate(stored)
-        parts[part.name, part.layer] = in_head_order(config, part.name, in_sections(config, part.name, stored))
+        stored = in_sections(config, part.name, change(part, stored))
+        parts[part.name, part.layer] = in_head_order(config, part.name, stored)
     return parts
 
 

@@ -1,0 +1,218 @@
+"""The drafts of each sweep: which sequences have some, and how many. No tensors.
+
+A sweep lasts as long as its computation or as what it reads, whichever is longer. A draft costs computation alone, so
+it is free while the sweep reads. Beyond that it is worth its seconds where these, spent on drafts, give more tokens
+than a sweep does on average. Acceptance and seconds are measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+
+from batchgen.schedule.draft_proposer import Proposal, Proposer
+from batchgen.schedule.finished_rows_proposer import FinishedRowsProposer
+from batchgen.schedule.grammar_proposer import GrammarProposer
+from batchgen.schedule.lookup_proposer import LookupProposer
+from batchgen.schedule.sequence import Sequence
+from batchgen.schedule.sweep_line import SweepLine
+
+_MOST = 16  # drafts of a sequence in a sweep
+_MARGIN = 1.2  # by which drafts must be worth more than they cost
+_HIGHEST, _LOWEST = 0.95, 0.02  # chance of acceptance that is thought possible, and below which nothing is drafted
+_PRIOR = 4.0  # drafts that what is thought at first counts as
+_KEPT = 0.998  # of what was measured of acceptance, after each sweep: texts change
+
+
+@dataclass
+class _Acceptance:
+    """Drafts of one kind that were judged: those before the first refused one, and that one.
+
+    Attributes:
+        thought: Chance of acceptance that is thought of before any was judged.
+        accepted: Accepted drafts.
+        judged: Judged drafts.
+    """
+
+    thought: float
+    accepted: float = 0.0
+    judged: float = 0.0
+
+    @property
+    def chance(self) -> float:
+        """Chance that a draft is accepted, if those before it are."""
+        return min(_HIGHEST, (self.accepted + _PRIOR * self.thought) / (self.judged + _PRIOR))
+
+
+@dataclass(frozen=True)
+class _Drafted:
+    """Drafts in a sweep that is under way.
+
+    Attributes:
+        kind: Kind of the proposal.
+        num_drafts: Number of drafts.
+        num_tokens: Tokens of the sequence before the sweep.
+    """
+
+    kind: tuple[int, int]
+    num_drafts: int
+    num_tokens: int
+
+
+class Drafting:
+    """Chooses the drafts of sweeps.
+
+    Attributes:
+        active: Whether drafts could be worth their time in the last sweep that was scheduled.
+        num_drafted: Drafts so far.
+        num_accepted: Drafts of them that were accepted.
+    """
+
+    def __init__(self, proposers: List[Proposer] | None = None, *, always: int | None = None) -> None:
+        """Have measured nothing.
+
+        Args:
+            proposers: Proposers, in order of preference; None: a grammar's, lookup's, and that of rows that have ended.
+            always: Drafts that each sequence has in each sweep, whatever they cost; None: as many as are worth it.
+        """
+        self._proposers = proposers or [GrammarProposer(), LookupProposer(), FinishedRowsProposer()]
+        self._always = always
+        self._line = SweepLine()
+        self._worth = _Worth(self._line, 0, 0)
+        self._acceptance: dict[tuple[int, int], _Acceptance] = {}
+        self._under_way: dict[Sequence, _Drafted] = {}
+        self.active = always is not None
+        self.num_drafted = self.num_accepted = 0
+
+    def begin(self, num_tokens: int, num_rows: int) -> bool:
+        """Begin with a sweep; False: no draft could be worth its time in it.
+
+        Args:
+            num_tokens: Tokens of the sweep without drafts.
+            num_rows: Sequences in it.
+        """
+        self._worth = _Worth(self._line, num_tokens, num_rows)
+        self.active = self._always is not None or (self._line.is_known and self._worth.is_enough(_HIGHEST))
+        return self.active
+
+    def choose(self, rooms: Mapping[Sequence, int], budget: int) -> dict[Sequence, list[int]]:
+        """The drafts of the sweep that has begun, by sequence.
+
+        Args:
+            rooms: Sequences that decode in it, each with the most drafts that it may have.
+            budget: Most drafts of the sweep.
+        """
+        proposals = {s: best for s, room in rooms.items() if (best := self._best(s, min(_MOST, room))) is not None}
+        if self._always is not None:
+            counts = self._first(proposals, budget)
+        else:
+            counts = self._worth_most(proposals, budget, self._worth)
+        for sequence, count in counts.items():
+            self._under_way[sequence] = _Drafted(proposals[sequence][0], count, len(sequence.tokens))
+            self.num_drafted += count
+        return {sequence: proposals[sequence][1].tokens[:count] for sequence, count in counts.items()}
+
+    def taken(self) -> None:
+        """Measure acceptance by the sweeps whose tokens have been taken."""
+        for acceptance in self._acceptance.values():
+            acceptance.accepted, acceptance.judged = _KEPT * acceptance.accepted, _KEPT * acceptance.judged
+        judged = [sequence for sequence in self._under_way if not sequence.drafts]
+        for sequence in judged:
+            drafted = self._under_way.pop(sequence)
+            accepted = min(drafted.num_drafts, max(0, len(sequence.tokens) - drafted.num_tokens - 1))
+            self.num_accepted += accepted
+            acceptance = self._of(drafted.kind)
+            acceptance.accepted += accepted
+            acceptance.judged += accepted + (accepted < drafted.num_drafts)
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Count drafts of a sequence that were chosen just now as never made."""
+        self.num_drafted -= self._under_way.pop(sequence).num_drafts
+
+    def ran(self, num_tokens: int, seconds: float, busy_s: Mapping[str, float], stalled_s: Mapping[str, float]) -> None:
+        """Take the times of a sweep, as `SweepLine.add` does."""
+        self._line.add(num_tokens, seconds, busy_s, stalled_s)
+
+    def ended(self, sequences: List[Sequence]) -> None:
+        """Note that sequences have ended."""
+        for sequence in sequences:
+            for proposer in self._proposers:
+                proposer.ended(sequence)
+
+    def _of(self, kind: tuple[int, int]) -> _Acceptance:
+        acceptance = self._acceptance.get(kind)
+        if acceptance is None:
+            chance = 1 - 1 / max(2, kind[1]) if kind[1] else _HIGHEST
+            acceptance = self._acceptance[kind] = _Acceptance(chance)
+        return acceptance
+
+    def _best(self, sequence: Sequence, most: int) -> tuple[tuple[int, int], Proposal] | None:
+        """The kind and the proposal from which most is expected; None: there is none."""
+        best, most_expected = None, 0.0
+        for number, proposer in enumerate(self._proposers):
+            proposal = proposer.propose(sequence, most)
+            if proposal is None:
+                continue
+            kind = (number, proposal.strength)
+            expected = _expected(self._of(kind).chance, len(proposal.tokens))
+            if expected > most_expected:
+                best, most_expected = (kind, proposal), expected
+        return best
+
+    def _first(
+        self, proposals: Mapping[Sequence, tuple[tuple[int, int], Proposal]], budget: int
+    ) -> dict[Sequence, int]:
+        """Numbers of drafts, `always` for each sequence within the budget."""
+        counts = {}
+        for sequence, (_, proposal) in proposals.items():
+            count = min(len(proposal.tokens), self._always or 0, budget)
+            if count > 0:
+                counts[sequence] = count
+                budget -= count
+        return counts
+
+    def _worth_most(
+        self, proposals: Mapping[Sequence, tuple[tuple[int, int], Proposal]], budget: int, worth: _Worth
+    ) -> dict[Sequence, int]:
+        """Number of drafts of each sequence: those of all proposals that are worth their time, the likeliest first."""
+        likely: list[tuple[float, Sequence]] = []
+        for sequence, (kind, proposal) in proposals.items():
+            chance = self._of(kind).chance
+            likely += ((chance ** (k + 1), sequence) for k in range(len(proposal.tokens)))
+        likely.sort(key=lambda draft: -draft[0])
+        counts: dict[Sequence, int] = {}
+        for expected, sequence in likely[:budget]:
+            if expected < _LOWEST or not worth.is_enough(expected):
+                break
+            worth.add(expected)
+            counts[sequence] = counts.get(sequence, 0) + 1
+        return counts
+
+
+class _Worth:
+    """The seconds of a sweep and the tokens expected of it, while drafts are added."""
+
+    def __init__(self, line: SweepLine, num_tokens: int, num_rows: int) -> None:
+        self._compute, self._moved = line.seconds()
+        self._num_tokens, self._expected = num_tokens, float(num_rows)
+        self._now_s = self._seconds(num_tokens)
+
+    def _seconds(self, num_tokens: int) -> float:
+        return max(start + slope * num_tokens for start, slope in (self._compute, self._moved))
+
+    def is_enough(self, expected: float) -> bool:
+        """Tell whether one more draft, of which so many accepted tokens are expected, is worth its seconds."""
+        added_s = self._seconds(self._num_tokens + 1) - self._now_s
+        return expected * self._now_s >= _MARGIN * added_s * self._expected
+
+    def add(self, expected: float) -> None:
+        """Count one more draft."""
+        self._num_tokens += 1
+        self._expected += expected
+        self._now_s = self._seconds(self._num_tokens)
+
+
+def _expected(chance: float, num_drafts: int) -> float:
+    """Accepted drafts that are expected of so many in a row."""
+    return chance * (1 - chance**num_drafts) / (1 - chance)

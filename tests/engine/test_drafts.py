@@ -1,0 +1,135 @@
+"""Drafted tokens change no text, whoever drafts them, however many are wrong, and wherever weights and KV are."""
+
+from functools import cache
+
+import pytest
+from drafts import partly_right
+from rank_threads import make_parts_on_ranks
+from stages import make_pipeline
+from test_partials import SAMPLING, assert_same, prompts_of, requests_of, undisturbed
+from test_pipeline import stages_of
+from test_token_identity import TIERS, policy_of
+from thorough import rotating
+from tiered import CPU, make_parts
+
+from batchgen.engine.engine import Engine
+from batchgen.schedule.drafting import Drafting
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory):
+    return tmp_path_factory.mktemp("stores")
+
+
+@pytest.fixture(scope="module")
+def path(tiny_models):
+    return tiny_models("llama")[0]
+
+
+@pytest.fixture(scope="module")
+def wanted(path, stores):
+    """Kind of sampling -> samples of each row, by an engine that drafts nothing."""
+
+    @cache
+    def get(kind):
+        if "regex" in SAMPLING[kind] or "json_schema" in SAMPLING[kind]:
+            pytest.importorskip("llguidance")
+        parts = make_parts(path, CPU, policy_of(path, "memory", "float32", "continuous", 1), stores)
+        with Engine.from_parts(parts, drafts=False) as engine:
+            return undisturbed(engine, requests_of(prompts_of(), SAMPLING[kind]))
+
+    return get
+
+
+def run(parts, kind, drafts):
+    with Engine.from_parts(parts, drafts=drafts) as engine:
+        done = undisturbed(engine, requests_of(prompts_of(), SAMPLING[kind]))
+        assert engine.used_kv_blocks == 0, "KV blocks leaked"
+    return done, engine.stats
+
+
+def answers_of(wanted):
+    return {
+        (tuple(prompt), sample): found.token_ids
+        for row, prompt in enumerate(prompts_of())
+        for sample, found in enumerate(wanted[row])
+    }
+
+
+CASES = [(kind, tier) for kind in SAMPLING for tier in TIERS if tier != "experts on demand"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "tier"), [*((kind, "memory") for kind in SAMPLING), *rotating("drafts").sample(CASES, 12)]
+)
+def test_drafts_of_which_some_are_wrong_change_no_sample(kind, tier, path, stores, wanted):
+    device, _ = TIERS[tier]
+    admission, num_batches = ("static", 2) if len(kind + tier) % 3 == 0 else ("continuous", 1 + len(tier) % 3)
+    parts = make_parts(path, device, policy_of(path, tier, "float32", admission, num_batches), stores)
+    done, stats = run(parts, kind, partly_right(answers_of(wanted(kind)), most=4))
+    assert_same(done, wanted(kind))
+    if tier not in ("delegated", "deferred"):
+        assert 0 < stats.accepted_tokens < stats.drafted_tokens
+
+
+@pytest.mark.parametrize("kind", SAMPLING)
+def test_drafts_of_all_proposers_change_no_sample(kind, path, stores, wanted):
+    parts = make_parts(path, CPU, policy_of(path, "memory", "float32", "continuous", 1), stores)
+    done, stats = run(parts, kind, lambda: Drafting(always=5))
+    assert_same(done, wanted(kind))
+    if kind in ("greedy", "a schema"):  # whose texts repeat themselves, or are forced
+        assert stats.drafted_tokens > 0
+
+
+@pytest.mark.parametrize("kind", ["penalties", "a schema", "stop strings", "logprobs"])
+def test_drafts_in_a_pipeline_change_no_sample(kind, path, stores, wanted):
+    stages = stages_of(path, CPU, (1, 3), kv_seqs={"cpu": 6}, max_num_batched_tokens=50)
+    drafts = partly_right(answers_of(wanted(kind)), most=3)
+    done, stats = run(make_pipeline(path, CPU, stages, stores), kind, drafts)
+    assert_same(done, wanted(kind))
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+
+
+def test_drafts_on_ranks_that_share_every_layer_change_no_sample(path, stores, wanted):
+    policy = policy_of(path, "memory", "float32", "continuous", 1)
+    parts, first = make_parts_on_ranks(2, path, CPU, policy, stores)
+    done, stats = run(parts, "drawn", partly_right(answers_of(wanted("drawn")), most=3))
+    assert_same(done, wanted("drawn"))
+    assert first.shared.failures == []
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+
+
+def test_accepted_drafts_save_sweeps(path, stores, wanted):
+    policy = policy_of(path, "memory", "float32", "continuous", 1)
+    _, without = run(make_parts(path, CPU, policy, stores), "greedy", False)
+    _, stats = run(make_parts(path, CPU, policy, stores), "greedy", partly_right(answers_of(wanted("greedy")), most=4))
+    assert stats.generated_tokens == without.generated_tokens
+    assert stats.sweeps < 0.75 * without.sweeps
+    assert stats.decode_keys <= without.decode_keys
+
+
+LITERALS = {"enum": ["The first of two long texts", "Whatever is in the other one"]}
+
+
+@pytest.mark.parametrize(
+    "kind", [{}, {"temperature": 1.0, "n": 3}, {"stop": ("two",)}, {"max_tokens": 9}, {"logprobs": 1}]
+)
+@pytest.mark.parametrize(("family", "tier"), [("llama", "memory"), ("llama", "mixed"), ("qwen3_5", "streamed")])
+def test_forced_tokens_take_no_sweep_and_change_no_sample(family, tier, kind, tiny_models, stores):
+    pytest.importorskip("llguidance")
+    path, _ = tiny_models(family)
+    sampling = {"json_schema": LITERALS, "ignore_eos": False, "max_tokens": 60, **kind}
+    requests = requests_of(prompts_of(), sampling)
+    policy = policy_of(path, tier, "float32", "continuous", 2)
+    found = {}
+    for drafts in (False, lambda: Drafting(always=4)):
+        with Engine.from_parts(make_parts(path, TIERS[tier][0], policy, stores), drafts=drafts) as engine:
+            found[bool(drafts)] = undisturbed(engine, requests), engine.stats
+    (wanted, without), (done, stats) = found[False], found[True]
+    assert_same(done, wanted)
+    assert stats.generated_tokens == without.generated_tokens
+    assert (stats.forced_tokens > 0) == ("logprobs" not in kind)
+    if "logprobs" not in kind or (family, tier) == ("llama", "memory"):
+        assert stats.sweeps < without.sweeps

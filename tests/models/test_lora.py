@@ -1,0 +1,252 @@
+"""LoRA adapters that PEFT has saved: tokens equal those of the model that PEFT merges them into, on every tier."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_gguf import round_as_gguf, write_tiny_gguf
+from tiny_tokenizers import make_tiny_tokenizer
+
+import batchgen
+from batchgen.core.errors import InputError
+from batchgen.core.request import Request, SamplingParams
+from batchgen.engine.engine import Engine
+from batchgen.models.convert import convert
+from batchgen.models.files import resolve_model, stored_weights
+from batchgen.models.identity import model_identity
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = [[5 + i * 7 % 400 for i in range(length)] for length in (3, 20, 33)]
+OUTPUT_LEN = 6
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+# name -> (family, fields of its configuration, fields of the adapter)
+ADAPTERS = {
+    "llama": ("llama", {}, {"target_modules": "all-linear"}),
+    "llama, rsLoRA, ranks and alphas by pattern": (
+        "llama",
+        {},
+        {
+            "target_modules": [*ATTENTION, "down_proj"],
+            "use_rslora": True,
+            "rank_pattern": {"down_proj": 2, r"model.layers.0.self_attn.q_proj": 3},
+            "alpha_pattern": {"k_proj": 5},
+        },
+    ),
+    "llama, output matrix and norms": (
+        "llama",
+        {"tie_word_embeddings": False},
+        {"target_modules": ["lm_head", "v_proj"], "modules_to_save": ["norm", "input_layernorm"]},
+    ),
+    "opt": ("opt", {}, {"target_modules": "all-linear"}),
+    "gemma3, norms": (
+        "gemma3",
+        {"tie_word_embeddings": False},
+        {"target_modules": ATTENTION, "modules_to_save": ["pre_feedforward_layernorm"]},
+    ),
+    "phi3": ("phi3", {}, {"target_modules": "all-linear"}),
+    "qwen3_5": ("qwen3_5", {}, {"target_modules": "all-linear"}),
+    "qwen3_next": (
+        "qwen3_next", {}, {"target_modules": [*ATTENTION, "in_proj_qkvz", "out_proj", "shared_expert_gate"]}
+    ),
+    "lfm2": ("lfm2", {}, {"target_modules": "all-linear"}),
+    "gpt_oss": ("gpt_oss", {}, {"target_modules": ATTENTION}),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A model, an adapter, and what PEFT makes of both."""
+
+    base: Path
+    lora: Path
+    merged: torch.nn.Module
+
+    def tokens(self) -> list[tuple[int, ...]]:
+        found = []
+        with torch.inference_mode():
+            for prompt in PROMPTS:
+                ids = list(prompt)
+                for _ in range(OUTPUT_LEN):
+                    ids.append(int(self.merged(torch.tensor([ids])).logits[0, -1].argmax()))
+                found.append(tuple(ids[len(prompt) :]))
+        return found
+
+
+def adapt(base: Path, model: torch.nn.Module, folder: Path, seed: int = 0, **fields) -> Adapted:
+    """Save a random adapter of the model to `folder` and merge it into the model."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(seed)
+    adapted = get_peft_model(copy.deepcopy(model), LoraConfig(**{"r": 4, "lora_alpha": 6, **fields}))
+    with torch.no_grad():
+        for name, values in adapted.named_parameters():
+            if values.requires_grad:
+                values.add_(torch.randn(values.shape) * (0.3 if "lora_" in name else 0.1))
+    adapted.save_pretrained(folder)
+    return Adapted(base, folder, adapted.merge_and_unload().eval())
+
+
+@pytest.fixture
+def llama(tiny_models, tmp_path):
+    path, model = tiny_models("llama")
+    return adapt(path, model, tmp_path / "lora", target_modules=ATTENTION)
+
+
+def engine_tokens(model: Path, lora: Path | None, **options) -> list[tuple[int, ...]]:
+    sampling = SamplingParams(max_tokens=OUTPUT_LEN, ignore_eos=True)
+    with Engine(str(model), lora=lora and str(lora), dtype="float32", **options) as engine:
+        done = sorted(engine.generate([Request(prompt, sampling) for prompt in PROMPTS]), key=lambda c: c.index)
+    return [tuple(completion.samples[0].token_ids) for completion in done]
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_tokens_are_those_of_the_model_that_peft_merges(tiny_models, tmp_path, name):
+    family, fields, adapter = ADAPTERS[name]
+    path, model = tiny_models(family, **fields)
+    adapted = adapt(path, model, tmp_path / "lora", **adapter)
+    wanted = adapted.tokens()
+    assert engine_tokens(path, adapted.lora) == wanted
+    assert engine_tokens(path, None) != wanted
+
+
+# Files have rows of queries and keys interleaved, and queries with their gate.
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5"])
+def test_an_adapter_is_merged_into_a_gguf(tiny_models, tmp_path, family):
+    path, model = tiny_models(family)
+    rounded = round_as_gguf(copy.deepcopy(model), "Q8_0")
+    file = write_tiny_gguf(rounded, tmp_path / "model.gguf", tensor_type="Q8_0", tokenizer=make_tiny_tokenizer(path))
+    adapted = adapt(file, rounded, tmp_path / "lora", target_modules=[*ATTENTION, "gate_proj", "down_proj"])
+    assert stored_weights(resolve_model(str(file))) is not None
+    assert stored_weights(resolve_model(str(file), str(adapted.lora))) is None
+    assert engine_tokens(file, adapted.lora) == adapted.tokens()
+
+
+@pytest.mark.parametrize("family", ["phi3", "qwen3_5"])
+def test_an_adapter_of_matrices_that_ggufs_have_otherwise_is_refused_for_a_gguf(tiny_models, tmp_path, family):
+    path, model = tiny_models(family)
+    file = write_tiny_gguf(model, tmp_path / "model.gguf", tokenizer=make_tiny_tokenizer(path))
+    adapted = adapt(file, model, tmp_path / "lora", target_modules="all-linear")
+    with pytest.raises(InputError, match="take its safetensors in place of the GGUF"):
+        Engine(str(file), lora=str(adapted.lora), dtype="float32")
+
+
+def test_tensor_parallel_ranks_merge_their_part_of_an_adapter(llama):
+    assert engine_tokens(llama.base, llama.lora, tensor_parallel=2) == llama.tokens()
+
+
+@pytest.mark.parametrize("weights", ["native", "int8", "int4"])
+def test_a_store_of_an_adapted_model_is_that_of_the_merged_model(llama, tmp_path, weights):
+    llama.merged.save_pretrained(tmp_path / "merged")
+    shutil.copy(llama.base / "tokenizer.json", tmp_path / "merged")
+    stores = {}
+    for name, files in {
+        "adapted": resolve_model(str(llama.base), str(llama.lora)),
+        "merged": resolve_model(str(tmp_path / "merged")),
+    }.items():
+        stores[name] = convert(files, tmp_path / name / "store", dtype="float32", weights=weights)
+    assert engine_tokens(stores["adapted"].path, None) == engine_tokens(stores["merged"].path, None)
+    with pytest.raises(InputError, match="give --lora with its model"):
+        resolve_model(str(stores["adapted"].path), str(llama.lora))
+
+
+def test_models_with_different_adapters_are_different_models(llama, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(llama.lora, other)
+    tensors = load_file(other / "adapter_model.safetensors")
+    name = next(iter(tensors))
+    save_file(tensors | {name: tensors[name] * 2}, other / "adapter_model.safetensors")
+    identities = [
+        json.dumps(model_identity(resolve_model(str(llama.base), lora)), sort_keys=True)
+        for lora in (None, str(llama.lora), str(other))
+    ]
+    assert len(set(identities)) == 3
+
+
+def edited(folder: Path, **changes) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"peft_type": "IA3"}, "only LORA is merged"),
+        ({"bias": "all"}, "trained biases"),
+        ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights"),
+        ({"lora_alpha": "many"}, "lora_alpha 'many'"),
+        ({"r": 8}, "states rank 8"),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
+        ({"a_key_of_next_year": 3}, "a_key_of_next_year, which is not known"),
+        ({"rank_pattern": {"(": 3}}, "no regular expression"),
+    ],
+)
+def test_adapters_that_are_more_than_a_sum_are_refused_by_name(llama, changes, message):
+    edited(llama.lora, **changes)
+    with pytest.raises(InputError, match=message):
+        resolve_model(str(llama.base), str(llama.lora))
+
+
+def test_an_adapter_of_another_model_is_refused(llama, tiny_models):
+    with pytest.raises(InputError, match="trained on"):
+        Engine(str(tiny_models("opt")[0]), lora=str(llama.lora), dtype="float32")
+    wider = tiny_models("llama", hidden_size=128)[0]
+    with pytest.raises(InputError, match=r"adapter_model\.safetensors is .*its config asks for"):
+        Engine(str(wider), lora=str(llama.lora), dtype="float32")
+
+
+def test_an_adapter_with_a_weight_that_is_no_number_is_refused(llama):
+    tensors = load_file(llama.lora / "adapter_model.safetensors")
+    tensors[next(iter(tensors))][0, 0] = float("nan")
+    save_file(tensors, llama.lora / "adapter_model.safetensors")
+    with pytest.raises(InputError, match="NaN"):
+        engine_tokens(llama.base, llama.lora)
+
+
+def test_an_adapter_that_is_not_there_is_refused(llama, tmp_path):
+    with pytest.raises(InputError, match=r"has no adapter_config\.json"):
+        resolve_model(str(llama.base), str(tmp_path / "absent"))
+
+
+def test_an_adapter_beside_a_model_is_merged_only_if_it_is_asked_for(llama, tmp_path):
+    both = tmp_path / "both"
+    shutil.copytree(llama.base, both)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(llama.lora / name, both)
+    with pytest.raises(InputError, match="give the directory as --lora too, or move the adapter"):
+        resolve_model(str(both))
+    assert engine_tokens(both, both) == llama.tokens()
+
+
+def test_an_adapter_given_as_the_model_is_refused_with_the_way_to_give_it(llama):
+    with pytest.raises(InputError, match="--lora"):
+        resolve_model(str(llama.lora))
+
+
+def job_texts(llama: Adapted, folder: Path, **options) -> list[str]:
+    pq.write_table(pa.table({"prompt": ["one", "two words", "three words here"]}), folder / "rows.parquet")
+    how = {"lora": str(llama.lora), "max_tokens": OUTPUT_LEN, "dtype": "float32", "hardware": "zen4", **options}
+    batchgen.run(str(llama.base), str(folder / "rows.parquet"), str(folder / "out.parquet"), **how)
+    return pq.read_table(folder / "out.parquet")["text"].to_pylist()
+
+
+def test_a_job_with_an_adapter_gives_the_texts_of_the_merged_model_and_keeps_to_its_adapter(llama, tmp_path):
+    llama.merged.save_pretrained(tmp_path / "merged")
+    for file in llama.base.iterdir():
+        if not (tmp_path / "merged" / file.name).exists():
+            shutil.copy(file, tmp_path / "merged")
+    wanted = job_texts(replace(llama, base=tmp_path / "merged"), tmp_path, lora=None)
+    assert job_texts(llama, tmp_path, overwrite=True) == wanted
+    assert job_texts(llama, tmp_path, overwrite=True, device="emulated:gpu-memory=2GiB") == wanted
+    with pytest.raises(InputError, match="lora"):
+        job_texts(llama, tmp_path, lora=None)
