@@ -1,11 +1,10 @@
-"""Figures of the four papers beside what the planner predicts for the same settings.
+"""Figures of FlexGen's paper beside what the planner predicts for the same settings.
 
-Each table and figure of FlexGen, NEO, APEX and Pie that the planner can predict is a row: published, predicted, the
-error, and a sentence where it is off by more than a quarter. Nothing of it runs on a GPU. What the planner cannot
-predict is in docs/papers.md, with the reason.
+Each cell of its tables that the planner can predict is a row: published, predicted, the error, and a sentence where it
+is off by more than a quarter. Nothing of it runs on a GPU. What the planner cannot predict is in docs/papers.md, with
+the reason.
 
-    python benchmarks/papers.py                  # writes benchmarks/results/papers.json
-    python benchmarks/papers.py --only FlexGen   # writes the rows of a paper anew, others stay
+    python benchmarks/papers.py     # writes benchmarks/results/papers.json
 """
 
 from __future__ import annotations
@@ -13,17 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 from flexgen_rows import flexgen_rows
 from paper_row import PaperRow
-from recording import joined, result_path, write
-from strategy_rows import apex_rows, neo_rows, pie_rows
-
-PAPERS: dict[str, Callable[[], Iterator[PaperRow]]] = {
-    "FlexGen": flexgen_rows, "NEO": neo_rows, "APEX": apex_rows, "Pie": pie_rows
-}  # fmt: skip
+from recording import result_path, write
 
 
 def read_rows() -> dict[str, list[PaperRow]]:
@@ -43,22 +36,14 @@ def summary(rows: list[PaperRow]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=PAPERS, help="the paper whose rows are made anew")
-    args = parser.parse_args()
-    made = {}
-    for paper, rows_of in PAPERS.items():
-        if args.only not in (None, paper):
-            continue
-        rows = []
-        for row in rows_of():
-            rows.append(row)
-            shown = "memory is short" if row.predicted is None else f"{row.predicted:.3g}"
-            print(f"{paper}, {row.item}, {row.setting}: {row.published} {row.unit}, predicted {shown}", flush=True)
-        made[paper] = [asdict(row) for row in rows]
-        print(paper, summary(rows))
-    path = result_path("papers")
-    write(path, {"papers": joined(path, "papers", made, list(PAPERS))})
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    rows = []
+    for row in flexgen_rows():
+        rows.append(row)
+        shown = "memory is short" if row.predicted is None else f"{row.predicted:.3g}"
+        print(f"{row.item}, {row.setting}: {row.published} {row.unit}, predicted {shown}", flush=True)
+    print(summary(rows))
+    write(result_path("papers"), {"papers": {"FlexGen": [asdict(row) for row in rows]}})
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Links lead somewhere, files and functions they name exist, generated parts are u
 import ast
 import importlib
 import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
@@ -175,6 +176,13 @@ def test_the_tables_of_benchmarks_are_those_of_their_files():
 def test_figures_that_other_pages_repeat_are_those_of_their_files():
     for page, words in load(DOCS / "describe_benchmarks.py").quotes():
         assert words in page.read_text(), f"{page.name} does not say {words!r}"
+
+
+def test_gains_of_the_papers_are_those_of_their_file(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    paper_gains = importlib.import_module("paper_gains")
+    tables = paper_gains.markdown(json.loads(paper_gains.RESULT.read_text())["cells"])
+    assert tables in (DOCS / "neo_apex_check.md").read_text()
 
 
 def test_the_tables_of_the_papers_are_those_of_their_file():

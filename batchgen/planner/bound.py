@@ -46,7 +46,7 @@ class LowerBounds:
     def quick_s(self, s: CostInputs, phases: tuple[Phase, ...]) -> float:
         """Seconds below `bound_s`, from parts of it that are soon computed: products, and weights that must move."""
         layers, seconds = s.model.num_layers, 0.0
-        weights, off_gpu_s = s.layer_bytes * layers, 0.0
+        weights, off_gpu_s = float(s.layer_bytes * layers), 0.0
         if s.on_gpu:
             weights = max(0.0, weights - s.budgets["gpu"])
             off_gpu_s = weights / layers / known(s.hardware.h2d_bytes_per_s)
@@ -97,7 +97,7 @@ class LowerBounds:
         return self._products[key]
 
     def _parts(self, s: CostInputs, phases: tuple[Phase, ...]) -> tuple[_Sweep, ...]:
-        """What each phase takes in any number of micro-batches, each of which has a shared prefix copied for itself."""
+        """The parts of each phase that do not depend on micro-batches, but for a shared prefix that each has copied."""
         copies = s.num_gpu_batches if s.workload.shared_prefix_len else 0
         key = self._key(phases, s.kv_format, copies)
         if key not in self._sweeps:
@@ -113,7 +113,7 @@ _Key = tuple[int, str, int]
 
 
 class _Sweep(NamedTuple):
-    """What one layer of a sweep takes, in however many micro-batches.
+    """Seconds and bytes of one layer of a sweep that do not depend on the number of micro-batches.
 
     Attributes:
         prompts_s: Seconds of computation but for products and decode attention.
