@@ -97,8 +97,8 @@ class LowerBounds:
         return self._products[key]
 
     def _parts(self, s: CostInputs, phases: tuple[Phase, ...]) -> tuple[_Sweep, ...]:
-        """The parts of each phase that do not depend on micro-batches, but for a shared prefix that each has copied."""
-        copies = s.num_gpu_batches if s.workload.shared_prefix_len else 0
+        """The parts of each phase that depend on the number of micro-batches only where these share prefixes."""
+        copies = s.num_gpu_batches if s.workload.prefix_len else 0
         key = self._key(phases, s.kv_format, copies)
         if key not in self._sweeps:
             self._sweeps[key] = tuple(_Sweep.of(s, phase) for phase in phases)
