@@ -46,8 +46,6 @@ MIXED = "mixed"
 NATIVE_FORMATS = (*BLOCK_FORMATS, *EXPERT_FORMATS, MIXED)
 # Formats in which matrices of layers are packed. All else is in the compute dtype, but for `ModelConfig.end_formats`.
 PACKED_FORMATS = (INT4, INT8, *NATIVE_FORMATS)
-# Formats, of those, whose rows a GPU multiplies as they are stored (ops/triton/blocks.py).
-GPU_FORMATS = (*GROUP_FORMATS, *FP8_FORMATS, *EXPERT_FORMATS)
 # Values of `--weights`. AUTO: NATIVE or DEQUANTIZED, whichever is faster. NATIVE: in the model's own format.
 # DEQUANTIZED: in the compute dtype.
 AUTO, NATIVE, DEQUANTIZED = "auto", "native", "dequantized"

@@ -19,7 +19,6 @@ from batchgen.core.dtypes import (
     AUTO,
     DEQUANTIZED,
     FORMAT_BYTES,
-    GPU_FORMATS,
     INT4,
     KV_CODE_BITS,
     NATIVE,
@@ -197,19 +196,17 @@ def resolve_budgets(
 
 
 def native_formats(device: Device) -> Collection[str]:
-    """The packed formats of models' files that a device multiplies as they are.
+    """The packed formats of models' files that a device multiplies as they are: all, but for GPUs without kernels.
 
-    On a GPU that is not here, as in a plan for another machine, those that kernels for GPUs know.
+    A GPU that is not here, as in a plan for another machine, is taken for one that has them.
     """
-    if device.kind != "cuda":
+    if device.kind != "cuda" or not has_cuda():
         return NATIVE_FORMATS
-    if not has_cuda():
-        return GPU_FORMATS
     import torch
 
     from batchgen.ops.dispatch import multiplies_packed
 
-    return GPU_FORMATS if multiplies_packed(torch.device(device.kind)) else ()
+    return NATIVE_FORMATS if multiplies_packed(torch.device(device.kind)) else ()
 
 
 def choose_weights(

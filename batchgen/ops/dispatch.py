@@ -111,8 +111,7 @@ def linear(
         weight: Weight matrix [N, K]. It may be prepacked for an instruction set of the CPU (`pack_weight`), bound to
             one (`bind_weight`), or int8 rows [N, int8.row_bytes(K)], with which x is multiplied as integers (`int8`).
             On the CPU it may be block-quantized. On a GPU that `multiplies_packed` it may be int4 rows, uint8 [N,
-            quant.row_bytes(K)], or blocks in one of the formats of `triton/blocks.py`. The parts of a `SplitWeight` are
-            multiplied one by one.
+            quant.row_bytes(K)], or block-quantized. The parts of a `SplitWeight` are multiplied one by one.
         bias: Bias [N], or None.
         activation: None, "relu", "gelu" or "gelu_tanh"; or a gated activation, where rows [0, N / 2) of the weight are
             the gate and rows [N / 2, N) are the up projection. "silu_mul" is silu(gate) * up. "gelu_tanh_mul" is
@@ -140,7 +139,7 @@ def linear(
 
 
 def multiplies_packed(device: torch.device) -> bool:
-    """Tell whether `linear` and `grouped_experts` take int4 rows on a device, without dequantizing the whole matrix."""
+    """Tell whether `linear` and `grouped_experts` take int4 rows and blocks on a GPU, as they are stored."""
     return _product_kernels(device) is not None
 
 
@@ -253,6 +252,8 @@ def embedding(token_ids: Tensor, rows: Weight, dtype: torch.dtype) -> Tensor:
         return kernels.packed_rows(rows, token_ids)
     if not isinstance(rows, BlockWeight):
         return F.embedding(token_ids, rows.data if isinstance(rows, BoundWeight) else rows)
+    if not token_ids.is_cpu:
+        return _card_kernels().block_rows(rows, token_ids, dtype)
     embeddings = torch.empty(len(token_ids), rows.shape[1], dtype=dtype)
     if len(token_ids):
         kernels.unpack_blocks(rows.weight_format.upper(), rows.data.index_select(0, token_ids), embeddings)
