@@ -638,7 +638,8 @@ class Engine:
         stats, parts, handler = self.stats, self.parts, call.handler
         if isinstance(handler, Generation) and (drafted := [s for s, _ in scheduled if s.drafts]):
             handler.drafted(drafted)
-        pack = partial(parts.pack, in_place=True) if call.scheduler.has_layers_on_device else parts.pack
+        by_layer = call.scheduler.has_layers_on_device and not self.policy.kv_layers  # with it they always may be
+        pack = partial(parts.pack, in_place=True) if by_layer else parts.pack
         batches = [pack(batch) for batch in parts.split(scheduled)]
         sampling_s = 0.0
 

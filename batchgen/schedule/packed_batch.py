@@ -26,7 +26,7 @@ from batchgen.ops.attention_plan import (
 from batchgen.schedule.micro_batches import by_placement
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
 from batchgen.schedule.sequence import PENDING, LogitsRow, Sequence, after_drafts, in_flight, logits_rows
-from batchgen.schedule.staging import Staging, Tables, has_window_tables, stage
+from batchgen.schedule.staging import Run, Staging, Tables, has_window_tables, stage, swap_runs
 from batchgen.schedule.state_rows import StateRows, StateStaging, rows_in_pool, rows_in_staging, stage_states
 from batchgen.schedule.step_graph import BatchFlow
 
@@ -73,6 +73,7 @@ class PackedBatch:
         exchange_slots: place of each in the tables in which queries and attention are exchanged with the CPU, int64.
         in_place: streamed segment in layers whose KV of it lies on the device: slots and plans of its pool.
         state_staging: states that pass; None: none does.
+        swaps: KV blocks that come from the host's pool to the device's, for good.
     """
 
     token_ids: np.ndarray
@@ -87,6 +88,7 @@ class PackedBatch:
     exchange_slots: np.ndarray
     in_place: Segment | None = None
     state_staging: StateStaging | None = None
+    swaps: tuple[Run, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -103,6 +105,7 @@ class PackedBatch:
             disk_write=any(s.writes for s in staging) or bool(states and states.writes),
             hidden_on_host=hidden_on_host,
             samples=bool(self.logits_rows),
+            swaps_in=bool(self.swaps),
         )
 
 
@@ -153,7 +156,8 @@ def pack(
             plans = plans_of(by_window, groups)
             on_device = Segment(placement, start, rows.count, slots, plans, rows_in_pool(members))
     packed = rows.packed(tuple(segments), staged.by_window)
-    return replace(packed, in_place=on_device, state_staging=state_staging)
+    swaps = swap_runs(of_placement.get(KVPlacement.DEVICE, [])) if compute_tier == "gpu" else ()
+    return replace(packed, in_place=on_device, state_staging=state_staging, swaps=swaps)
 
 
 def _in_order(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 
@@ -162,6 +162,25 @@ def _runs(blocks: List[int], staged: int) -> list[Run]:
         runs.append(Run(first, staged, count))
         staged += count
     return runs
+
+
+def swap_runs(members: Iterable[ScheduledSequence]) -> tuple[Run, ...]:
+    """Runs of blocks that come from the host's pool to the device's: `staged` is a block of the latter.
+
+    Args:
+        members: Sequences whose KV is in the device's pool.
+    """
+    runs: list[Run] = []
+    for sequence, _ in members:
+        for host, device in zip(sequence.swap_table or (), sequence.block_table, strict=False):
+            last = runs[-1] if runs else None
+            if host == NULL_BLOCK:
+                continue
+            if last is not None and (host, device) == (last.block + last.count, last.staged + last.count):
+                runs[-1] = Run(last.block, last.staged, last.count + 1)
+            else:
+                runs.append(Run(host, device, 1))
+    return tuple(runs)
 
 
 def has_window_tables(members: List[ScheduledSequence]) -> bool:

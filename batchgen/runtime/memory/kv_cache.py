@@ -298,6 +298,13 @@ class KVCache:
             raw = self._raw(self._reads[slot], layer)[: len(part), : self.shape_of(layer).block_bytes]
             self._copy_blocks(h2d, part.view(torch.uint8).view(len(part), -1), raw, self._passing[0])
 
+    def swap_in(self, layer: int, runs: Sequence[Run]) -> None:
+        """Copy blocks from the host's pool to the device's."""
+        source, target = self.pool("cpu", layer), self.pool(self._tiers.compute_tier, layer)
+        for run in runs:
+            blocks = source[run.block : run.block + run.count]
+            self._tiers.h2d.copy(target[run.staged : run.staged + run.count], blocks)
+
     def _reads_of(self, layer: int, moves: Moves) -> Sequence[Run]:
         """Runs of blocks to read in a layer: those of earlier sweeps, and where KV is reused those of this one too."""
         return moves.staging.reads if self._config.owns_kv(layer) else moves.staging.all_reads
