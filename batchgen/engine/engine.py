@@ -130,6 +130,7 @@ class _Sweep:
         started_s: Time of time.perf_counter at which the sweep's scheduling began.
         has_prompts: Whether it has tokens of prompts.
         num_tokens: Tokens that go through its layers.
+        num_logits: Rows of logits.
     """
 
     result: SweepResult | None
@@ -137,6 +138,7 @@ class _Sweep:
     started_s: float
     has_prompts: bool = False
     num_tokens: int = 0
+    num_logits: int = 0
 
 
 @dataclass
@@ -463,7 +465,8 @@ class Engine:
             )
             self.changes = adaptation.changes
         if self._drafts and not self.policy.on_demand_tokens:  # more tokens need more experts, which cost reading
-            scheduler.drafting = Drafting() if self._drafts is True else self._drafts()
+            on_gpu = self.parts.compute_tier == "gpu"
+            scheduler.drafting = Drafting(only_while_waiting=on_gpu) if self._drafts is True else self._drafts()
         self._generation = handler = Generation(self.parts, self._sampling, self._on_overlong, known)
         return self._run_all(handler, requests, scheduler, adaptation, should_stop, on_sweep)
 
@@ -606,7 +609,8 @@ class Engine:
         for sequence in complete(sequence for sequence, _ in scheduled):
             call.scheduler.finish(sequence)
         num_tokens = sum(batch.num_tokens for batch in batches)
-        return _Sweep(result, wait, started_s, stats.prefilled_tokens > prefilled, num_tokens)
+        num_logits = sum(len(batch.logits_rows) for batch in batches)
+        return _Sweep(result, wait, started_s, stats.prefilled_tokens > prefilled, num_tokens, num_logits)
 
     def _count(self, scheduled: list[ScheduledSequence]) -> None:
         """Count the tokens of a sweep that has been launched and not been committed."""
@@ -641,7 +645,7 @@ class Engine:
                 _adapt(call.adaptation, measured, finished)
             if drafting:
                 drafting.taken()
-                drafting.ran(sweep.num_tokens, measured.seconds, measured.busy_s, measured.stalled_s)
+                drafting.ran(sweep.num_tokens, sweep.num_logits, measured.seconds, measured.busy_s, measured.stalled_s)
                 stats.accepted_tokens = drafting.num_accepted
         return finished
 
