@@ -188,7 +188,10 @@ def run(args: argparse.Namespace) -> dict:
     if args.no_graphs:
         capture_nothing(parts)
     with Engine.from_parts(
-        parts, planned_output_len=plan and args.output_len, expected_output_len=args.output_len
+        parts,
+        planned_output_len=plan and args.output_len,
+        expected_output_len=args.output_len,
+        lane_costs=plan and plan.prediction.lane_costs,
     ) as engine:
         limit = torch_limit_bytes(device, budgets)
         rows = dummy_rows(args, config)

@@ -8,6 +8,7 @@ from typing import Any
 
 from batchgen.core.errors import InputError
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
+from batchgen.core.kv_expansion import KVExpansion
 from batchgen.core.kv_placement import TIERS, KVPlacement
 from batchgen.core.lane_costs import NOT_KNOWN, LaneCosts
 from batchgen.core.typed_json import read_typed
@@ -241,6 +242,8 @@ class MemoryPlan:
         state_slots: State rows of each tier's pool, in each state layer: one for each sequence of the tier, and some
             for snapshots. Empty where the model has no state layers.
         staging_states: State rows of each staging buffer through which states come to the compute device.
+        expansion: Division of the layers of pool "cpu", with `Policy.kv_layers`, which a running job may change; None:
+            it is none, or stays as it is.
     """
 
     budgets: Mapping[str, int]
@@ -254,6 +257,7 @@ class MemoryPlan:
     stream_bytes: Mapping[str, int] = field(default_factory=dict)
     state_slots: Mapping[str, int] = field(default_factory=dict)
     staging_states: int = 0
+    expansion: KVExpansion | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -338,7 +342,7 @@ class Prediction:
         break_even_tokens: Tokens of a sweep above which its matrix products take longer than the transfer of the
             weights that lie in other tiers; 0: always, or never.
         sweep_times: Seconds of sweeps of any size.
-        lane_costs: Seconds of a sweep by what it has; all 0 where the CPU does not attend beside a GPU.
+        lane_costs: Seconds of a sweep by what it has; all 0 where a GPU has none of its KV in host memory.
         source: Origin of the rates, as it follows "from" in a sentence; "": a given profile.
         table: Name of the table of rates that `factors` belong to; "": none, rates are as given.
         factors: Logarithm of the factor on the seconds of each kind of work that was applied to that table.

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import compress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -47,6 +48,7 @@ from batchgen.runtime.grammar import check_grammar
 from batchgen.schedule.adaptation import Adaptation, Change, Measured
 from batchgen.schedule.deferred_batches import DeferredBatches
 from batchgen.schedule.drafting import Drafting
+from batchgen.schedule.expansion_choice import expansion_choice
 from batchgen.schedule.from_policy import kv_pools, scheduler_limits
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
 from batchgen.schedule.scheduler import Scheduler
@@ -462,6 +464,7 @@ class Engine:
                 expected_output_len=expected,
                 lane_costs=self._lane_costs,
                 sweep_choice=sweep_choice(self.policy, self._lane_costs) if self.parts.compute_tier == "gpu" else None,
+                expansion_choice=expansion_choice(self.policy, self._lane_costs),
             )
             self.changes = adaptation.changes
         if self._drafts and not self.policy.on_demand_tokens:  # more tokens need more experts, which cost reading
@@ -536,6 +539,10 @@ class Engine:
 
     def _step(self, call: _Call, on_sweep: Callable[[EngineStats], None]) -> Iterator:
         """Schedule a sweep, run it and take its results. Yields the results of requests that have ended."""
+        if call.adaptation and call.adaptation.wants_recut:
+            yield from self._recut(call, call.adaptation)
+            if not call.has_work:
+                return
         started_s = time.perf_counter()
         if isinstance(call.handler, Generation):
             yield from self._end(call, call.handler.take_forced(self.stats))
@@ -546,6 +553,14 @@ class Engine:
         for sweep in call.due(launched):
             yield from self._end(call, self._take(call, sweep))
             on_sweep(self.stats)
+
+    def _recut(self, call: _Call, adaptation: Adaptation) -> Iterator:
+        """Have another number of layers' KV on the device; yields the results of the sweeps under way before that."""
+        while call.under_way:
+            yield from self._end(call, self._take(call, call.under_way.popleft()))
+        recut = adaptation.recut()
+        if recut is not None:
+            self.parts.executor.recut(recut)
 
     def _end(self, call: _Call, finished: list[Sequence]) -> Iterator:
         """Let sequences that have ended leave; yields the results of requests that have ended with them."""
@@ -582,7 +597,8 @@ class Engine:
         stats, parts, handler = self.stats, self.parts, call.handler
         if isinstance(handler, Generation) and (drafted := [s for s, _ in scheduled if s.drafts]):
             handler.drafted(drafted)
-        batches = [parts.pack(batch) for batch in parts.split(scheduled)]
+        pack = partial(parts.pack, in_place=True) if call.scheduler.has_layers_on_device else parts.pack
+        batches = [pack(batch) for batch in parts.split(scheduled)]
         sampling_s = 0.0
 
         def on_logits(rows, logits, start: int) -> Tensor | None:

@@ -570,7 +570,7 @@ def plan_load(request: LoadRequest) -> MemoryPlan:
     if request.planned_process_bytes:
         held_bytes = max(resident_bytes(), request.planned_process_bytes)
     context = request.policy.max_model_len
-    return plan_memory(
+    memory = plan_memory(
         request.config,
         request.policy,
         dtype=request.dtype,
@@ -583,6 +583,8 @@ def plan_load(request: LoadRequest) -> MemoryPlan:
             task=request.task,
         ),
     )
+    # Ranks are not told of changes.
+    return memory if request.shard is None else replace(memory, expansion=None)
 
 
 def _make_kv_cache(request: LoadRequest, memory: MemoryPlan, tiers: Tiers) -> KVCache:
@@ -601,6 +603,7 @@ def _make_kv_cache(request: LoadRequest, memory: MemoryPlan, tiers: Tiers) -> KV
         offload_dir=request.offload_dir,
         on_device=kv_on_device(request.config.num_layers, request.policy.kv_layers),
         window_blocks=memory.window_blocks or None,
+        expansion=memory.expansion,
     )
     return kv_cache
 

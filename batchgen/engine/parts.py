@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
+from batchgen.core.kv_expansion import Recut
 from batchgen.core.machine import peak_resident_bytes
 from batchgen.core.plan import MemoryPlan, Policy
 from batchgen.core.request import PositionLogprobs, TokenLogprob
@@ -29,7 +30,8 @@ class SweepRunner(Protocol):
     `run` returns None where the sweep has run. Otherwise the sweep is in flight, and the returned function waits for
     its end. Another sweep may be run before that; tokens that the first sweep samples are PENDING in it.
 
-    `run` may be called without micro-batches while deferred batches wait. `drop` forgets deferred batches.
+    `run` may be called without micro-batches while deferred batches wait. `drop` forgets deferred batches. `recut` cuts
+    a KV pool anew whose memory plan has an expansion, while no sweep is in flight.
     """
 
     @property
@@ -57,6 +59,8 @@ class SweepRunner(Protocol):
     ) -> Callable[[], None] | None: ...
 
     def drop(self, deferred_batches: DeferredBatches) -> None: ...
+
+    def recut(self, recut: Recut) -> None: ...
 
     def close(self) -> None: ...
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from batchgen.core.errors import InputError
+from batchgen.core.kv_expansion import Recut
 from batchgen.core.routing import RoutingCounts
 from batchgen.distributed.launch import ranks_of_host
 
@@ -75,6 +76,10 @@ class RankZeroCounts:
 
     def __init__(self, executor: SweepRunner) -> None:
         self._executor = executor
+
+    def recut(self, recut: Recut) -> None:
+        """Raise AssertionError: ranks' memory plans have no expansion."""
+        raise AssertionError("ranks keep each layer's KV where it is")
 
     @property
     def bytes_moved(self) -> dict[str, int]:

@@ -9,11 +9,14 @@ from functools import lru_cache
 from batchgen.core.direct_io import aligned
 from batchgen.core.dtypes import KVFormat
 from batchgen.core.errors import InputError
+from batchgen.core.kv_expansion import KVExpansion, coming_order
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import Policy, kv_on_device, window_blocks
 from batchgen.core.units import format_at_least, format_bytes
 from batchgen.models.config import ModelConfig
 
+# Bytes at whose multiples the buffers of one allocation begin.
+_ALIGNMENT = 256
 # Options that set the budgets of the tiers.
 TIER_FLAGS = {"gpu": "--gpu-memory", "cpu": "--cpu-memory", "disk": "--disk-memory"}
 
@@ -43,6 +46,7 @@ class KVPools:
     window: int | None
     window_blocks: dict[str, int]
     tier_bytes: dict[str, int]
+    expansion: KVExpansion | None = None
 
 
 @lru_cache(maxsize=64)
@@ -74,8 +78,17 @@ def kv_pools(
     parts: Mapping[str, Mapping[str, int]],
     budgets: Mapping[str, int],
     demand: Demand,
+    staging_bytes: int = 0,
 ) -> KVPools:
     """The pools of the KV placements: what is left of the budgets, but no more than their sequences can make use of.
+
+    Args:
+        config: The model's configuration.
+        policy: Numbers of sequences, and the placement of their KV.
+        parts: Bytes of everything else, by tier and purpose.
+        budgets: Bytes of each tier.
+        demand: Memory requirements of the rows.
+        staging_bytes: Bytes of all staging buffers for KV, which are among `parts`.
 
     Raises:
         InputError: a budget does not hold one row.
@@ -117,7 +130,53 @@ def kv_pools(
             short.setdefault(tier, -size)
     if short:
         raise InputError(_too_small(short, parts, budgets, demand.min_tokens))
-    return KVPools(blocks, window if of_windows else None, of_windows, taken)
+    expansion = None
+    if _may_expand(policy, budgets) and window is None:
+        spare = capacity["gpu"] if policy.kv_layers else 0
+        expansion = _expansion(config, policy, blocks["cpu"], spare, staging_bytes)
+        if policy.kv_layers:
+            taken["gpu"] = expansion.device_bytes
+    return KVPools(blocks, window if of_windows else None, of_windows, taken, expansion)
+
+
+def _may_expand(policy: Policy, budgets: Mapping[str, int]) -> bool:
+    """Tell whether the number of layers whose KV streams may be changed while a job runs.
+
+    Sequences on disk pass through the staging buffers too, and the CPU may be at the KV of deferred ones at any time.
+    """
+    others = (KVPlacement.DISK, KVPlacement.DEFERRED)
+    streams = policy.kv_seqs.get(KVPlacement.STREAMED, 0) and not any(map(policy.kv_seqs.get, others))
+    return bool(policy.kv_layers or (streams and "gpu" in budgets and policy.admission == "continuous"))
+
+
+def _expansion(config: ModelConfig, policy: Policy, blocks: int, capacity: int, staging_bytes: int) -> KVExpansion:
+    """The division of layers that a policy begins with, and what others would find.
+
+    The device's pool takes all its memory that is of use with any number of layers there.
+
+    Args:
+        config: The model's configuration.
+        policy: The policy, with KV by layer.
+        blocks: Blocks of the pool.
+        capacity: Bytes of the device's memory for the pool, beside the staging buffers.
+        staging_bytes: Bytes of all staging buffers for KV.
+    """
+    sizes = kv_block_bytes(config, policy.kv_block_size, policy.kv_format)
+    planned = kv_on_device(config.num_layers, policy.kv_layers)
+    # Without KV by layer the device keeps none to begin with, and what it has beside is in its own pool.
+    there = [layer for layer in config.kv_layers if planned[layer]]
+    streamed = [layer for layer in config.kv_layers if not planned[layer]]
+    most = min(capacity, blocks * sum(sizes)) // _ALIGNMENT * _ALIGNMENT
+    return KVExpansion(
+        planned=planned,
+        order=(*there, *coming_order(streamed)),
+        block_bytes=sizes,
+        device_bytes=max(blocks * sum(sizes[layer] for layer in there), most),
+        staging_bytes=staging_bytes,
+        most_blocks=blocks,
+        least_blocks=min(blocks, -(-policy.max_model_len // policy.kv_block_size)),
+        num_on_device=len(there),
+    )
 
 
 def chunk_blocks(tokens: int, kv_block_size: int) -> int:

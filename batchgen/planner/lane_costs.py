@@ -23,14 +23,17 @@ from batchgen.planner.step_seconds import COPIES_SENT, attention_input_bytes, qu
 
 
 def lane_costs(s: CostInputs, at: Placement) -> LaneCosts:
-    """The cost model's seconds of a sweep where the CPU attends to some sequences beside a GPU; all 0 elsewhere.
+    """The cost model's seconds of a sweep where a GPU has some of its KV in host memory; all 0 elsewhere.
+
+    Those of CPU attention are 0 where the CPU attends to no sequence.
 
     Args:
         s: Inputs of the cost model.
         at: The placement.
     """
     cpu_seqs = number(at.kv_cpu) * s.swept_seqs
-    if not s.on_gpu or not can_delegate(s) or cpu_seqs < 1:
+    delegates = can_delegate(s) and cpu_seqs >= 1
+    if not s.on_gpu or not (delegates or number(at.kv_streamed)):
         return NOT_KNOWN
     layers, hardware, one = s.model.num_layers, s.hardware, s.one_batch
     fixed_s, token_s = products_line(s, max(1.0, cpu_seqs / 2))
@@ -41,10 +44,11 @@ def lane_costs(s: CostInputs, at: Placement) -> LaneCosts:
     prompt_keys = max(1.0, s.workload.prompt_len.mean_square / 2)
     gpu_seqs = max(1.0, s.swept_seqs - cpu_seqs)
     gpu_seq_s, gpu_key_s = _attention_line(s, lambda phase: phase_decode_attention_s(one, phase, s.rates), gpu_seqs)
-    attended = max(1.0, cpu_seqs / s.num_gpu_batches)
-    cpu_seq_s, cpu_key_s = _attention_line(
-        s, lambda phase: phase_decode_attention_s(one, phase, hardware.cpu), attended
-    )
+    attended, cpu_seq_s, cpu_key_s = max(1.0, cpu_seqs / s.num_gpu_batches), 0.0, 0.0
+    if delegates:
+        cpu_seq_s, cpu_key_s = _attention_line(
+            s, lambda phase: phase_decode_attention_s(one, phase, hardware.cpu), attended
+        )
     sent_s = transfer_s(attention_input_bytes(s), hardware.d2h_bytes_per_s)
     sent_s += transfer_s(query_bytes(s), hardware.h2d_bytes_per_s)
     copies_s = (COPIES_SENT + 1) * hardware.link_overhead_s
@@ -57,7 +61,7 @@ def lane_costs(s: CostInputs, at: Placement) -> LaneCosts:
         prompt_key_s=layers * phase_prefill_attention_s(one, prompt) / prompt_keys,
         gpu_seq_s=layers * gpu_seq_s,
         gpu_key_s=layers * gpu_key_s,
-        cpu_batch_s=layers * (hardware.cpu.waking_overhead_s + copies_s),
+        cpu_batch_s=layers * (hardware.cpu.waking_overhead_s + copies_s) if delegates else 0.0,
         cpu_seq_s=layers * cpu_seq_s,
         cpu_key_s=layers * cpu_key_s,
         streamed_key_s=transfer_s(s.read_kv_bytes(1, 1), hardware.h2d_bytes_per_s),

@@ -328,7 +328,8 @@ def plan_memory(
             of_tier[item.part] = of_tier.get(item.part, 0) + num_bytes
             if item.stream is not None:
                 streams[item.stream] += num_bytes
-    pools = kv_pools(config, policy, parts, budgets, demand)
+    staging_bytes = int(number(held.staged_blocks)) * KV_SLOTS * sizes.layers.largest_block
+    pools = kv_pools(config, policy, parts, budgets, demand, staging_bytes)
     for tier, num_bytes in pools.tier_bytes.items():
         if num_bytes:
             parts[tier]["KV"] = num_bytes
@@ -345,6 +346,7 @@ def plan_memory(
         window_blocks=pools.window_blocks,
         state_slots={tier: int(number(slots)) for tier, slots in held.state_slots.items()},
         staging_states=int(number(held.staged_states)),
+        expansion=pools.expansion,
         stream_bytes={} if not held.on_gpu or (policy.all_on_gpu and config.embeds and config.has_head) else streams,
     )
 

@@ -16,6 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from batchgen.core.hardware import HardwareProfile
+from batchgen.core.kv_expansion import Recut
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import MemoryPlan, Plan
 from batchgen.core.request import SamplingParams
@@ -30,6 +31,7 @@ from batchgen.planner.step_costs import StepCosts, streams_of
 from batchgen.planner.step_simulator import OnStep, Simulator, Timeline
 from batchgen.schedule.adaptation import Adaptation, Change, Measured
 from batchgen.schedule.deferred_batches import DeferredBatches
+from batchgen.schedule.expansion_choice import expansion_choice
 from batchgen.schedule.from_policy import kv_pools, longest_sequence, scheduler_limits, splitter
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
 from batchgen.schedule.scheduler import Scheduler
@@ -112,6 +114,10 @@ def simulate_job(
     done = [(0.0, 0)]  # seconds and tokens after each sweep
     deferred_batches = DeferredBatches()
     while len(done) - 1 != max_sweeps and (sweep := job.next_sweep()):
+        if (recut := job.recut_before) is not None:
+            simulator.drain()
+            simulator.spend(costs.recut_s(recut))
+            sweeps.streams = replace(sweeps.streams, kv_on_device=recut.after.on_device)
         loads = sweep.loads
         simulator.spend(costs.between_s(loads))
         num_tokens = sum(load.tokens for load in loads)
@@ -201,6 +207,7 @@ class SimulatedJob:
 
     Attributes:
         num_done: Number of finished rows.
+        recut_before: Change of the layers whose KV streams, made just before the last sweep; None: there was none.
     """
 
     def __init__(
@@ -239,6 +246,7 @@ class SimulatedJob:
         self._begun: list[list[Sequence]] = []  # of each micro-batch of the sweep, those whose token only begins
         self._deferred_batches: dict[int, list[Sequence]] = {}  # under way, by number
         self.num_done = 0
+        self.recut_before: Recut | None = None
         self._longest = longest_sequence(policy, memory, self._compute_tier)
         limits = scheduler_limits(policy, memory, self._compute_tier, sweeps_in_flight)
         self._sweeps_in_flight = sweeps_in_flight
@@ -255,6 +263,7 @@ class SimulatedJob:
                 expected_output_len=expected,
                 lane_costs=costs,
                 sweep_choice=sweep_choice(policy, costs) if self._compute_tier == "gpu" else None,
+                expansion_choice=expansion_choice(policy, costs),
             )
         self._generated = 0  # tokens since the last call of `adapt`
         self._had_prompts = False  # the last sweep
@@ -313,6 +322,8 @@ class SimulatedJob:
         """
         if not self.has_work:
             return None
+        adaptation = self._adaptation
+        self.recut_before = adaptation.recut() if adaptation and adaptation.wants_recut else None
         sweep = self._scheduler.schedule()
         if not sweep and self._under_way:
             return SimulatedSweep([], _phase_of(sweep, self._plan.workload))

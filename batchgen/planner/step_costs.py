@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from batchgen.core.direct_io import aligned
 from batchgen.core.hardware import ComputeRates, HardwareProfile
+from batchgen.core.kv_expansion import Recut
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import VOCABULARY_CHUNKS, Plan, kv_on_device, spread_layers
 from batchgen.models.config import ModelConfig
@@ -220,6 +221,16 @@ class StepCosts:
     def between_s(self, loads: Sequence[BatchLoad]) -> float:
         """Seconds of scheduling, packing and bookkeeping of a sweep."""
         return schedule_s(self.inputs, sum(load.sampled for load in loads))
+
+    def recut_s(self, recut: Recut) -> float:
+        """Seconds in which layers' KV comes to the device and leaves it, where KV by layer is divided anew."""
+        hardware = self.hardware
+        moved = [(recut.coming, hardware.h2d_bytes_per_s), (recut.leaving, hardware.d2h_bytes_per_s)]
+        return sum(
+            transfer_s(recut.bytes_of(layers), rate, len(layers), hardware.link_overhead_s)
+            for layers, rate in moved
+            if layers and rate
+        )
 
     def layers_s(self, of_kind: Callable[[AttentionKind | None], float]) -> tuple[float, ...]:
         """Seconds of attention or of states' updates in each layer, from those of a layer of each kind.

@@ -77,6 +77,12 @@ class Simulator:
         self._between_s += seconds
         self._total_s = max(self._total_s, self._now_s)
 
+    def drain(self) -> None:
+        """Let time pass until all Steps that were issued have ended."""
+        while self._attend(before_s=math.inf):
+            self._settle()
+        self.spend(self._total_s - self._now_s)
+
     def has_ended(self, step_id: int) -> bool:
         """True if a Step of a lane beside compute's has ended by now, as `Lanes.has_ended` would say."""
         self._settle()

@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 
+from batchgen.core.kv_expansion import Recut
 from batchgen.models.config import ModelConfig
 from batchgen.ops import scratch
 from batchgen.runtime.batch_preparation import prepare_batches, prepare_in_buffers
@@ -164,6 +166,15 @@ class Executor:
             wait()
             return None
         return wait
+
+    @torch.inference_mode()
+    def recut(self, recut: Recut) -> None:
+        """Cut the host's KV pool anew, once nothing is under way. Raises what a Step of the last sweep raised."""
+        self.lanes.drain()
+        with kernels_alone(), self._computing():
+            self.lanes.prepare(partial(self.kv_cache.recut, recut))
+        self.lanes.drain()
+        self._sweeps.streams = replace(self._sweeps.streams, kv_on_device=recut.after.on_device)
 
     def drop(self, deferred_batches: DeferredBatches) -> None:
         """Drop deferred batches under way. Return when the CPU is done with their KV; raise what a Step raised."""

@@ -1,10 +1,10 @@
-"""The adaptation of the block and of the streamed fraction to what is measured, between sweeps. No tensors.
+"""The adaptation of the block and of what is streamed to what is measured, between sweeps. No tensors.
 
 Memory stays as planned. Output lengths decide how much KV a sequence is given at admission and how many sequences KV
 has capacity for. Lane times decide which of the sequences whose KV lives in host memory are attended to by the CPU and
 which are streamed to the accelerator (Pie section 3.4): the streamed fraction grows while (1) the link is not
 saturated, (2) copies stay hidden behind compute and (3) throughput does not fall; it shrinks when compute waits for
-copies.
+copies. By the same conditions the number of layers whose KV streams changes, and so do the blocks that the pool has.
 """
 
 from __future__ import annotations
@@ -14,24 +14,29 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from batchgen.core.kv_expansion import Recut
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.lane_costs import NOT_KNOWN, LaneCosts
+from batchgen.schedule.expansion_choice import ExpansionChoice, Rows
 from batchgen.schedule.knob import Direction, Knob
 from batchgen.schedule.scheduler import Scheduler
 from batchgen.schedule.scheduler_limits import SchedulerLimits
 from batchgen.schedule.sweep_choice import SweepChoice
+from batchgen.schedule.sweep_estimate import SweepLoad
 
 _WINDOW_SWEEPS = 8  # measured together
 _FEWEST_SWEEPS = 3  # by which windows are compared, and a change is taken back early
 _LATE = 0.125  # part of the sequences in host memory that are left out of sweeps
 _LONGEST_TRIAL = 4  # windows after which a change stays that nothing could be compared with
 _SATURATED, _WAITING = 0.9, 0.05  # parts of a window's time
+_WAITING_LONG = 0.2  # of the first sweeps of a window, which then ends
 _MOST_GROWTH = 4  # times the planned block
 _WORTH_CHANGING = 1.1
 _FELL = 0.97  # throughput below this, of what it was before, takes a change back
 _FEWEST_LENGTHS, _MOST_LENGTHS = 32, 4096
 _SHORTER, _LONGER = 0.8, 1.25  # outputs against the plan's
 _LENGTH_QUANTILE = 0.95
+_LINKS = ("h2d", "d2h")
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class Change:
 
     Attributes:
         sweep: number of the sweep after which it was made.
-        what: "expected_output_len", "block" or "streamed".
+        what: "expected_output_len", "block", "streamed" or "streamed_layers".
         before: value before the change.
         after: value after it.
         why: reason, for people.
@@ -93,20 +98,22 @@ class _Trial:
     """A change that is taken back unless throughput shows that it does no harm.
 
     Attributes:
-        what: Name of the knob: "block" or "streamed".
+        what: Name of the knob: "block", "streamed" or "streamed_layers".
         before: Throughput before the change.
         limits: Limits before the change.
         window: Number of the window after which it was made.
+        on_device: Layers whose KV was on the device before the change, where KV is by layer.
     """
 
     what: str
     before: _Rate
     limits: SchedulerLimits
     window: int
+    on_device: int = 0
 
 
 class Adaptation:
-    """The adaptation of a scheduler's limits and placements, within pools that never change.
+    """The adaptation of a scheduler's limits, placements and division of layers, within memory that stays as planned.
 
     Attributes:
         changes: Changes made so far.
@@ -120,6 +127,7 @@ class Adaptation:
         expected_output_len: int | None,
         lane_costs: LaneCosts = NOT_KNOWN,
         sweep_choice: SweepChoice | None = None,
+        expansion_choice: ExpansionChoice | None = None,
     ) -> None:
         """Leave everything as planned.
 
@@ -130,6 +138,7 @@ class Adaptation:
                 measured.
             lane_costs: The plan's seconds of what a sweep may have.
             sweep_choice: Chooses the sequences of each sweep that the CPU attends to; None: all of them.
+            expansion_choice: Chooses the number of layers whose KV streams; None: it stays as it is.
         """
         scheduler.expected_output_len = lambda s: self.expected_output_len(s.sampling.max_tokens)
         scheduler.sweep_choice = self._sweep_choice = sweep_choice
@@ -147,7 +156,11 @@ class Adaptation:
         self._sweep = 0
         self._windows = 0
         self._trial: _Trial | None = None
-        self._knobs = {"block": Knob(), "streamed": Knob()}
+        self._knobs = {"block": Knob(), "streamed": Knob(), "streamed_layers": Knob("up")}
+        self._expansion_choice = expansion_choice if scheduler.expansion else None
+        self._recut_to: int | None = None  # layers that are to be on the device
+        if scheduler.has_layers_on_device and scheduler.limits.quota(KVPlacement.CPU):
+            self._keep_from_cpu(True)  # an earlier call of the engine has put them there
         # The first outputs to end are the shortest: judged is only when the block has turned over.
         self._enough = max(_FEWEST_LENGTHS, 2 * scheduler.limits.max_num_seqs)
 
@@ -170,8 +183,9 @@ class Adaptation:
         self._sweep += 1
         if self._sweep_choice:
             self._sweep_choice.measured(measured.busy_s)
+        self._measure_streaming(measured)
         self._window.append(measured)
-        if len(self._window) < _WINDOW_SWEEPS and not self._has_failed_early():
+        if len(self._window) < _WINDOW_SWEEPS and not self._has_failed_early() and not self._waits_long():
             return
         rate = _rate(self._window)
         self._windows += 1
@@ -180,6 +194,8 @@ class Adaptation:
         self._follow_lengths()
         if self._trial is None:
             self._fit_block(rate)
+        if self._trial is None and self._recut_to is None:
+            self._divide_layers(rate)
         if self._trial is None:
             self._share_host_kv(rate)
         self._window = []
@@ -194,8 +210,19 @@ class Adaptation:
             and self._waited_frac("h2d") > 2 * _WAITING
         )
 
+    def _waits_long(self) -> bool:
+        """Tell whether compute waits for copies so long that layers should stream no more, where that is a choice."""
+        return (
+            self._expansion_choice is not None
+            and self._trial is None
+            and len(self._window) >= _FEWEST_SWEEPS
+            and self._waited_frac(*_LINKS) > _WAITING_LONG
+        )
+
     def _streams_more(self, trial: _Trial) -> bool:
-        """Tell whether the change on trial is that more sequences are streamed."""
+        """Tell whether the change on trial is that more sequences are streamed, or the KV of more layers."""
+        if trial.what == "streamed_layers":
+            return self._num_on_device < trial.on_device
         now, before = (limits.quota(KVPlacement.STREAMED) for limits in (self._scheduler.limits, trial.limits))
         return trial.what == "streamed" and now > before
 
@@ -206,6 +233,8 @@ class Adaptation:
         for.
         """
         waited = self._waited_frac("h2d")
+        if self._recut_to is not None:
+            return  # it has not been made yet
         if self._streams_more(trial) and waited > _WAITING:
             self._take_back(trial, f"compute waited for copies {waited:.0%} of the time")
         elif rate.has_prompts == trial.before.has_prompts:
@@ -219,12 +248,16 @@ class Adaptation:
     def _take_back(self, trial: _Trial, why: str) -> None:
         self._trial = None
         self._knobs[trial.what].take_back(self._windows)
+        if trial.what == "streamed_layers":
+            self._want_layers(trial.on_device, why)
+            return
         now, before = (_size(trial.what, limits) for limits in (self._scheduler.limits, trial.limits))
         self._set(trial.what, trial.limits, now, before, why)
 
-    def _waited_frac(self, lane: str) -> float:
-        """The part of the window's time in which compute waited for a lane."""
-        return sum(m.stalled_s.get(lane, 0.0) for m in self._window) / sum(m.seconds for m in self._window)
+    def _waited_frac(self, *lanes: str) -> float:
+        """The part of the window's time in which compute waited for some lanes."""
+        waited_s = sum(m.stalled_s.get(lane, 0.0) for m in self._window for lane in lanes)
+        return waited_s / sum(m.seconds for m in self._window)
 
     def _try(self, what: str, direction: Direction, rate: _Rate, limits: SchedulerLimits, why: str) -> None:
         """Change limits until throughput has shown whether that helps."""
@@ -290,6 +323,8 @@ class Adaptation:
         # Attention on the CPU needs buffers, which the plan has only where it was to be.
         if limits.compute_tier != "gpu" or on_cpu + streamed < 2 or not self._planned.quota(KVPlacement.CPU):
             return
+        if self._num_on_device or self._recut_to is not None:
+            return  # no layer's KV is for the CPU alone
         total = sum(m.seconds for m in self._window)
         waited = {lane: self._waited_frac(lane) for lane in ("h2d", "cpu_attention")}
         link = sum(m.busy_s.get("h2d", 0.0) for m in self._window) / total
@@ -322,6 +357,114 @@ class Adaptation:
         on_host = [s for s in self._scheduler.running if s.kv_placement in (KVPlacement.CPU, KVPlacement.STREAMED)]
         seq_s = self._lane_costs.streamed_key_s * sum(len(s.tokens) for s in on_host) / max(1, len(on_host))
         return int(link_s / seq_s) if seq_s else len(on_host)
+
+    @property
+    def _num_on_device(self) -> int:
+        """The layers whose KV is on the device, where KV is by layer."""
+        expansion = self._scheduler.expansion
+        return expansion.num_on_device if expansion else 0
+
+    def _measure_streaming(self, measured: Measured) -> None:
+        """Note what a sweep has shown of the seconds that computation and streaming take."""
+        expansion = self._scheduler.expansion
+        if self._expansion_choice is None or expansion is None:
+            return
+        decoding = [s for s in self._scheduler.running if s.num_generated > 1 and s.kv_placement is not KVPlacement.CPU]
+        keys = sum(s.num_computed for s in decoding)
+        streamed_keys = sum(s.num_computed for s in decoding if s.kv_placement is KVPlacement.STREAMED)
+        compute_s = None if measured.has_prompts else measured.busy_s.get("compute", 0.0)
+        load = SweepLoad(sampled=len(decoding), decodes=len(decoding), keys=keys)
+        link_s = measured.busy_s.get("h2d", 0.0)
+        self._expansion_choice.measured(expansion, load, streamed_keys, compute_s, link_s)
+
+    def _divide_layers(self, rate: _Rate) -> None:
+        """Choose the layers whose KV streams, by Pie's three conditions (section 3.4).
+
+        Fewer stream where compute waits for copies. More do where it does not, the link has time left, and a sweep of
+        the sequences that then have blocks has more tokens in a second. Where none streams nothing is known of the
+        link: from time to time one layer tries it.
+        """
+        choice, expansion = self._expansion_choice, self._scheduler.expansion
+        if choice is None or expansion is None or not (rows := self._rows(expansion.least_blocks)):
+            return
+        now, waited = expansion.num_on_device, self._waited_frac(*_LINKS)
+        link = sum(m.busy_s.get("h2d", 0.0) for m in self._window) / sum(m.seconds for m in self._window)
+        is_probe = not expansion.num_streamed
+        best = choice.best(expansion, rows, by_plan=is_probe)
+        after, before = (choice.tokens_per_s(expansion, n, rows, by_plan=is_probe) for n in (best, now))
+        direction: Direction = "down" if best > now else "up"
+        if (
+            best == now
+            or after < _WORTH_CHANGING * before
+            or not self._knobs["streamed_layers"].may_turn(direction, self._windows)
+        ):
+            return
+        if direction == "down" and waited > _WAITING:
+            why = f"compute waited for copies {waited:.0%} of the time"
+        elif direction == "up" and waited <= _WAITING and link < _SATURATED:
+            best = max(n for n in expansion.choices if n < now) if is_probe else best
+            why = f"compute did not wait for copies, the link is {link:.0%} busy"
+        else:
+            return
+        self._knobs["streamed_layers"].turn(direction, self._windows)
+        self._trial = _Trial("streamed_layers", rate, self._scheduler.limits, self._windows, now)
+        self._want_layers(best, why)
+
+    def _rows(self, most_blocks: int) -> Rows | None:
+        """The rows in flight, and how many there may be; None: none is.
+
+        Args:
+            most_blocks: KV blocks of the longest row.
+        """
+        scheduler, limits = self._scheduler, self._scheduler.limits
+        running = [s for s in scheduler.running if s.kv_placement.tier == KVPlacement.STREAMED.tier]
+        if not running:
+            return None
+        others = len(scheduler.running) - len(running)
+        block_size = scheduler.pools[KVPlacement.STREAMED.tier].kv_block_size
+        expected = [self.expected_output_len(s.sampling.max_tokens) for s in running]
+        context = sum(s.num_prompt + n / 2 for s, n in zip(running, expected, strict=True)) / len(running)
+        longest = sum(s.num_prompt + n for s, n in zip(running, expected, strict=True)) / len(running)
+        quota = sum(limits.quota(placement) for placement in (KVPlacement.CPU, KVPlacement.STREAMED))
+        most = min(quota, limits.max_num_seqs - others, len(running) + scheduler.num_waiting)
+        return Rows(most, others, min(most_blocks, longest / block_size + 0.5), context)
+
+    def _want_layers(self, on_device: int, why: str) -> None:
+        """Have so many layers' KV on the device before the next sweep."""
+        expansion = self._scheduler.expansion
+        assert expansion is not None, "no layer can be moved"
+        layers = len(expansion.order)
+        change = Change(self._sweep, "streamed_layers", layers - expansion.num_on_device, layers - on_device, why)
+        self.changes.append(change)
+        self._recut_to = on_device
+
+    @property
+    def wants_recut(self) -> bool:
+        """True where another number of layers is to stream: `recut` is to be called once no sweep is under way."""
+        return self._recut_to is not None
+
+    def recut(self) -> Recut | None:
+        """Have another number of layers stream from the next sweep on, with none under way.
+
+        Returns:
+            The change of the pool, which the executor must carry out at once; None: it cannot be made.
+        """
+        number, self._recut_to = self._recut_to, None
+        recut = self._scheduler.recut(number) if number is not None else None
+        if recut is None:
+            self._trial = None
+        else:
+            self._keep_from_cpu(recut.after.num_on_device > 0)
+        return recut
+
+    def _keep_from_cpu(self, by_layer: bool) -> None:
+        """Have the CPU attend to no sequence while layers' KV is on the device, and to as many as planned otherwise."""
+        quotas = self._scheduler.limits.quotas
+        on_host = sum(quotas.get(placement, 0) for placement in (KVPlacement.CPU, KVPlacement.STREAMED))
+        on_cpu = 0 if by_layer else min(on_host, self._planned.quota(KVPlacement.CPU))
+        kv_seqs = {**quotas, KVPlacement.CPU: on_cpu, KVPlacement.STREAMED: on_host - on_cpu}
+        self._scheduler.limits = replace(self._scheduler.limits, kv_seqs=kv_seqs)
+        self._move_host_kv()
 
     def _set(self, what: str, limits: SchedulerLimits, before: int, after: int, why: str) -> None:
         self.changes.append(Change(self._sweep, what, before, after, why))

@@ -8,10 +8,11 @@ first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from batchgen.schedule.block_pool import ROOT, BlockPool
+from batchgen.core.kv_expansion import KVExpansion
+from batchgen.schedule.block_pool import ROOT, BlockPool, renumbered
 from batchgen.schedule.state_slots import StateSlot, StateSlots
 from batchgen.schedule.window_pool import NULL_BLOCK, WindowPool
 
@@ -43,6 +44,7 @@ class BlockManager(BlockPool):
         windowed: Pool of layers with a sliding window, where these free blocks; None: all layers share one table. Where
             all layers have a window or a state, the blocks here hold nothing: they are the trie's.
         states: Slots of the state layers; None: the model has none.
+        expansion: Division of the layers between device and host, which may be changed; None: there is none.
     """
 
     def __init__(
@@ -52,8 +54,10 @@ class BlockManager(BlockPool):
         share_prefixes: bool = True,
         windowed: WindowPool | None = None,
         states: StateSlots | None = None,
+        expansion: KVExpansion | None = None,
     ) -> None:
         super().__init__(num_blocks)
+        self.expansion = expansion
         self.kv_block_size = kv_block_size
         self.share_prefixes = share_prefixes
         self.windowed, self.states = windowed, states
@@ -205,6 +209,12 @@ class BlockManager(BlockPool):
 
     def node(self, block: int) -> int:
         return self._node_of[block]
+
+    def _renumber(self, num_blocks: int, moved: Mapping[int, int]) -> None:
+        super()._renumber(num_blocks, moved)
+        self._key_of = renumbered(self._key_of, num_blocks, moved, None)
+        self._node_of = renumbered(self._node_of, num_blocks, moved, ROOT)
+        self._trie = {key: moved.get(block, block) for key, block in self._trie.items()}
 
     def _may_be_found(self, block: int) -> bool:
         return self._key_of[block] is not None

@@ -6,10 +6,12 @@ A block is what a sequence holds in a pool: KV of some tokens, or a slot with it
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 # The node of a trie before any token, which has no block.
 ROOT = 0
+Value = TypeVar("Value")
 
 
 class BlockPool:
@@ -35,6 +37,12 @@ class BlockPool:
     @property
     def num_used(self) -> int:
         return self.num_blocks - self.num_available
+
+    @property
+    def num_to_last(self) -> int:
+        """Blocks from the first one to the last one that is not free."""
+        free = set(self._free)
+        return next((block + 1 for block in range(self.num_blocks - 1, -1, -1) if block not in free), 0)
 
     def num_users(self, block: int) -> int:
         return self._users[block]
@@ -74,6 +82,33 @@ class BlockPool:
                 else:
                     self._free.append(block)
 
+    def resize(self, num_blocks: int) -> dict[int, int]:
+        """Give the pool another number of blocks, which those in use must fit; of others the oldest go first.
+
+        Returns:
+            The new numbers of blocks that get another one, by number.
+        """
+        assert self.num_used <= num_blocks, f"{self.num_used} KV blocks in use do not fit {num_blocks}"
+        while self.num_used + len(self._evictable) > num_blocks:
+            block, _ = self._evictable.popitem(last=False)
+            self._evict(block)
+            self._free.append(block)
+        free = set(self._free)
+        places = sorted(block for block in free if block < num_blocks)
+        outside = (block for block in range(num_blocks, self.num_blocks) if block not in free)
+        moved = dict(zip(outside, places, strict=False))
+        self._renumber(num_blocks, moved)
+        self.num_blocks = num_blocks
+        return moved
+
+    def _renumber(self, num_blocks: int, moved: Mapping[int, int]) -> None:
+        """Note that the pool has so many blocks, and some have new numbers."""
+        self._users = renumbered(self._users, num_blocks, moved, 0)
+        self._evictable = OrderedDict.fromkeys(moved.get(block, block) for block in self._evictable)
+        self._free = [
+            block for block in range(num_blocks - 1, -1, -1) if not self._users[block] and block not in self._evictable
+        ]
+
     def invalidate(self, blocks: Sequence[int]) -> None:
         """Have blocks in use found no more, as their KV was never written: the sweep failed."""
         for block in blocks:
@@ -86,6 +121,14 @@ class BlockPool:
     def _evict(self, block: int) -> None:
         """Have a block found no more."""
         raise NotImplementedError
+
+
+def renumbered(values: Sequence[Value], num_blocks: int, moved: Mapping[int, int], none: Value) -> list[Value]:
+    """The value of each block, after some have got new numbers."""
+    of_blocks = [*values[:num_blocks], *[none] * (num_blocks - len(values))]
+    for old, new in moved.items():
+        of_blocks[new] = values[old]
+    return of_blocks
 
 
 class NodePool(BlockPool):

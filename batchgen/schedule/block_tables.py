@@ -263,6 +263,17 @@ class BlockTables:
             pool.states.release([sequence.state.target])
             sequence.state = None
 
+    def renumber(self, sequences: Iterable[Sequence], moved: Mapping[int, int]) -> None:
+        """Give blocks in the tables of sequences their new numbers.
+
+        Args:
+            sequences: Sequences in flight whose blocks are in the pool.
+            moved: New numbers of blocks that get another one, by number.
+        """
+        for sequence in sequences if moved else ():
+            assert sequence.window_table is None, "blocks of windows have numbers of their own"
+            sequence.block_table = array("i", [moved.get(block, block) for block in sequence.block_table])
+
     def _windows(self, tier: str) -> WindowPool:
         """The pool of layers with a sliding window, of a tier that has one."""
         windows = self._pools[tier].windowed

@@ -30,6 +30,7 @@ def kv_pools(policy: Policy, memory: MemoryPlan) -> dict[str, BlockManager | Ext
             policy.share_prefixes,
             _window_pool(tier, policy, memory),
             _state_slots(tier, memory),
+            memory.expansion if tier == KVPlacement.STREAMED.tier else None,
         )
         for tier, count in memory.kv_blocks.items()
     }

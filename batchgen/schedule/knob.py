@@ -20,9 +20,10 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 16, 256
 class Knob:
     """The turns of one knob so far, and when and how far it may be turned again."""
 
-    def __init__(self) -> None:
+    def __init__(self, turned: Direction | None = None) -> None:
+        """Start at the plan. turned: the direction in which the plan has turned the knob already; None: in neither."""
         self._step = _FIRST_STEP
-        self._last: Direction | None = None
+        self._last: Direction | None = turned
         self._pauses: dict[Direction, int] = {"up": _FIRST_PAUSE, "down": _FIRST_PAUSE}
         self._not_before: dict[Direction, int] = {"up": 0, "down": 0}
 

@@ -21,11 +21,13 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from itertools import chain, islice
 
+from batchgen.core.kv_expansion import KVExpansion, Recut
 from batchgen.core.kv_placement import KVPlacement
-from batchgen.schedule.block_manager import Allocation
+from batchgen.schedule.block_manager import Allocation, BlockManager
 from batchgen.schedule.block_tables import BlockTables, Pool
 from batchgen.schedule.drafting import Drafting
 from batchgen.schedule.extents import ExtentManager
@@ -264,6 +266,39 @@ class Scheduler:
             sequence.num_computed += num_tokens
             sequence.tokens += [0] * num_tokens
         return num_tokens
+
+    @property
+    def expansion(self) -> KVExpansion | None:
+        """The division of the layers of a pool between device and host; None: it cannot be changed."""
+        pool = self.pools.get(KVPlacement.STREAMED.tier)
+        return pool.expansion if isinstance(pool, BlockManager) else None
+
+    @property
+    def has_layers_on_device(self) -> bool:
+        """True where KV that streams in other layers is on the device in some."""
+        return self.expansion is not None and self.expansion.num_on_device > 0
+
+    def recut(self, num_on_device: int) -> Recut | None:
+        """Between sweeps, with none under way: put so many layers' KV on the device, in a pool of another size.
+
+        The youngest sequences that do not fit are preempted.
+
+        Returns:
+            The change, which the executor must carry out at once; None: there is none, as another call of the engine
+            has KV in the pool.
+        """
+        tier = KVPlacement.STREAMED.tier
+        pool = self.pools[tier]
+        assert isinstance(pool, BlockManager) and pool.expansion is not None, "no layer can be moved"
+        if pool.num_used != len({block for sequence in self.running for block in sequence.block_table}):
+            return None
+        before, after = pool.expansion, replace(pool.expansion, num_on_device=num_on_device)
+        while pool.num_used + self.tables.num_reserved[tier] > after.num_blocks:
+            self._preempt_youngest(tier)
+        moved = pool.resize(after.num_blocks)
+        self.tables.renumber((s for s in self.running if s.kv_placement.tier == tier), moved)
+        pool.expansion = after
+        return Recut(before, after, moved, pool.num_to_last)
 
     def finish(self, sequence: Sequence) -> None:
         """The sequence leaves for good, and its blocks are released; nothing happens if it has left.
@@ -512,9 +547,12 @@ class Scheduler:
                 yield placement
         if not self.running:
             rest = [p for p in self._placements if p not in tried and p is not KVPlacement.DEFERRED]
+            rest = [p for p in rest if p is not KVPlacement.CPU or not self.has_layers_on_device]
             yield from sorted(rest, key=lambda p: p is not KVPlacement.STREAMED) if self._lacks_slots else rest
 
     def _has_place(self, placement: KVPlacement) -> bool:
+        if placement is KVPlacement.CPU and self.has_layers_on_device:
+            return False  # where an earlier call of the engine has put them
         return self._in_placement[placement] < self.limits.quota(placement)
 
     def _fits_in(self, sequence: Sequence, placement: KVPlacement) -> bool:

@@ -14,6 +14,7 @@ from itertools import accumulate
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.lane_costs import NOT_KNOWN, LaneCosts
 from batchgen.core.plan import Policy
+from batchgen.schedule.correction import Correction
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
 from batchgen.schedule.sequence import Sequence
 from batchgen.schedule.sweep_estimate import BatchCut, CpuLoad, SweepLoad, SweepSeconds, sweep_seconds
@@ -25,11 +26,6 @@ _MOST_SWEEPS_LATE, _TURN_FRAC = 32, 0.05
 _FEWEST_PLACES = 1 / 8
 # A sequence that was left out of so many sweeps in a row may run again on the device.
 _PATIENCE = 8
-# What one sweep has shown of a lane counts this much less with each sweep after it; of sweeps in a row that show
-# nothing, with the first ones only.
-_DECAY, _MOST_DECAYS = 0.8, 20
-# Measured sweeps that the plan's seconds count as much as, at first.
-_PLANNED_SWEEPS = 2
 # Sweeps without CPU attention after which one sequence tries whether the CPU has become faster, as often as turns may
 # be: first and at most.
 _FIRST_PAUSE, _LONGEST_PAUSE = 64, 4096
@@ -52,7 +48,7 @@ class SweepChoice:
             quota: Sequences that the plan has the CPU attend to.
         """
         self._costs, self._cut, self._quota = costs, cut, quota
-        self._compute, self._cpu = _Correction(), _Correction()
+        self._compute, self._cpu = Correction(), Correction()
         self._late: dict[Sequence, int] = {}  # sweeps in a row that a sequence was left out of
         self._idle = 0  # sweeps in a row without CPU attention
         self._pause = _FIRST_PAUSE
@@ -180,35 +176,6 @@ class SweepChoice:
             compute_factor=self._compute.factor,
             cpu_factor=self._cpu.factor,
         )
-
-
-class _Correction:
-    """The seconds that a lane was busy, over those that were planned; sweeps long ago count less."""
-
-    def __init__(self) -> None:
-        self._waiting: list[float] = []  # planned seconds of sweeps that have not been measured
-        self._planned = self._measured = 0.0
-        self._idle = 0  # sweeps in a row in which the lane was to do nothing
-
-    @property
-    def factor(self) -> float:
-        """The factor on planned seconds."""
-        return self._measured / self._planned if self._planned else 1.0
-
-    def expect(self, planned_s: float) -> None:
-        """Note the planned seconds of a sweep that is launched."""
-        self._waiting.append(planned_s)
-
-    def take(self, measured_s: float) -> None:
-        """Take the measured seconds of the first sweep that has not been measured."""
-        planned_s = self._waiting.pop(0) if self._waiting else 0.0
-        self._idle = 0 if planned_s else self._idle + 1
-        if self._idle > _MOST_DECAYS:
-            return
-        if planned_s and not self._planned:
-            self._planned = self._measured = _PLANNED_SWEEPS * planned_s
-        self._planned = _DECAY * self._planned + planned_s
-        self._measured = _DECAY * self._measured + (measured_s if planned_s else 0.0)
 
 
 def sweep_choice(policy: Policy, costs: LaneCosts) -> SweepChoice | None:

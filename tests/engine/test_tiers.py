@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from model_tables import FAMILIES, MODELS
 from thorough import quick_or, some_of
 from tiered import (
+    BUDGETS,
     CPU,
     EMULATED,
     before_each_step,
@@ -19,6 +20,7 @@ from tiered import (
     give_dedicated_cores,
     make_parts,
     make_policy,
+    make_request,
     make_uneven,
     run,
     shuffle_steps,
@@ -31,6 +33,9 @@ from batchgen.core.plan import kv_on_device
 from batchgen.core.request import Request, SamplingParams
 from batchgen.engine import loader as loading
 from batchgen.engine.engine import Engine
+from batchgen.engine.loader import plan_load
+from batchgen.runtime.executor import Executor
+from batchgen.schedule.adaptation import Adaptation
 from batchgen.schedule.micro_batches import ORDERS as BATCH_ORDERS
 from batchgen.schedule.step_graph import KINDS
 from batchgen.schedule.sweep_choice import SweepChoice
@@ -393,6 +398,79 @@ def test_what_is_new_goes_to_the_host_once_and_nothing_goes_back(kv_layers, refe
     assert set(pools) == {"cpu"} and arenas["gpu"].allocated_bytes == sum(
         size for what, size in parts.memory.parts["gpu"].items()
     )
+
+
+def change_layers(patch, rng):
+    """Have engines that adapt put another number of layers' KV on the device after random sweeps.
+
+    Returns:
+        The list of changes, which grows.
+    """
+    recuts = []
+
+    def after_sweep(self, measured):
+        expansion = self._scheduler.expansion
+        others = [n for n in expansion.choices if n != expansion.num_on_device] if expansion else []
+        if others and rng.random() < 0.5 and not self.wants_recut:
+            self._want_layers(rng.choice(others), "a test")
+
+    def recut(self, recut):
+        recuts.append(recut)
+        carry_out(self, recut)
+
+    carry_out = Executor.recut
+    patch.setattr(Adaptation, "after_sweep", after_sweep)
+    patch.setattr(Executor, "recut", recut)
+    return recuts
+
+
+def parts_with_scarce_memory(path, policy, stores, spare_frac, **options):
+    """An engine's parts whose device has memory for a part of the KV of layers that the plan streams."""
+    memory = plan_load(make_request(path, EMULATED, policy, stores, **options))
+    expansion, parts = memory.expansion, sum(memory.parts["gpu"].values())
+    if expansion is None:
+        return make_parts(path, EMULATED, policy, stores, **options)
+    planned = sum(expansion.block_bytes[layer] for layer in expansion.order[: expansion.least_on_device])
+    spare = expansion.device_bytes - expansion.most_blocks * planned
+    budgets = BUDGETS | {"gpu": parts - round((1 - spare_frac) * spare)}
+    return make_parts(path, EMULATED, policy, stores, budgets=budgets, **options)
+
+
+# KV by layer, and KV of placements "streamed" and "cpu", of which no layer is on the device to begin with.
+EXPANDED = {"by layer": ({"streamed": 8}, 1), "all stream": ({"streamed": 5, "cpu": 2, "gpu": 1}, 0)}
+CHANGED = [(name, kind, False) for kind in EXPANDED for name in MODELS]
+ALWAYS_CHANGED = [("llama", "by layer", False), ("llama", "by layer", True), ("gemma3", "all stream", True)]
+
+
+@pytest.mark.parametrize(("name", "kind", "on_streams"), [*some_of(CHANGED, 8, "expansion"), *ALWAYS_CHANGED])
+def test_the_layers_whose_kv_streams_change_in_the_middle(name, kind, on_streams, reference, stores, monkeypatch):
+    """Pie's adaptive expansion, at random sweeps, with prefixes that rows share and rows that are preempted."""
+    path, expected = reference(*MODELS[name])
+    kv_seqs, kv_layers = EXPANDED[kind]
+    policy = make_policy(
+        path, EMULATED, num_gpu_batches=2, gpu_batch_size=4, kv_seqs=kv_seqs, activation_batches=(1, 1),
+        kv_layers=kv_layers, max_model_len=CONTEXT, kv_block_size=8,
+    )  # fmt: skip
+    if on_streams:
+        as_on_a_device(monkeypatch)
+    parts = parts_with_scarce_memory(path, policy, stores, 0.1, longest_tokens=CONTEXT, most_kv_tokens=240)
+    if on_streams:
+        run_on(parts, FakeDevice(*ORDERS[0], warm=FIRST_USES), monkeypatch)
+        loading.warm_up(parts.executor, parts.policy, parts.memory, "gpu", parts.split, parts.pack, SamplingParams())
+    recuts = change_layers(monkeypatch, random.Random(name))
+    count = quick_or(9, None) if on_streams else None  # a played device takes its time
+    rows, costs = (
+        [some[:count] for some in all_rows(expected)],
+        LaneCosts(batch_s=1e-3, token_s=1e-4, streamed_key_s=1e-6),
+    )
+    found, _ = run(parts, *rows, planned_output_len=OUTPUT_LEN, lane_costs=costs)
+    assert found == expected.tokens[:count]
+    if (expansion := parts.memory.expansion) is None:
+        assert kind == "all stream" and any(window is not None for window in parts.config.windows)
+    elif len(expansion.choices) > 1:
+        assert any(recut.coming for recut in recuts) and any(recut.leaving for recut in recuts)
+    if name == "llama":
+        assert any(recut.moved for recut in recuts)
 
 
 @pytest.mark.parametrize("admission", ["continuous", "static"])

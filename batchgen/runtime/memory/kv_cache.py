@@ -19,11 +19,13 @@ from torch import Tensor
 
 from batchgen.core.direct_io import aligned
 from batchgen.core.dtypes import KVFormat
+from batchgen.core.kv_expansion import KVExpansion, Recut
 from batchgen.core.plan import passing_bytes
 from batchgen.models.config import ModelConfig
 from batchgen.ops import dispatch as ops
 from batchgen.ops.host_copy import upload
 from batchgen.runtime.memory.disk_pool import DiskPool
+from batchgen.runtime.memory.layered_pool import LayeredPool
 from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.transfers import Arena, Link, Prefault
 from batchgen.schedule.staging import Run, Staging
@@ -115,7 +117,8 @@ class KVCache:
         kv_block_size: Tokens of a block.
         format: Format of K and V.
         pools: Blocks in each tier but the disk, by layer that has KV of its own.
-        on_device: For each layer, whether the host's pool lies on the device there; empty: in none.
+        on_device: For each layer, whether the host's pool lies on the device there; empty: in none. A `recut` changes
+            it.
     """
 
     def __init__(
@@ -130,6 +133,7 @@ class KVCache:
         offload_dir: Path | None = None,
         on_device: Sequence[bool] = (),
         window_blocks: Mapping[str, int] | None = None,
+        expansion: KVExpansion | None = None,
     ) -> None:
         """Make the pools and buffers.
 
@@ -143,6 +147,7 @@ class KVCache:
             offload_dir: Directory of the file on disk.
             on_device: For each layer, whether the host's pool lies on the device there; empty: in none.
             window_blocks: Blocks of each tier's pool in layers with a sliding window; None: as many as in the others.
+            expansion: Division of the layers of the host's pool, which may be changed; None: it stays as it is.
 
         Raises:
             BatchgenError: Memory or disk do not suffice.
@@ -162,8 +167,14 @@ class KVCache:
             shape = self._shapes[layer]
             return arena(tier, layer).empty((counts[tier], *shape.block), shape.dtype, "the KV pool")
 
+        self._layered: LayeredPool | None = None
+        if expansion is not None:
+            blocks_of = {layer: (shape.block, shape.dtype) for layer, shape in self._shapes.items()}
+            self._layered = LayeredPool(expansion, blocks_of, device, arenas["cpu"])
         self.pools: dict[str, dict[int, Tensor]] = {
-            tier: {layer: pool(tier, layer) for layer in self._shapes}
+            tier: self._layered.tensors
+            if self._layered and tier == "cpu"
+            else {layer: pool(tier, layer) for layer in self._shapes}
             for tier, count in blocks.items()
             if tier != "disk" and (window_blocks or blocks)[tier] and count
         }
@@ -190,7 +201,10 @@ class KVCache:
         padded = any(s.block_bytes != s.disk_block_bytes for s in shapes)
         # Where the host computes and blocks have a size for direct I/O, the disk's buffers are the staging buffers.
         direct = self._tiers.links is None and not padded
-        self._staging = [device.empty((count * most,), torch.uint8, "KV in transit") for _ in range(KV_SLOTS)]
+        if self._layered:
+            self._staging = self._layered.staging_buffers(KV_SLOTS)
+        else:
+            self._staging = [device.empty((count * most,), torch.uint8, "KV in transit") for _ in range(KV_SLOTS)]
         if has_disk and not direct:
             raw = (count * most_on_disk,)
             for buffers in (self._reads, self._writes):
@@ -321,6 +335,12 @@ class KVCache:
             raw[: len(moves.dirty), : self.shape_of(layer).block_bytes] = blocks.index_select(0, moves.dirty)
         self._on_disk.write(layer, raw, moves.writes)
 
+    def recut(self, recut: Recut) -> None:
+        """Cut the host's pool anew between layers on the device and in host memory. Nothing may be under way."""
+        assert self._layered is not None, "no layer can be moved"
+        self.pools["cpu"] = self._layered.recut(recut, self._tiers)
+        self.on_device = recut.after.on_device
+
     def prefault(self, most_bytes: int) -> None:
         """Begin to have pages provided for the pool that attention reads in place. most_bytes: bytes of all layers."""
         if pool := self.pools.get(self._tiers.compute_tier):
@@ -340,7 +360,7 @@ class KVCache:
             pool.clear()
         for buffers in (self._staging, self._reads, self._writes):
             buffers.clear()
-        self._prefault, self._passing = None, [None, None]
+        self._prefault, self._layered, self._passing = None, None, [None, None]
 
     @property
     def _in_place(self) -> bool:
