@@ -236,12 +236,16 @@ class Drafting:
 
 
 class _Worth:
-    """The seconds of a sweep and the tokens expected of it, while drafts are added."""
+    """The seconds of a sweep and the tokens expected of it, while drafts are added.
+
+    An accepted draft saves a token of a later sweep, so it is worth what a token costs in a sweep without prompts.
+    """
 
     def __init__(self, fit: SweepFit, num_tokens: int, num_rows: int) -> None:
         sweep_s, token_s, row_s = fit.compute_s
         self._moved_s, self._draft_s = fit.moved_s, token_s + row_s
         self._compute_s = sweep_s + num_tokens * token_s + num_rows * row_s
+        self._alone_s = sweep_s + num_rows * self._draft_s
         self._expected = float(num_rows)
 
     @property
@@ -253,11 +257,12 @@ class _Worth:
         """Tell whether one more draft, of which so many accepted tokens are expected, is worth its seconds."""
         now_s = max(self._moved_s, self._compute_s)
         added_s = max(now_s, self._compute_s + self._draft_s) - now_s
-        return expected * now_s >= _MARGIN * added_s * self._expected
+        return expected * max(self._moved_s, self._alone_s) >= _MARGIN * added_s * self._expected
 
     def add(self, expected: float) -> None:
         """Count one more draft."""
         self._compute_s += self._draft_s
+        self._alone_s += self._draft_s
         self._expected += expected
 
 
