@@ -76,6 +76,7 @@ class Workload:
         scored_len: For a job that scores: mean number of positions per sequence whose logits are computed. Such
             sequences end after prefill and count as if they generated 1 token. None: the job generates.
         routing: Spread of the tokens over experts, for a mixture-of-experts model.
+        prefix_seqs: Mean number of sequences with the same shared prefix, above 1; None: all of them have the same one.
     """
 
     num_seqs: int
@@ -85,6 +86,7 @@ class Workload:
     shared_prefix_len: float = 0.0
     scored_len: float | None = None
     routing: Routing = INDEPENDENT
+    prefix_seqs: float | None = None
 
     def __post_init__(self) -> None:
         if self.num_seqs < 1:
@@ -95,6 +97,8 @@ class Workload:
             raise InputError(f"outputs of {self.output_len.max} tokens exceed the limit of {self.max_output_len}")
         if self.scored_len is not None and not 0 < self.scored_len <= self.prompt_len.mean:
             raise InputError(f"{self.scored_len:g} scored tokens do not fit prompts of {self.prompt_len.mean:g}")
+        if self.prefix_seqs is not None and not self.prefix_seqs > 1:
+            raise InputError(f"a prefix is shared by more than one sequence, not by {self.prefix_seqs:g}")
         if not 0 <= self.shared_prefix_len < self.prompt_len.mean:
             raise InputError(
                 f"a shared prefix of {self.shared_prefix_len:g} tokens does not fit prompts of {self.prompt_len.mean:g}"
@@ -127,6 +131,21 @@ class Workload:
     def max_seq_len(self) -> int:
         """The number of tokens of the longest prompt plus the longest output."""
         return self.prompt_len.max + self.max_output_len
+
+    @property
+    def prefix_len(self) -> float:
+        """Mean number of prompt tokens that a sequence has in common with others, one of which computes them."""
+        if self.prefix_seqs is None:
+            return self.shared_prefix_len
+        return min(self.prompt_len.mean - 1, self.shared_prefix_len * self.prefix_seqs / (self.prefix_seqs - 1))
+
+    def prefixes_of(self, seqs: float) -> float:
+        """The number of different prefixes of so many sequences in flight, which start in the order of their prompts.
+
+        Args:
+            seqs: Number of sequences.
+        """
+        return min(seqs, 1.0 if self.prefix_seqs is None else max(1.0, seqs / self.prefix_seqs))
 
     @property
     def computed_prompt_len(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -34,10 +35,11 @@ from batchgen.engine.loader import (
     resolve_dtype,
     with_fitting_states,
 )
+from batchgen.engine.longest_first import ExpectedLengths, LongestFirst
 from batchgen.engine.non_finite import NonFiniteSequences
 from batchgen.engine.parts import EngineParts, EngineStats
 from batchgen.engine.prefetch import Prefetch
-from batchgen.engine.preparation import KnownAnswers
+from batchgen.engine.preparation import KnownAnswers, Prepared
 from batchgen.engine.prompt_order import PromptOrder
 from batchgen.engine.scoring import Scoring
 from batchgen.engine.tensor_parallel import first_shard, load_on_ranks, shard_weights
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
 ON_OVERLONG = ("error", "truncate-left", "truncate-right")
 _MAX_NUM_SEQS = 256
 _INPUT_AHEAD = 512  # tokenized requests waiting for the scheduler
+_FILL_S = 0.2  # the longest time that a call waits for more requests than one, to begin with the first of them in order
 
 
 R = TypeVar("R", bound="SweepResult")
@@ -156,6 +159,7 @@ class _Call:
         under_way: Sweeps that were launched and whose results have not been taken.
         deferred_batches: Sequences whose attention is deferred.
         drop: Function that makes the executor drop deferred batches.
+        lengths: Expected lengths of outputs, by which requests are put in order; None: they are not.
     """
 
     handler: RequestHandler[Any]
@@ -166,6 +170,7 @@ class _Call:
     under_way: deque[_Sweep] = field(default_factory=deque)
     deferred_batches: DeferredBatches = field(default_factory=DeferredBatches)
     drop: Callable[[DeferredBatches], None] = lambda deferred_batches: None
+    lengths: ExpectedLengths | None = None
 
     @property
     def has_work(self) -> bool:
@@ -192,6 +197,17 @@ class _Call:
         while len(self.under_way) > ahead:
             yield self.under_way.popleft()
 
+    def learn_lengths(self, ended: list[Sequence]) -> None:
+        """Count the outputs of sequences that have ended; now and then, put the waiting requests in order anew."""
+        if self.lengths is None:
+            return
+        before = self.lengths.num_ended.bit_length()
+        for sequence in ended:
+            if not sequence.targets:  # those of prompts that are scored generate nothing
+                self.lengths.ended(sequence.num_prompt, sequence.num_generated)
+        if self.lengths.num_ended.bit_length() > before and isinstance(self.source, LongestFirst):
+            self.source.learn()
+
     def close(self) -> None:
         """Drop all unfinished sequences."""
         self.source.close()
@@ -203,6 +219,28 @@ class _Call:
             self.drop(self.deferred_batches)
         for sequence in (*self.scheduler.running, *self.scheduler.waiting):
             self.scheduler.finish(sequence)
+
+
+def _in_order(ahead: Prefetch, lengths: ExpectedLengths | None, *, share_prefixes: bool) -> Prefetch | PromptOrder:
+    """The prepared requests in the order in which they start.
+
+    Args:
+        ahead: The prepared requests in the order of the call.
+        lengths: Expected lengths of outputs, of which the longest come first; None: prompts alone decide.
+        share_prefixes: Whether prompts with a common prefix are to follow each other.
+    """
+    if lengths is None and not share_prefixes:
+        return ahead
+    order: PromptOrder = PromptOrder(ahead)
+    if lengths is not None:
+
+        def length(prepared: Prepared) -> float:
+            token_ids, sampling = prepared.prompts[0]
+            return lengths.expected(len(token_ids), sampling)
+
+        order = LongestFirst(ahead, length) if share_prefixes else LongestFirst(ahead, length, group_tokens=sys.maxsize)
+    order.fill(_FILL_S)
+    return order
 
 
 class Engine:
@@ -346,6 +384,7 @@ class Engine:
         lane_costs: LaneCosts | None = None,
         on_overlong: str = "error",
         sampling: SamplingParams | None = None,
+        longest_first: bool = False,
         drafts: bool | Callable[[], Drafting] = True,
     ) -> Engine:
         """Make an engine from a model that is loaded already.
@@ -359,11 +398,13 @@ class Engine:
                 sweeps (`batchgen.schedule.sweep_choice`). None: it leaves out none.
             on_overlong: "error", "truncate-left" or "truncate-right", for prompts that do not fit the context.
             sampling: Sampling parameters of requests that have none.
+            longest_first: Whether requests to generate start in the order of their expected outputs, the longest first.
             drafts: Whether tokens are drafted where that saves time, or what makes the drafts of each call.
         """
         engine = cls.__new__(cls)
         costs = lane_costs or NOT_KNOWN
         engine._init(parts, expected_output_len, planned_output_len, costs, on_overlong, sampling, drafts)
+        engine._longest_first = longest_first
         return engine
 
     def _init(
@@ -388,6 +429,7 @@ class Engine:
         self._planned_output_len = planned_output_len
         self._lane_costs = lane_costs
         self._on_overlong, self._drafts = on_overlong, drafts
+        self._longest_first = False
         self.changes: list[Change] = []  # made by adaptation
         self._running: Scheduler | None = None  # of the newest call
         self._generation: Generation | None = None  # of the last call
@@ -471,7 +513,8 @@ class Engine:
             on_gpu = self.parts.compute_tier == "gpu"
             scheduler.drafting = Drafting(only_while_waiting=on_gpu) if self._drafts is True else self._drafts()
         self._generation = handler = Generation(self.parts, self._sampling, self._on_overlong, known)
-        return self._run_all(handler, requests, scheduler, adaptation, should_stop, on_sweep)
+        lengths = ExpectedLengths() if self._longest_first else None
+        return self._run_all(handler, requests, scheduler, adaptation, should_stop, on_sweep, lengths)
 
     def partials(self) -> list[PartialCompletion]:
         """The tokens so far of rows that the last call of `generate` has started and not finished, or had at its end.
@@ -519,12 +562,13 @@ class Engine:
         adaptation: Adaptation | None,
         should_stop: Callable[[], bool],
         on_sweep: Callable[[EngineStats], None],
+        lengths: ExpectedLengths | None = None,
     ) -> Iterator:
         self._running = scheduler
         ahead = Prefetch(handler.prepare(requests), ahead=_INPUT_AHEAD)
-        source = PromptOrder(ahead) if scheduler.tables.share_prefixes else ahead
+        source = _in_order(ahead, lengths, share_prefixes=scheduler.tables.share_prefixes)
         drop, in_flight = self.parts.executor.drop, self.parts.sweeps_in_flight
-        call = _Call(handler, scheduler, source, adaptation, in_flight, drop=drop)
+        call = _Call(handler, scheduler, source, adaptation, in_flight, drop=drop, lengths=lengths)
         self._lanes_before, self._collected_s = self._lanes_s(), time.perf_counter()
         try:
             while not should_stop():
@@ -655,6 +699,7 @@ class Engine:
             call.scheduler.finish(sequence)
         stats.busy_s["compute"] += ran - started
         stats.busy_s["sampling"] += time.perf_counter() - ran
+        call.learn_lengths(finished)
         if call.adaptation or drafting:
             measured = self._measured(sweep, stats.generated_tokens - generated)
             if call.adaptation:

@@ -9,6 +9,7 @@ these walks.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ import numpy as np
 from batchgen.engine.prefetch import Prefetch
 
 MOST_REQUESTS = 4096
+BYTES_PER_TOKEN = 4  # of prompts that wait
+_POLL_S = 0.002
 _MOST_TOKENS = 1 << 22  # of their prompts, which take eight bytes each
 
 
@@ -71,15 +74,32 @@ class PromptOrder(Iterator[P]):
             raise error
         raise StopIteration
 
+    def fill(self, seconds: float) -> None:
+        """Wait until as many requests wait as may, or all there are, so that the first ones come in order too.
+
+        Args:
+            seconds: The longest time to wait.
+        """
+        until = time.monotonic() + seconds
+        self._take_ready()
+        while not self._ended and self._has_space and time.monotonic() < until:
+            time.sleep(_POLL_S)
+            self._take_ready()
+
     def close(self) -> None:
         self._source.close()
         self._ended = True
         self._waiting.clear()
         self._at_once.clear()
 
+    @property
+    def _has_space(self) -> bool:
+        """True where one more request may wait."""
+        return len(self._waiting) < self._most_requests and self._num_tokens < _MOST_TOKENS
+
     def _take_ready(self) -> None:
         """Take what the source has ready, while there is space for it."""
-        while not self._ended and len(self._waiting) < self._most_requests and self._num_tokens < _MOST_TOKENS:
+        while not self._ended and self._has_space:
             if not self._source.ready:
                 return
             self._take()
@@ -99,14 +119,22 @@ class PromptOrder(Iterator[P]):
             self._at_once.append(request)
             return
         # As big-endian bytes, prompts are compared in the order of their token ids.
-        insort(self._waiting, (np.asarray(prompt, dtype=">u4").tobytes(), self._num_arrived, request))
+        self._wait(np.asarray(prompt, dtype=">u4").tobytes(), self._num_arrived, request)
         self._num_arrived += 1
         self._num_tokens += len(prompt)
 
+    def _wait(self, prompt: bytes, number: int, request: P) -> None:
+        """Let a request wait. prompt: Bytes of its prompt. number: Number of its arrival."""
+        insort(self._waiting, (prompt, number, request))
+
     def _following(self) -> P:
-        """The request whose prompt is the first at or after that of the last one, or the first of all."""
-        position = bisect_left(self._waiting, (self._last, -1))
-        prompt, _, request = self._waiting.pop(position if position < len(self._waiting) else 0)
+        """Take the request that comes next."""
+        prompt, _, request = self._waiting.pop(self._next_position())
         self._last = prompt
-        self._num_tokens -= len(prompt) // 4
+        self._num_tokens -= len(prompt) // BYTES_PER_TOKEN
         return request
+
+    def _next_position(self) -> int:
+        """The position of the waiting prompt that is the first at or after the last one, or the first of all."""
+        position = bisect_left(self._waiting, (self._last, -1))
+        return position if position < len(self._waiting) else 0

@@ -58,6 +58,8 @@ def check_options(options: JobOptions) -> None:
             raise InputError(f"{option.flag} must be one of {known}, not {given!r}")
     _check_task(options)
     _check_chat(options)
+    if options.reorder_fields is not None and options.prompt_template is None:
+        raise InputError("--reorder-fields is for the columns of a --prompt-template: give one, or leave it out")
     if options.plan is not None:
         fixed = ("hardware", "max_num_seqs", "num_gpu_batches", "max_num_batched_tokens")
         given = any(getattr(options, name) is not None for name in fixed)
@@ -135,6 +137,7 @@ def _check_steps(options: JobOptions) -> None:
         "--share": options.share,
         "--output-prefix": options.output_prefix,
         "--sampling-column": options.sampling_column,
+        "--reorder-fields": options.reorder_fields is not None,
         "--report-html": options.report_html is not None,
     }.items():
         if given:

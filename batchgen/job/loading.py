@@ -6,10 +6,13 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from batchgen.core.dtypes import DEQUANTIZED, NATIVE_FORMATS
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import LoadRequest, needs_store
 from batchgen.engine.tensor_parallel import load_on_ranks
+from batchgen.job.rest_of_job import Sweeps, SweepTable
 from batchgen.models.files import stated_scheme
 from batchgen.models.formats.fp8 import Fp8
 from batchgen.models.kept_stores import find_or_convert
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from batchgen.models.tokenizers.tokenizer import Tokenizer
     from batchgen.runtime.lanes import OnStep
 
+# Sweeps of all sequences take at most so many times as those of a quarter, where streamed weights bind.
+_NEARLY = 1.25
 _NOT_USED = ", as weights only: scales of activations are not used"
 
 
@@ -100,7 +105,19 @@ def load_engine(
         lane_costs=plan.prediction.lane_costs,
         on_overlong=options.on_overlong,
         sampling=options.sampling,
+        longest_first=streaming_binds(plan),
     )
+
+
+def streaming_binds(plan: Plan) -> bool:
+    """Tell whether a sweep with a quarter of the sequences takes nearly as long as one with all of them."""
+    times = plan.prediction.sweep_times
+    if not times.seconds or plan.policy.admission == "static":
+        return False
+    context = plan.workload.prompt_len.mean + plan.workload.output_len.mean / 2
+    seqs, nothing = plan.policy.max_num_seqs * np.array([0.25, 1.0]), np.zeros(2)
+    few_s, all_s = SweepTable(times)(Sweeps(nothing, nothing, seqs, np.full(2, context)))
+    return bool(all_s <= _NEARLY * few_s)
 
 
 def _load_stages(

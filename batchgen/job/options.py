@@ -207,6 +207,12 @@ class JobOptions:
         common=True,
         help=r"Jinja template over the columns, where \n is a newline; @FILE reads it from a file.",
     )
+    reorder_fields: str | None = _option(
+        INPUT,
+        _ROWS,
+        metavar="A,B,...",
+        help="Columns of --prompt-template whose lines may change places, so that more rows begin alike.",
+    )
     messages_column: str | None = _option(
         INPUT,
         f"{_ROWS} map",

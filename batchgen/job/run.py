@@ -52,6 +52,7 @@ from batchgen.job.row_flow import RowFlow
 from batchgen.job.row_sizes import SCAN_ROWS, RowSizes
 from batchgen.job.shared import going_on, open_output, requests_left
 from batchgen.job.snapshot import Publisher
+from batchgen.job.sorted_requests import sorts_rows
 from batchgen.job.source import RequestSource, open_input
 from batchgen.job.step_source import SteppedSource, open_rows
 from batchgen.job.weight_choice import in_format_of_rows
@@ -528,8 +529,10 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
     observer = Observer(state, total_rows, row_counts, job.progress, job.publisher)
     stepped = isinstance(job.source, SteppedSource)  # its later steps are not in the plan
     expected = None if stepped else expected_of(plan, options, state, total_rows, job.row_sizes)
+    in_order = sorts_rows(plan) and not stepped
     if expected is not None:
-        job.row_sizes.mixed(MOST_REQUESTS if plan.policy.share_prefixes else 1)
+        mixed = MOST_REQUESTS if plan.policy.share_prefixes else 1
+        job.row_sizes.mixed(total_rows if in_order and total_rows is not None else mixed)
         job.row_sizes.scan_in_thread(job.source.batches(0, SCAN_ROWS), plan.prediction.total_s)
     observer.start(expected, engine)
     planned = (
@@ -538,7 +541,7 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
     learner = Learner(job.resolved, plan, planned, job.progress.say, job.origin.started_s)
     run = _engine_call(job, engine)
     flow = None
-    left = requests_left(job.source, state, engine.policy.max_num_seqs * 5 // 4, should_stop)
+    left = requests_left(job.source, state, engine.policy.max_num_seqs * 5 // 4, should_stop, in_order=in_order)
     if isinstance(job.source, SteppedSource) and isinstance(state, Run):
         flow = RowFlow(job.source, state.done_rows, state.parts_dir, should_stop)
         left = flow.requests()

@@ -49,6 +49,9 @@ class RunOptions(TypedDict, total=False):
     prompt_template: str | None
     r"""Jinja template over the columns, where \n is a newline; @FILE reads it from a file."""
 
+    reorder_fields: str | None
+    """Columns of --prompt-template whose lines may change places, so that more rows begin alike."""
+
     messages_column: str | None
     """Column of chat messages: lists of {role, content}, or of ShareGPT's {from, value}."""
 

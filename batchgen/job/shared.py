@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from batchgen.core.errors import BatchgenError
 from batchgen.core.request import Request, ScoreRequest
+from batchgen.engine.prompt_order import MOST_REQUESTS
 from batchgen.job.append_resume import appended_to
 from batchgen.job.options import JobOptions, seconds
+from batchgen.job.sorted_requests import NoSpace, SortedRequests, in_order_of_texts, sort_requests
 from batchgen.job.source import RequestSource
-from batchgen.output.run_directory import Run, open_run
+from batchgen.output.row_map import DoneRows
+from batchgen.output.run_directory import SORTED_FOLDER, Run, open_run
 from batchgen.share.run import SharedRun, open_shared_run
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+_OF_INPUT = ""  # in place of the digest of an order
 
 
 def open_output(
@@ -62,7 +74,7 @@ def open_output(
 
 
 def requests_left(
-    source: RequestSource, state: Run | SharedRun, ahead: int, should_stop: Callable[[], bool]
+    source: RequestSource, state: Run | SharedRun, ahead: int, should_stop: Callable[[], bool], *, in_order: bool
 ) -> Iterator[Request | ScoreRequest | None]:
     """Yield the requests of the rows that this process must run.
 
@@ -73,20 +85,63 @@ def requests_left(
         state: The job's run directory.
         ahead: Number of rows that a worker claims before it needs them.
         should_stop: Function that returns true when a worker is to claim no more rows.
+        in_order: Whether requests come in the order of their prompts' texts, where they are more than can wait.
     """
     if isinstance(state, Run):
-        yield from source.requests(state.done_rows)
+        requests = partial(source.requests, state.done_rows)
+        yield from in_order_of_texts(requests, state.directory / SORTED_FOLDER) if in_order else requests()
         return
-    reader = _Reader(source)
-    for rows in state.claims(ahead, should_stop):
-        if rows is None:
-            yield None
-            continue
-        needed = set(rows)
-        for first, batch in reader.read(rows[0], rows[-1] + 1):
-            for offset, request in enumerate(source.requests_of(batch, first)):
-                if first + offset in needed:
-                    yield source.numbered(request, first + offset)
+    with contextlib.ExitStack() as stack:
+        ordered = _order_of_workers(source, state, stack, wanted=in_order)
+        reader = _Reader(source)
+        for rows in state.claims(ahead, should_stop):
+            if rows is None:
+                yield None
+            elif ordered is None:
+                yield from reader.requests(rows)
+            else:
+                needed, positions = set(rows), (state.worker.position_of(rows[0]), state.worker.position_of(rows[-1]))
+                for request in ordered.read(positions[0], positions[1] + 1):
+                    if request.row in needed:
+                        yield request
+
+
+def _order_of_workers(
+    source: RequestSource, state: SharedRun, stack: contextlib.ExitStack, *, wanted: bool
+) -> SortedRequests | None:
+    """The requests of all workers in one order, of which ranges are claimed from now on; None: that of the input.
+
+    Every worker sorts all rows. The first one decides, and records a digest of the order.
+
+    Args:
+        source: The job's input.
+        state: The job's run directory.
+        stack: Stack that removes the sorted requests.
+        wanted: Whether this worker would sort.
+
+    Raises:
+        BatchgenError: The workers have come to different orders, or this one cannot sort.
+    """
+    if state.order is None and (not wanted or source.dataset.count_rows() <= MOST_REQUESTS):
+        state.record_order(_OF_INPUT)
+    if state.order == _OF_INPUT:
+        return None
+    folder = Path(tempfile.mkdtemp(prefix="batchgen-sorted-"))
+    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    try:
+        ordered = sort_requests(source.requests(DoneRows()), folder)
+    except NoSpace as error:
+        state.record_order(_OF_INPUT)
+        if state.order not in (None, _OF_INPUT):
+            raise BatchgenError(f"rows cannot be sorted as other workers have done ({error}): set TMPDIR") from error
+        return None
+    state.record_order(ordered.digest)
+    if state.order in (None, _OF_INPUT):
+        return None
+    if state.order != ordered.digest:
+        raise BatchgenError("other workers have sorted the rows in another order: run the same batchgen everywhere")
+    state.worker.work_in_order(np.asarray(ordered.rows))
+    return ordered
 
 
 def going_on(requests: Iterable[Any], state: Run | SharedRun) -> Iterator[Any]:
@@ -97,10 +152,10 @@ def going_on(requests: Iterable[Any], state: Run | SharedRun) -> Iterator[Any]:
         state: The job's run directory.
     """
     for request in requests:
-        partial = None
+        begun = None
         if isinstance(request, Request) and request.row is not None and request.error is None:
-            partial = state.partial(request.row)
-        yield request if partial is None else replace(request, partial=partial)
+            begun = state.partial(request.row)
+        yield request if begun is None else replace(request, partial=begun)
 
 
 class _Reader:
@@ -110,6 +165,14 @@ class _Reader:
         self._source = source
         self._batches: Iterator[tuple[int, pa.RecordBatch]] = iter(())
         self._current: tuple[int, pa.RecordBatch] | None = None
+
+    def requests(self, rows: Sequence[int]) -> Iterator[Request | ScoreRequest]:
+        """Yield the requests of some rows in ascending order."""
+        needed = set(rows)
+        for first, batch in self.read(rows[0], rows[-1] + 1):
+            for offset, request in enumerate(self._source.requests_of(batch, first)):
+                if first + offset in needed:
+                    yield self._source.numbered(request, first + offset)
 
     def read(self, start: int, stop: int) -> Iterator[tuple[int, pa.RecordBatch]]:
         """(first row, batch) of rows start to stop - 1, in order."""

@@ -16,6 +16,7 @@ from batchgen.core.units import parse_shard
 from batchgen.dataset import Dataset, open_dataset
 from batchgen.dataset.continuations import ContinuationSpec
 from batchgen.job.default_output import default_output
+from batchgen.job.row_sizes import SCAN_ROWS
 from batchgen.job.run_command import run_command
 from batchgen.job.standard_input import StandardInput, is_standard_input
 from batchgen.models.tokenizers.thinking import Thinking
@@ -194,12 +195,32 @@ def open_source(options: JobOptions, dataset: Dataset) -> RequestSource:
     """
     if dataset.format == "openai":
         return _openai_source(options, dataset)
+    if options.reorder_fields is not None and options.prompt_template is not None:
+        options = _with_reordered_fields(options, dataset)
     if dataset.num_rows == 0:
         source = _source_without_rows(options, dataset, _prompts_of(options))
     else:
         source = _source_with_rows(options, dataset)
     check_output_schema(options, source)
     return source
+
+
+def _with_reordered_fields(options: JobOptions, dataset: Dataset) -> JobOptions:
+    """The options with the lines of the template in the order in which most of them begins alike.
+
+    Raises:
+        InputError: A field is no column, or its line cannot change places.
+    """
+    from batchgen.dataset.field_order import FieldValues, free_lines
+
+    names = [name.strip() for name in str(options.reorder_fields).split(",")]
+    free = free_lines(str(options.prompt_template), names, dataset.schema)
+    values = FieldValues.of((batch for _, batch in dataset.batches(0, SCAN_ROWS, names)), names)
+    order = values.best_order(free.fields)
+    if values.num_rows:
+        counts = ", ".join(f"{name} ({values.distinct[frozenset([name])]:,} values)" for name in order)
+        logger.info(f"--reorder-fields: the prompts have {counts}, in this order")
+    return replace(options, prompt_template=free.arranged(order), reorder_fields=",".join(order))
 
 
 def check_output_schema(options: JobOptions, source: RequestSource) -> None:
@@ -269,9 +290,10 @@ def _identity(options: JobOptions, spec: PromptSpec) -> dict[str, Any]:
     if options.tools_column is not None:
         identity["tools_column"] = options.tools_column
     if options.task == "score":
-        return identity | {"continuations": _continuations(options).identity()}
-    columns = {name: getattr(options, name) for name in ("sampling_column", "choices_column")}
-    return identity | {name: column for name, column in columns.items() if column is not None}
+        fields = {} if options.reorder_fields is None else {"reorder_fields": options.reorder_fields}
+        return identity | {"continuations": _continuations(options).identity()} | fields
+    given = {name: getattr(options, name) for name in ("sampling_column", "choices_column", "reorder_fields")}
+    return identity | {name: value for name, value in given.items() if value is not None}
 
 
 def _asks(options: JobOptions) -> bool:
@@ -417,6 +439,7 @@ def _openai_source(options: JobOptions, dataset: Dataset) -> RequestSource:
         "--sampling-column": options.sampling_column,
         "--prompt-column": options.prompt_column,
         "--prompt-template": options.prompt_template,
+        "--reorder-fields": options.reorder_fields,
         "--messages-column": options.messages_column,
         "--system": options.system_prompt,
         "--chat" if options.chat else "--no-chat": options.chat is not None,

@@ -13,7 +13,7 @@ from batchgen.core.request import Request, SamplingParams, ScoreRequest, cut_ove
 from batchgen.core.workload import Lengths, Workload
 from batchgen.engine.encode import LengthLimit, encode_all, encode_prompt
 from batchgen.engine.scoring import paths_to_run, tokens_of
-from batchgen.job.shared_prefixes import SampledPrompt, shared_part
+from batchgen.job.shared_prefixes import SampledPrompt, SharedPrefixes, shared_prefixes
 from batchgen.models.tokenizers.harmony import Harmony
 from batchgen.models.tokenizers.thinking import Thinking
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _STRETCHES, _STRETCH_ROWS = 8, 32
 # An input that is read as a stream has no number of rows; it is planned as if it had many.
 UNKNOWN_ROWS = 100_000
+_NOTHING = SharedPrefixes(0.0, None)
 # Finished rows needed before their output lengths say more than --max-tokens does.
 _ENOUGH_FINISHED = 32
 
@@ -90,13 +91,16 @@ def measure_workload(
         outputs = Lengths.of(sequence.of_choice or sequence.limit for sequence in sequences)
     prompt_len = Lengths.of(len(sequence.tokens) for sequence in sequences)
     scored = [sequence.scored for sequence in sequences if sequence.scored is not None]
+    are_sorted = source.requests_per_row == 1  # `sorts_rows` says no where rows take no time
+    shared = _shared(rows, copies, rows_to_run, are_sorted=are_sorted) if options.share_prefixes else _NOTHING
     workload = Workload(
         num_seqs=max(1, round(rows_to_run * seqs_per_row)),
         prompt_len=prompt_len,
         output_len=outputs,
         max_output_len=max(limits),
-        shared_prefix_len=_shared_part(rows, copies, rows_to_run) * prompt_len.mean if options.share_prefixes else 0.0,
+        shared_prefix_len=prompt_len.mean * shared.part,
         scored_len=sum(scored) / len(scored) if len(scored) == len(sequences) else None,
+        prefix_seqs=shared.num_seqs,
     )
     tokens = tuple((row, sum(len(sequence.tokens) for sequence in of_row)) for row, of_row in numbered.items())
     return EstimatedWorkload(workload, known, tokens)
@@ -217,13 +221,14 @@ def _first_rows(batches: Iterator[tuple[int, Any]], count: int) -> Iterator[tupl
             return
 
 
-def _shared_part(rows: list[list[_Sampled]], copies: float, rows_to_run: float) -> float:
-    """The part of all prompt tokens whose KV another sequence has computed.
+def _shared(rows: list[list[_Sampled]], copies: float, rows_to_run: float, *, are_sorted: bool) -> SharedPrefixes:
+    """The prefixes that the sequences of the job share.
 
     Args:
         rows: The sequences of each sampled row.
         copies: Mean number of samples of a prompt. Further copies reuse all of it but the last block.
         rows_to_run: Number of rows of the job.
+        are_sorted: Whether all rows of the job are sorted.
     """
     prompts = [
         SampledPrompt(sequence.tokens, 0 if sequence.whole_prompt else sequence.shareable, number // _STRETCH_ROWS)
@@ -232,4 +237,10 @@ def _shared_part(rows: list[list[_Sampled]], copies: float, rows_to_run: float) 
     ]
     whole = sum(prompt.num_shareable // DEFAULT_KV_BLOCK_SIZE * DEFAULT_KV_BLOCK_SIZE for prompt in prompts)
     of_copies = whole / sum(len(prompt.tokens) for prompt in prompts)
-    return (shared_part(prompts, rows_to_run * len(prompts) / len(rows)) + (copies - 1) * of_copies) / copies
+    num_seqs = rows_to_run * len(prompts) / len(rows)
+    of_rows = shared_prefixes(prompts, num_seqs, are_sorted=are_sorted)
+    part = (of_rows.part + (copies - 1) * of_copies) / copies
+    if of_rows.num_seqs is None:
+        alone = not of_rows.part and copies > 1  # only the copies of a prompt share it
+        return SharedPrefixes(part, copies if alone and copies < rows_to_run else None)
+    return SharedPrefixes(part, of_rows.num_seqs * copies)

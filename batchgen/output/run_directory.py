@@ -80,6 +80,9 @@ Extends = Callable[[dict[str, Any], dict[str, Any]], bool]
 # Where several workers share a job (`--share`): there until the output is complete.
 SHARE_FOLDER = "share"
 
+# Where a run sorts the requests of a large input; of one that was killed, the next run removes it.
+SORTED_FOLDER = "sorted.tmp"
+
 
 def errors_path(output_path: Path) -> Path:
     """The path of the file for failed rows in OpenAI batch format: `out.errors.jsonl` for `out.jsonl`."""

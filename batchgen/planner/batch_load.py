@@ -14,6 +14,7 @@ from batchgen.planner.layer_sizes import AttentionKind
 from batchgen.schedule.extents import runs_of
 from batchgen.schedule.micro_batches import by_placement
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
+from batchgen.schedule.staging import num_shared
 from batchgen.schedule.step_graph import BatchFlow
 from batchgen.schedule.window_pool import NULL_BLOCK
 
@@ -154,13 +155,17 @@ def load_of(
     writes: list[tuple[int, int]] = []
     blocks = 0
     all_reads: list[tuple[int, int]] = []
+    read: set[int] = set()
     for s in on_disk:
-        table, used = s.sequence.block_table, _blocks(s.num_keys, kv_block_size)
-        reads += runs_of(table[: _blocks(s.sequence.num_computed, kv_block_size)])
-        writes += runs_of(table[s.sequence.num_computed // kv_block_size : used])
-        blocks += used
+        used = _blocks(s.num_keys, kv_block_size)
+        table = s.sequence.block_table[:used]
+        first = num_shared(table, read)
+        read.update(table[first:])
+        reads += runs_of(table[first : _blocks(s.sequence.num_computed, kv_block_size)])
+        writes += runs_of(table[s.sequence.num_computed // kv_block_size :])
+        blocks += used - first
         if reuses_kv:
-            all_reads += runs_of(table[:used])
+            all_reads += runs_of(table[first:])
     return BatchLoad(
         tokens=sum([s.num_tokens for s in batch]),
         sampled=sum([s.num_keys == len(s.sequence.tokens) for s in batch]),

@@ -149,14 +149,23 @@ def phase_prefill_attention_s(s: CostInputs, phase: Phase) -> float:
 
 def phase_prefix_attention_s(s: CostInputs, phase: Phase) -> float:
     """Seconds of one layer's attention to a shared prefix, by new prompts and by decoding sequences."""
-    queries = phase.prefill_tokens + (phase.decode_seqs if _shared_tokens(s, phase) else 0.0)
-    return _mean(s, lambda kind: prefix_attention_s(s, kind, queries, s.workload.shared_prefix_len))
+    together = phase.decode_seqs if _shared_tokens(s, phase) else 0.0
+    prefix = s.workload.prefix_len
+    groups = 0.0 if s.workload.prefix_seqs is None else s.workload.prefixes_of(together)
+
+    def seconds(kind: AttentionKind) -> float:
+        product_s = prefix_attention_s(s, kind, phase.prefill_tokens + together, prefix)
+        # With few sequences in each group, a product takes as long as reading the prefixes.
+        return max(product_s, decode_attention_s(s, kind, groups, kind.seen(prefix), s.rates, s.num_gpu_batches))
+
+    return _mean(s, seconds)
 
 
 def _shared_tokens(s: CostInputs, phase: Phase) -> float:
-    """Prefix tokens that the block attends to once for all, on a compute device that holds them."""
-    shared = s.workload.shared_prefix_len
-    pays = shared >= MIN_SHARED_TOKENS and phase.decode_seqs >= MIN_SHARED_SEQUENCES and not any(s.model.windows)
+    """Prefix tokens that the block attends to once for all that have them, on a compute device that holds them."""
+    shared = s.workload.prefix_len
+    together = min(phase.decode_seqs, s.workload.prefix_seqs or phase.decode_seqs)
+    pays = shared >= MIN_SHARED_TOKENS and together >= MIN_SHARED_SEQUENCES and not any(s.model.windows)
     return shared if pays else 0.0
 
 
@@ -220,17 +229,23 @@ def streamed_kv_bytes(s: CostInputs, phase: Phase) -> float:
 
     A shared prefix comes once for each micro-batch.
     """
-    shared = s.workload.shared_prefix_len
+    shared = s.workload.prefix_len
     unshared = max(0.0, _history_tokens(s, phase) - shared)
+    times = _times_brought(s, phase)
 
     def brought(unshared: float, shared: float) -> float:
-        return phase.decode_seqs * unshared + shared * min(phase.decode_seqs, s.num_gpu_batches)
+        return phase.decode_seqs * unshared + shared * times
 
     tokens = windowed = brought(unshared, shared)
     if s.window:
         most = s.window - 1 + s.kv_block_size - 1
         windowed = brought(min(unshared, most), min(shared, max(0.0, most - unshared)))
     return s.read_kv_bytes(tokens, windowed) / s.model.num_layers
+
+
+def _times_brought(s: CostInputs, phase: Phase) -> float:
+    """The number of prefixes that come to the compute device: each in every micro-batch that has a sequence with it."""
+    return min(phase.decode_seqs, s.workload.prefixes_of(phase.decode_seqs) + s.num_gpu_batches - 1)
 
 
 def _prompt_states(s: CostInputs, phase: Phase) -> tuple[float, float]:
@@ -270,10 +285,13 @@ class _DiskBytes(NamedTuple):
 def _disk_bytes(s: CostInputs, phase: Phase) -> _DiskBytes:
     """Bytes of one layer if all sequences were on disk.
 
-    Every token rewrites its sequence's last block, prompts are written once, and share nothing. States move whole.
+    Every token rewrites its sequence's last block, prompts are written once, and a prefix that sequences of a
+    micro-batch share is read once. States move whole.
     """
-    prompts = phase.prefill_tokens + phase.prefill_seqs * (s.workload.shared_prefix_len + (s.kv_block_size - 1) / 2)
-    read = phase.decode_seqs * _history_tokens(s, phase) / s.kv_block_size
+    prompts = phase.prefill_tokens + phase.prefill_seqs * (s.kv_block_size - 1) / 2
+    shared = min(s.workload.prefix_len, _history_tokens(s, phase))
+    again = max(0.0, phase.decode_seqs - _times_brought(s, phase))  # sequences that find it brought
+    read = (phase.decode_seqs * _history_tokens(s, phase) - again * shared) / s.kv_block_size
     written = phase.decode_seqs + prompts / s.kv_block_size
     states_in, states_out = ((phase.decode_seqs + n) * s.layer_state_bytes for n in _prompt_states(s, phase))
     sizes = s.layers

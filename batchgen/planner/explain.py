@@ -40,6 +40,14 @@ _LOADING_SPREAD = 1.5  # of loading the weights, which may or may not be in the 
 _SHORTEST_OUTPUT = 0.25
 
 
+def _shared(workload: Workload) -> str:
+    """The end of a line: what sequences share."""
+    if not workload.shared_prefix_len:
+        return ""
+    groups = "" if workload.prefix_seqs is None else f" in groups of {workload.prefix_seqs:,.1f}"
+    return f", {workload.shared_prefix_len:,.0f} tokens of prefix shared{groups}"
+
+
 def make_plan(
     problem: Problem,
     candidate: Candidate,
@@ -282,7 +290,7 @@ def explain(plan: Plan, explained: Explanation | None = None) -> list[str]:
             if workload.task == "generate"
             else f"{workload.made_len:,.1f} scored"
         )
-        + (f", {workload.shared_prefix_len:,.0f} tokens of prefix shared" if workload.shared_prefix_len else ""),
+        + _shared(workload),
         "",
         f"block of {policy.max_num_seqs:,} sequences = {_batches(policy)}, {policy.admission} admission, up to"
         f" {policy.max_num_batched_tokens:,} tokens a sweep, {_formats(plan)}",

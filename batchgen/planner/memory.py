@@ -246,14 +246,17 @@ def _seqs_by_tier(s: CostInputs, at: Placement) -> dict[str, Linear]:
 
 
 def state_slots(seqs: Mapping[str, Linear], share_prefixes: bool) -> dict[str, Linear]:
-    """State slots of each tier: one for each sequence, and in memory some for snapshots where prefixes are shared.
+    """State slots of each tier: one for each sequence, and some for snapshots where prefixes are shared.
+
+    In memory there is one more, so that few sequences have a snapshot too; on disk, a tier without sequences has none.
 
     Args:
         seqs: tier -> sequences in flight.
         share_prefixes: `Policy.share_prefixes`.
     """
+    snapshots = 1 / SEQS_PER_SNAPSHOT if share_prefixes else 0.0
     return {
-        tier: count + (count * (1 / SEQS_PER_SNAPSHOT) + 1 if share_prefixes and tier != "disk" else 0)
+        tier: count + count * snapshots + (1 if share_prefixes and tier != "disk" else 0)
         for tier, count in seqs.items()
     }
 

@@ -41,6 +41,8 @@ from batchgen.schedule.sweep_choice import sweep_choice
 from batchgen.schedule.sweeps import Sweeps
 from batchgen.schedule.trace import TraceWriter
 
+_MOST_PREFIX = 1 << 24  # tokens: the ids of one prefix, apart from those of another
+
 
 @dataclass(frozen=True)
 class SimulatedRun:
@@ -402,8 +404,9 @@ class SimulatedJob:
             most = 1 if scored else min(workload.max_output_len, policy.max_model_len - prompt)
             if most < 1 or prompt + most - 1 > self._longest:
                 continue
-            shared = min(prompt - 1, round(workload.shared_prefix_len))
-            tokens = [*range(1, shared + 1), *[-row - 1] * (prompt - shared)]
+            shared = min(prompt - 1, round(workload.prefix_len))
+            first = 1 + (0 if workload.prefix_seqs is None else int(row / workload.prefix_seqs) * _MOST_PREFIX)
+            tokens = [*range(first, first + shared), *[-row - 1] * (prompt - shared)]
             sequence = Sequence(row, row, 0, tokens, _sampling(most), targets=((0,),) * scored)
             self._output_len[sequence] = min(output, most)
             self._scheduler.add(sequence)

@@ -6,12 +6,26 @@ A block is what a sequence holds in a pool: KV of some tokens, or a slot with it
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol, TypeVar
 
 # The node of a trie before any token, which has no block.
 ROOT = 0
 Value = TypeVar("Value")
+
+
+class FreeBlocks(Protocol):
+    """The interface of a store of free blocks."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[int]: ...
+
+    def pop(self) -> int:
+        """Take a block."""
+
+    def append(self, block: int, /) -> None:
+        """Give a block back."""
 
 
 class BlockPool:
@@ -25,7 +39,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._free: FreeBlocks = list(range(num_blocks - 1, -1, -1))
         self._users = [0] * num_blocks
         self._evictable: OrderedDict[int, None] = OrderedDict()
 

@@ -7,12 +7,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from batchgen.schedule.block_manager import Allocation, BlockManager
-from batchgen.schedule.extents import ExtentManager
 from batchgen.schedule.sequence import Sequence
 from batchgen.schedule.state_slots import NO_STATE, StateSlot
 from batchgen.schedule.window_pool import NULL_BLOCK, WindowPool
 
-Pool = BlockManager | ExtentManager
 # Tokens of a prefix for which a snapshot of its state is left, and waited for. Fewer are computed again.
 _LEAST_TOKENS = 64
 
@@ -30,7 +28,7 @@ class BlockTables:
         have_states: Whether sequences have state slots.
     """
 
-    def __init__(self, pools: Mapping[str, Pool]) -> None:
+    def __init__(self, pools: Mapping[str, BlockManager]) -> None:
         """Keep the tables of sequences whose blocks are in these pools, by tier."""
         self._pools = pools
         self.num_reserved = dict.fromkeys(pools, 0)
@@ -40,7 +38,7 @@ class BlockTables:
         self.have_windows = any(pool.windowed is not None for pool in pools.values())
         self.have_states = any(pool.states is not None for pool in pools.values())
 
-    def pool(self, sequence: Sequence) -> Pool:
+    def pool(self, sequence: Sequence) -> BlockManager:
         """The pool that a sequence in flight has its blocks from."""
         return self._pools[sequence.kv_placement.tier]
 
@@ -66,7 +64,7 @@ class BlockTables:
         sequence.num_computed = len(matched) * pool.kv_block_size
         sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
         sequence.num_matched_blocks = sequence.num_inserted_blocks = len(matched)
-        sequence.node = pool.node(matched[-1]) if matched and isinstance(pool, BlockManager) else 0
+        sequence.node = pool.node(matched[-1]) if matched else 0
 
     def without_block(self, sequences: Iterable[Sequence]) -> list[Sequence]:
         """The sequences for which something may change when they grow by one token.
@@ -121,7 +119,7 @@ class BlockTables:
                 compute than now.
         """
         pool = self.pool(sequence)
-        if not isinstance(pool, BlockManager) or not pool.share_prefixes:
+        if not pool.share_prefixes:
             return 0
         known = sequence.num_inserted_blocks * pool.kv_block_size
         if sequence.state is None and known >= sequence.num_prompt // pool.kv_block_size * pool.kv_block_size:
@@ -225,7 +223,7 @@ class BlockTables:
     def insert_prompt(self, sequence: Sequence, num_tokens: int) -> None:
         """Make blocks findable that are filled with prompt tokens, up to token `num_tokens`."""
         pool = self.pool(sequence)
-        if not isinstance(pool, BlockManager) or not pool.share_prefixes:
+        if not pool.share_prefixes:
             return
         size = pool.kv_block_size
         for b in range(sequence.num_inserted_blocks, min(num_tokens, sequence.num_prompt) // size):
@@ -238,7 +236,7 @@ class BlockTables:
     def invalidate_prompt(self, sequence: Sequence) -> None:
         """Have no other sequence find the KV of this one's prompt, or of a part of it, from now on."""
         for pool in self._pools.values():
-            if isinstance(pool, BlockManager) and pool.share_prefixes:
+            if pool.share_prefixes:
                 pool.invalidate(pool.known([*sequence.tokens[: sequence.num_prompt], 0]))
 
     def release(self, sequence: Sequence) -> None:
@@ -247,7 +245,7 @@ class BlockTables:
         self.num_reserved[tier] -= sequence.reserved_blocks
         sequence.reserved_blocks = 0
         written = sequence.num_computed // pool.kv_block_size
-        if isinstance(pool, BlockManager) and pool.share_prefixes:
+        if pool.share_prefixes:
             # After a sweep that failed: what it was to write is not there to be found.
             pool.invalidate(sequence.block_table[written : sequence.num_inserted_blocks])
         pool.release(sequence.block_table)

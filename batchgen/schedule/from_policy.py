@@ -19,10 +19,10 @@ from batchgen.schedule.state_slots import StateSlots
 from batchgen.schedule.window_pool import WindowPool
 
 
-def kv_pools(policy: Policy, memory: MemoryPlan) -> dict[str, BlockManager | ExtentManager]:
+def kv_pools(policy: Policy, memory: MemoryPlan) -> dict[str, BlockManager]:
     """Empty pools of KV blocks, and of state slots, by tier."""
     return {
-        tier: ExtentManager(count, policy.kv_block_size, _state_slots(tier, memory))
+        tier: ExtentManager(count, policy.kv_block_size, policy.share_prefixes, _state_slots(tier, memory))
         if tier == "disk"
         else BlockManager(
             count,

@@ -28,7 +28,7 @@ from itertools import chain, islice
 from batchgen.core.kv_expansion import KVExpansion, Recut
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.schedule.block_manager import Allocation, BlockManager
-from batchgen.schedule.block_tables import BlockTables, Pool
+from batchgen.schedule.block_tables import BlockTables
 from batchgen.schedule.drafting import Drafting
 from batchgen.schedule.extents import ExtentManager
 from batchgen.schedule.scheduled_sequence import ScheduledSequence, next_tokens
@@ -60,7 +60,7 @@ class Scheduler:
 
     def __init__(
         self,
-        pools: Mapping[str, Pool],
+        pools: Mapping[str, BlockManager],
         limits: SchedulerLimits,
         expected_output_len: Callable[[Sequence], int] | None = None,
         token_slots: TokenSlots | None = None,
@@ -271,7 +271,7 @@ class Scheduler:
     def expansion(self) -> KVExpansion | None:
         """The division of the layers of a pool between device and host; None: it cannot be changed."""
         pool = self.pools.get(KVPlacement.STREAMED.tier)
-        return pool.expansion if isinstance(pool, BlockManager) else None
+        return None if pool is None else pool.expansion
 
     @property
     def has_layers_on_device(self) -> bool:
@@ -289,7 +289,7 @@ class Scheduler:
         """
         tier = KVPlacement.STREAMED.tier
         pool = self.pools[tier]
-        assert isinstance(pool, BlockManager) and pool.expansion is not None, "no layer can be moved"
+        assert pool.expansion is not None, "no layer can be moved"
         if pool.num_used != len({block for sequence in self.running for block in sequence.block_table}):
             return None
         before, after = pool.expansion, replace(pool.expansion, num_on_device=num_on_device)

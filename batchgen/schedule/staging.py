@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 
@@ -117,15 +118,19 @@ def _stage_layers(
             host_slots.append(own[block] * kv_block_size + offset)
     disk_start = num_blocks
     reads, all_reads, writes = [], [], []
+    staged_of_disk: dict[int, int] = {}  # block on disk -> staging block
     for s in on_disk:
         sequence = s.sequence
         used, old = -(-s.num_keys // kv_block_size), -(-sequence.num_computed // kv_block_size)
-        tables[sequence] = np.arange(num_blocks, num_blocks + used, dtype=np.int32)
-        reads += _runs(sequence.block_table[:old], num_blocks)
-        all_reads += _runs(sequence.block_table[:used], num_blocks)
+        own = sequence.block_table[:used]
+        first = num_shared(own, staged_of_disk)
+        staged_of_disk |= zip(own[first:], range(num_blocks, num_blocks + used - first), strict=True)
+        tables[sequence] = np.array([staged_of_disk[block] for block in own], dtype=np.int32)
+        reads += _runs(own[first:old], num_blocks)
+        all_reads += _runs(own[first:], num_blocks)
         dirty = sequence.num_computed // kv_block_size
-        writes += _runs(sequence.block_table[dirty:used], num_blocks + dirty)
-        num_blocks += used
+        writes += _runs(own[dirty:], num_blocks + dirty - first)
+        num_blocks += used - first
     staging = Staging(
         num_blocks=num_blocks,
         host_blocks=np.fromiter(staged_of, dtype=np.int64, count=len(staged_of)),
@@ -139,6 +144,16 @@ def _stage_layers(
         disk_stop=num_blocks,
     )
     return tables, staging
+
+
+def num_shared(table: List[int], others: Container[int]) -> int:
+    """The number of first blocks of a table that sequences before it have too, as only prefixes are shared.
+
+    Args:
+        table: The block table.
+        others: Blocks of the sequences before it.
+    """
+    return next((position for position, block in enumerate(table) if block not in others), len(table))
 
 
 def _runs(blocks: List[int], staged: int) -> list[Run]:

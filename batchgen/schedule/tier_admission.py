@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from batchgen.schedule.admission import Growth, Projection
 from batchgen.schedule.block_manager import Allocation, BlockManager
-from batchgen.schedule.extents import ExtentManager
 from batchgen.schedule.sequence import Sequence
 from batchgen.schedule.window_pool import NULL_BLOCK
 
@@ -53,9 +52,7 @@ class TierAdmission:
             placement DEFERRED.
     """
 
-    def __init__(
-        self, pool: BlockManager | ExtentManager, in_flight: Callable[[], InFlight], spare: int, *, reserves: bool
-    ) -> None:
+    def __init__(self, pool: BlockManager, in_flight: Callable[[], InFlight], spare: int, *, reserves: bool) -> None:
         """Look at nobody yet.
 
         Args:
@@ -76,7 +73,7 @@ class TierAdmission:
             num_reserved: Blocks that are promised to others.
         """
         pool = self._pool
-        if not isinstance(pool, BlockManager) or (self.reserves and pool.windowed is None):
+        if self.reserves and pool.windowed is None:
             return pool.admit(growing.sequence.shareable, growing.num_blocks, num_reserved)
         if self._projected is None and pool.windowed is None and growing.most_blocks <= self._spare:
             self._spare -= growing.most_blocks

@@ -5,6 +5,7 @@ Until the output is complete, `out.parquet.batchgen/` has a folder `share/` besi
     job.json        fingerprint, number of rows, lease time; written by the worker that opened the output, never changed
     kernels.json    kernels that compute the rows, chosen by the first worker that runs rows
     weights.json    format of the layers' weights, chosen by the first worker that runs rows
+    order.json      digest of the order of rows that ranges are of, chosen by the first worker that runs rows
     leases/ workers/ done/ (see `lease.py`)    parts/ (see `part_store.py`)    partials/ (see `range_partials.py`)
 
 One worker joins: it links the part files that count into an ordinary run, which writes the output. Then `share/` is
@@ -212,6 +213,23 @@ class SharedRun:
     def record_weight_format(self, weight_format: str) -> None:
         """Record the weight format of all rows, unless another worker has recorded its own. Raises BatchgenError."""
         self._record("weights.json", {"weight_format": weight_format})
+
+    @property
+    def order(self) -> str | None:
+        """The digest of the order that ranges are of, "" for that of the input; None where no worker has recorded any.
+
+        Raises:
+            BatchgenError: The record is damaged.
+        """
+        record = read_json(self._files, "order.json")
+        try:
+            return None if record is None else read_typed(Mapping[str, str], record)["digest"]
+        except (ValueError, KeyError) as error:
+            raise damaged("order.json") from error
+
+    def record_order(self, digest: str) -> None:
+        """Record the order that ranges are of, unless another worker has recorded one. Raises BatchgenError."""
+        self._record("order.json", {"digest": digest})
 
     def _record(self, name: str, values: dict[str, Any]) -> None:
         try:

@@ -10,9 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from batchgen.share.files import Files
 from batchgen.share.lease import Lease, Table, WorkerRecord, claim, finish, is_held, write_worker
 from batchgen.share.ranges import may_claim
+
+Rows = npt.NDArray[np.int64]
 
 TICKS_PER_LEASE = 12  # a worker is taken for dead when so many of its signs in a row are missing
 
@@ -105,17 +110,33 @@ class Worker:
         self._held: dict[str, Held] = {}
         self._ranges: list[range] = []
         self._skip: RowSet = ()
+        self._order: Rows | None = None
+        self._position_of_row: Rows | None = None
 
     def work_on(self, ranges: list[range], parts: Parts, skip: RowSet = ()) -> None:
         """Set the rows of the job, before the first range is claimed.
 
         Args:
-            ranges: The ranges of row indices.
+            ranges: The ranges of row indices, or of positions in the order of `work_in_order`.
             parts: The store of finished rows.
             skip: Row indices that were finished before the job was shared.
         """
         self._ranges, self._parts, self._skip = ranges, parts, skip
         self._starts = [rows.start for rows in ranges]
+
+    def work_in_order(self, rows: Rows) -> None:
+        """Let ranges be of an order of the rows, which is the same for all workers, before the first one is claimed.
+
+        Args:
+            rows: All row indices of the job, in this order, int64 [rows].
+        """
+        positions = np.empty(len(rows), np.int64)
+        positions[rows] = np.arange(len(rows))
+        self._order, self._position_of_row = rows, positions
+
+    def position_of(self, row: int) -> int:
+        """The position of a row in the order that ranges are of."""
+        return row if self._position_of_row is None else int(self._position_of_row[row])
 
     def tick(self) -> None:
         """Write this worker's record and read those of the others. Raises OSError."""
@@ -143,7 +164,7 @@ class Worker:
             ahead: Number of rows that keep this worker's engine busy.
 
         Returns:
-            The row indices of the range that are not finished, in order; None where nothing is claimed.
+            The row indices of the range that are not finished, in the order of ranges; None where nothing is claimed.
 
         Raises:
             OSError: The common directory cannot be read or written.
@@ -200,7 +221,7 @@ class Worker:
 
     def range_of(self, row: int) -> str:
         """The name of the range of a row."""
-        return range_name(bisect_right(self._starts, row) - 1)
+        return range_name(bisect_right(self._starts, self.position_of(row)) - 1)
 
     def is_left(self, row: int) -> bool:
         """True where this worker has a row's range and has not saved the row."""
@@ -243,9 +264,11 @@ class Worker:
             return None
         failed_of: dict[int, bool] = {}  # of each row, what its newest result says
         for generation, count in sorted(lease.adopted.items()):
-            for rows, failed in self._parts.rows(name, generation, count):
-                failed_of.update(zip(rows, failed, strict=True))
-        left = [row for row in self._ranges[index] if row not in failed_of and row not in self._skip]
+            for saved, failed in self._parts.rows(name, generation, count):
+                failed_of.update(zip(saved, failed, strict=True))
+        positions = self._ranges[index]
+        rows = positions if self._order is None else self._order[positions.start : positions.stop].tolist()
+        left = [row for row in rows if row not in failed_of and row not in self._skip]
         num_failed = sum(map(bool, failed_of.values()))
         held = Held(lease, set(left), ok=len(failed_of) - num_failed, failed=num_failed)
         if not left:

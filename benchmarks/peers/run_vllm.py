@@ -1,7 +1,7 @@
 """The job by vLLM's CPU backend in this one process, its threads on all cores.
 
 As processes of their own its engine and worker would keep a core to themselves, and poll each other. Settings:
-max_num_seqs, max_num_batched_tokens, cache_gb.
+max_num_seqs, max_num_batched_tokens, cache_gb; num_blocks and block_size in place of the last one's size.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def load(job: Job) -> tuple[Generate, dict]:
         max_num_batched_tokens=job.settings["max_num_batched_tokens"],
         skip_tokenizer_init=True,
         disable_log_stats=True,
+        **_cache(job.settings),
     )
 
     def generate(rows: list[Row]) -> list[list[int]]:
@@ -49,6 +50,13 @@ def load(job: Job) -> tuple[Generate, dict]:
         "prefix_caching": job.share_prefixes,
         "preloaded": [Path(path).name for path in preloaded()],
     }
+
+
+def _cache(settings: dict) -> dict:
+    """The arguments for a KV cache of so many blocks, where the settings name them."""
+    if "num_blocks" not in settings:
+        return {}
+    return {"num_gpu_blocks_override": settings["num_blocks"], "block_size": settings["block_size"]}
 
 
 def _environment() -> dict[str, str]:

@@ -12,6 +12,7 @@ from tiered import CPU, EMULATED, make_parts, make_policy, make_requests, once_a
 
 from batchgen.core.request import Request, SamplingParams, ScoreRequest
 from batchgen.engine.engine import Engine
+from batchgen.engine.prefetch import Prefetch
 from batchgen.engine.prompt_order import PromptOrder
 
 SUBJECTS, ROWS_OF_EACH, PREFIX, IN_FLIGHT = 20, 4, 80, 4
@@ -90,6 +91,15 @@ def test_an_error_of_the_input_comes_after_the_rows_before_it():
     assert list(order) == []
 
 
+def test_the_first_request_is_the_first_of_all_that_come_soon():
+    order = PromptOrder(Prefetch(iter(of(*((n,) for n in range(50, 0, -1)))), ahead=4), 100)
+    order.fill(60)  # ends when all are there
+    assert [request.prompt[0] for request in order] == list(range(1, 51))
+    slow = PromptOrder(Source(of((3,), (1,), (2,)), [0] * 1_000_000))
+    slow.fill(0.01)
+    assert sorted(request.prompt[0] for request in slow) == [1, 2, 3]
+
+
 def test_no_more_requests_wait_than_are_allowed():
     source = Source(of(*((n,) for n in range(50, 0, -1))), [100])
     order = PromptOrder(source, 8)
@@ -113,6 +123,7 @@ def prompts():
         *((family, "memory") for family in ("llama", "gemma2", "qwen3_5", "lfm2")),
         *(("llama", place) for place in ("device", "streamed", "delegated")),
         ("qwen3_5", "streamed"),
+        *((family, place) for family in ("llama", "gemma2", "qwen3_5") for place in ("disk", "emulated disk")),
     ],
 )
 def test_prefixes_of_a_shuffled_table_are_computed_once_in_memory_for_few(
@@ -125,6 +136,8 @@ def test_prefixes_of_a_shuffled_table_are_computed_once_in_memory_for_few(
         "device": (EMULATED, {"gpu": IN_FLIGHT}),
         "streamed": (EMULATED, {"streamed": IN_FLIGHT}),
         "delegated": (EMULATED, {"cpu": IN_FLIGHT}),
+        "disk": (CPU, {"disk": IN_FLIGHT}),
+        "emulated disk": (EMULATED, {"disk": IN_FLIGHT}),
     }[place]
     policy = make_policy(model, device, gpu_batch_size=IN_FLIGHT, kv_seqs=seqs, max_num_batched_tokens=256)
     limits = {"most_kv_tokens": (IN_FLIGHT + 1) * (PREFIX + 32)}

@@ -489,7 +489,7 @@ class TestEveryRun:
         table.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
         args = job(model, table, tmp_path / "o.jsonl", "--max-num-seqs", 4, "--ignore-eos", "--progress", "plain")
         with monkeypatch.context() as patch:  # the row that fails would come at once
-            patch.setattr("batchgen.engine.engine.PromptOrder", lambda source: source)
+            patch.setattr("batchgen.engine.engine._in_order", lambda source, lengths, share_prefixes: source)
             code, _, message = invoke("run", *args, "--on-error", "fail")
         assert code == 1 and "row 70" in message
         report = tmp_path / "r.json"

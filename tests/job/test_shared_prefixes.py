@@ -6,7 +6,12 @@ from itertools import chain
 
 import pytest
 
-from batchgen.job.shared_prefixes import SampledPrompt, shared_part
+from batchgen.job.shared_prefixes import SampledPrompt, shared_prefixes
+
+
+def shared_part(prompts, num_seqs):
+    return shared_prefixes(prompts, num_seqs).part
+
 
 BLOCK, STRETCHES, STRETCH_ROWS = 16, 8, 32
 
@@ -82,3 +87,21 @@ def test_of_more_rows_than_wait_at_a_time_only_those_count():
     assert many == pytest.approx(all_wait, abs=0.1)
     few = table(256, lambda rng: [("product", rng.randrange(50_000))] * 4)
     assert shared_part(sampled(few), 2_000_000) < 0.3
+
+
+def test_sorted_rows_share_wherever_they_are():
+    """Of 2,000,000 rows of 2,000 products, a part are among those that wait, and all are among all."""
+    few = table(256, lambda rng: [("product", rng.randrange(2000))] * 4)
+    wait, are_sorted = (shared_prefixes(sampled(few), 2_000_000, are_sorted=order).part for order in (False, True))
+    assert are_sorted > wait and are_sorted > 0.6
+
+
+@pytest.mark.parametrize(
+    ("name", "num_seqs"),
+    [("150 products", 6), ("150 products, sorted", 6), ("1,500 products of 6,000 rows", 4), ("one text of all", None)],
+)
+def test_a_sample_tells_how_many_rows_have_a_prefix(name, num_seqs):
+    rows = TABLES[name]
+    estimated = shared_prefixes(sampled(rows), len(rows)).num_seqs
+    assert estimated is None if num_seqs is None else num_seqs / 1.6 < estimated < num_seqs * 1.6
+    assert shared_prefixes(sampled(TABLES["nothing"]), 900).num_seqs is None

@@ -14,7 +14,7 @@ OPS = st.lists(
 
 def free_runs(extents):
     """(first block, number of blocks) of each free run, in ascending order."""
-    return list(zip(extents._starts, extents._lengths, strict=True))
+    return list(extents._free.runs())
 
 
 def free_blocks(extents):
@@ -86,6 +86,40 @@ def test_blocks_promised_to_others_stay():
     extents = ExtentManager(10, 16)
     assert extents.admit([], 6, 5) is None
     assert extents.admit([], 6, 4).blocks == [0, 1, 2, 3, 4, 5]
+
+
+def filled(extents, tokens, num_blocks):
+    """A sequence whose prompt has run, with its blocks in the trie."""
+    allocation = extents.admit(tokens, num_blocks, 0)
+    node = extents.node(allocation.blocks[allocation.num_matched - 1]) if allocation.num_matched else 0
+    for block in range(allocation.num_matched, len(tokens) // 16):
+        node = extents.insert(node, tokens[block * 16 : (block + 1) * 16], allocation.blocks[block])
+    return allocation
+
+
+def test_a_prefix_that_another_has_computed_is_taken_over_and_a_run_follows():
+    extents = ExtentManager(20, 16)
+    prefix = list(range(40))
+    first = filled(extents, [*prefix, *range(100, 110)], 4)
+    second = filled(extents, [*prefix, *range(200, 210)], 6)
+    assert first.blocks == [0, 1, 2, 3]
+    assert second.num_matched == 2 and second.blocks == [0, 1, 4, 5, 6, 7]
+    extents.release(first.blocks)
+    assert extents.num_used == 6
+    extents.release(second.blocks)
+    assert extents.num_available == 20
+    assert filled(extents, [*prefix, 7], 3).blocks[:2] == [0, 1]
+
+
+def test_prefixes_without_users_give_way_to_a_run_the_oldest_first():
+    extents = ExtentManager(8, 16)
+    old, new = ([subject] * 32 for subject in (1, 2))
+    for tokens in (old, new):
+        extents.release(filled(extents, [*tokens, 0], 3).blocks)
+    assert extents.num_available == 8 and len(extents._free) == 4
+    assert extents.admit([3] * 20, 5, 0).blocks == [3, 4, 5, 6, 7]
+    assert not extents.known([*old, 0]) and extents.known([*new, 0]) == [2]
+    assert extents.admit([4] * 20, 4, 0) is None
 
 
 def test_a_block_released_twice_is_caught():

@@ -1,0 +1,293 @@
+"""The requests of a large input in the order of their prompts' texts, sorted on disk in memory that stays the same.
+
+Texts with a common beginning come one after the other, wherever they are in the input; `engine.prompt_order` then
+orders the tokens of those that wait. An external merge sort: runs are sorted in memory and written, and the runs are
+merged (Knuth, The Art of Computer Programming, volume 3, section 5.4).
+"""
+
+from __future__ import annotations
+
+import heapq
+import io
+import itertools
+import json
+import logging
+import pickle
+import shutil
+import time
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from batchgen.core.plan import Plan
+from batchgen.core.request import ChatOptions, Request, SamplingParams, ScoreRequest
+from batchgen.engine.prompt_order import MOST_REQUESTS
+
+logger = logging.getLogger(__name__)
+
+_RUN_BYTES = 8 << 20  # of texts that are sorted in memory at once
+_CHUNK_BYTES, _CHUNK_ROWS = 32 << 10, 64  # of a run that is in memory while runs are merged
+_MOST_RUNS = 64  # that are merged at once
+_ROW_BYTES = 200  # about what a request has beside its text
+_MOST_SHARED = 64  # values that many requests have, which are kept once
+_FREE_BYTES = 1 << 30  # that stay free on the disk, for the output
+
+_SORT_S, _SORT_FRAC = 1e-4, 0.01  # of a row, read and sorted: CPU seconds, and the most of the job's time
+_SORTED = "{:,} rows are sorted by their prompts in {:.1f} s: each begins with {:.0%} of its text as the row before it"
+
+_Request = Request | ScoreRequest
+
+
+class NoSpace(Exception):
+    """The disk has no space for an input's requests."""
+
+
+class _Keyed(NamedTuple):
+    """A request, the text that it is sorted by, and the number of its row, by which equal texts are sorted."""
+
+    key: bytes
+    row: int
+    request: _Request
+
+
+class SortedRequests:
+    """The requests of an input, on disk in the order of their prompts' texts.
+
+    Attributes:
+        rows: Number of the row of each request, in their order.
+        shared_part: The part of all bytes of the texts with which a text begins as the one before it, 0 to 1.
+    """
+
+    def __init__(self, requests: Iterable[_Request], folder: Path, run_bytes: int = _RUN_BYTES) -> None:
+        """Sort requests.
+
+        Args:
+            requests: Requests with the numbers of their rows.
+            folder: Folder for the files, which is made anew, and removed by `close`.
+            run_bytes: Bytes of texts that are sorted in memory at once.
+
+        Raises:
+            NoSpace: The disk has no space for them.
+        """
+        self.rows = array("q")
+        self.shared_part = 0.0
+        self._folder, self._run_bytes = folder, run_bytes
+        self._shared: list[Any] = []
+        self._num_files = 0
+        self._first_of_chunk, self._offset_of_chunk = array("q"), array("q")
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            runs = [self._written(run) for run in self._runs(requests)]
+            while len(runs) > _MOST_RUNS:
+                groups = [runs[first : first + _MOST_RUNS] for first in range(0, len(runs), _MOST_RUNS)]
+                runs = [self._written(self._merged(group)) for group in groups]
+            self._path = self._written(self._counted(self._merged(runs)), is_last=True)
+        except OSError as error:
+            self.close()
+            raise NoSpace(f"{folder}: {error.strerror or error}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, start: int = 0, stop: int | None = None) -> Iterator[_Request]:
+        """Yield the requests of positions `start` to `stop` - 1 in the order; None: to its end."""
+        chunk = bisect_right(self._first_of_chunk, start) - 1
+        if chunk < 0:
+            return
+        position = self._first_of_chunk[chunk]
+        with self._path.open("rb") as file:
+            file.seek(self._offset_of_chunk[chunk])
+            for keyed in self._chunks(file):
+                if stop is not None and position >= stop:
+                    return
+                if position >= start:
+                    yield keyed.request
+                position += 1
+
+    @property
+    def digest(self) -> str:
+        """Digest of the order of the rows."""
+        return blake2b(self.rows, digest_size=16).hexdigest()
+
+    def close(self) -> None:
+        """Remove the files."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _runs(self, requests: Iterable[_Request]) -> Iterator[list[_Keyed]]:
+        """Yield sorted runs of requests."""
+        run: list[_Keyed] = []
+        size = 0
+        for request in requests:
+            assert request.row is not None, "a request without a row"
+            run.append(_Keyed(text_of(request), request.row, request))
+            size += len(run[-1].key) + _ROW_BYTES
+            if size >= self._run_bytes:
+                yield sorted(run)
+                run, size = [], 0
+        yield sorted(run)
+
+    def _merged(self, runs: list[Path]) -> Iterator[_Keyed]:
+        """Yield the requests of several runs in order, and remove the runs."""
+        files = [run.open("rb") for run in runs]
+        try:
+            yield from heapq.merge(*map(self._chunks, files))
+        finally:
+            for run, file in zip(runs, files, strict=True):
+                file.close()
+                run.unlink(missing_ok=True)
+
+    def _counted(self, requests: Iterator[_Keyed]) -> Iterator[_Keyed]:
+        """Yield the requests in their last order, and note the rows and what texts have in common."""
+        before = b""
+        shared = total = 0
+        for keyed in requests:
+            self.rows.append(keyed.row)
+            shared += _common_bytes(before, keyed.key)
+            total += len(keyed.key)
+            before = keyed.key
+            yield keyed
+        self.shared_part = shared / max(1, total)
+
+    def _written(self, requests: Iterable[_Keyed], *, is_last: bool = False) -> Path:
+        """Write sorted requests to a file, in chunks; of the last file, the chunks are noted."""
+        path = self._folder / str(self._num_files)
+        self._num_files += 1
+        written = 0
+        with path.open("wb") as file:
+            for chunk in _chunked(requests):
+                if is_last:
+                    self._first_of_chunk.append(written)
+                    self._offset_of_chunk.append(file.tell())
+                written += len(chunk)
+                buffer = io.BytesIO()
+                _Pickler(buffer, self._shared).dump([keyed[1:] for keyed in chunk])
+                file.write(buffer.getbuffer())
+        if shutil.disk_usage(self._folder).free < _FREE_BYTES:
+            raise OSError(0, "the disk is nearly full")
+        return path
+
+    def _chunks(self, file: BinaryIO) -> Iterator[_Keyed]:
+        """Yield the requests of an open file from where it stands."""
+        while file.peek(1):  # type: ignore[attr-defined]
+            for row, request in _Unpickler(file, self._shared).load():
+                yield _Keyed(text_of(request), row, request)
+
+
+def sorts_rows(plan: Plan) -> bool:
+    """Tell whether a job's rows are to be sorted: prefixes are shared, and sorting takes less than 1 % of its time."""
+    seconds_per_row = plan.prediction.total_s / plan.workload.num_seqs
+    return plan.policy.share_prefixes and _SORT_FRAC * seconds_per_row >= _SORT_S
+
+
+def sort_requests(requests: Iterable[_Request], folder: Path) -> SortedRequests:
+    """Sort requests, and say so. Raises NoSpace (`SortedRequests`)."""
+    started_s = time.monotonic()
+    ordered = SortedRequests(requests, folder)
+    logger.info(_SORTED.format(len(ordered.rows), time.monotonic() - started_s, ordered.shared_part))
+    return ordered
+
+
+def in_order_of_texts(requests: Callable[[], Iterator[_Request]], folder: Path) -> Iterator[_Request]:
+    """Yield requests in the order of their prompts' texts, or as they come where all of them may wait anyway.
+
+    Args:
+        requests: Function that gives the requests in the order of the input.
+        folder: Folder for the sorted requests, which is removed at the end.
+    """
+    given = requests()
+    first = list(itertools.islice(given, MOST_REQUESTS + 1))
+    if len(first) <= MOST_REQUESTS:
+        yield from first
+        return
+    try:
+        ordered = sort_requests(itertools.chain(first, given), folder)
+    except NoSpace as error:
+        logger.warning("rows start in the order of the input, as they cannot be sorted (%s)", error)
+        yield from requests()
+        return
+    del first
+    try:
+        yield from ordered.read()
+    finally:
+        ordered.close()
+
+
+class _Pickler(pickle.Pickler):
+    """A pickler that keeps parameters which many requests have apart, once."""
+
+    def __init__(self, file: Any, shared: list[Any]) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._shared = shared
+
+    def persistent_id(self, value: Any) -> int | None:
+        """The number of a value that is kept apart; None: it is not."""
+        if not isinstance(value, SamplingParams | ChatOptions):
+            return None
+        for number, known in enumerate(self._shared):
+            if known is value:
+                return number
+        if len(self._shared) >= _MOST_SHARED:
+            return None
+        self._shared.append(value)
+        return len(self._shared) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    """The reader of what `_Pickler` writes."""
+
+    def __init__(self, file: Any, shared: list[Any]) -> None:
+        super().__init__(file)
+        self._shared = shared
+
+    def persistent_load(self, number: int) -> Any:
+        """The value of a number."""
+        return self._shared[number]
+
+
+def text_of(request: _Request) -> bytes:
+    """The bytes of a request's prompt or context in their order: texts that begin alike have tokens that do."""
+    if request.error is not None:
+        return b""
+    if isinstance(request, ScoreRequest):
+        prompt: Any = request.context
+        if not len(prompt):
+            prompt = request.continuations[0]
+    else:
+        prompt = request.prompt
+    if isinstance(prompt, str):
+        return prompt.encode(errors="surrogatepass")
+    if len(prompt) and isinstance(prompt[0], dict):
+        # Templates write tools, and then messages in their order.
+        return json.dumps([request.chat.identity(), list(prompt)], default=str).encode()
+    return np.asarray(prompt, dtype=">u4").tobytes()
+
+
+def _chunked(requests: Iterable[_Keyed]) -> Iterator[list[_Keyed]]:
+    chunk: list[_Keyed] = []
+    size = 0
+    for keyed in requests:
+        chunk.append(keyed)
+        size += len(keyed.key) + _ROW_BYTES
+        if size >= _CHUNK_BYTES or len(chunk) >= _CHUNK_ROWS:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _common_bytes(one: bytes, other: bytes) -> int:
+    """The number of first bytes that two texts have in common."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
