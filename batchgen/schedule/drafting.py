@@ -24,6 +24,7 @@ _MOST = 16  # drafts of a sequence in a sweep
 _MARGIN = 1.2  # by which drafts must be worth more than they cost
 _HIGHEST, _LOWEST = 0.95, 0.02  # chance of acceptance that is thought possible, and below which nothing is drafted
 _PRIOR = 4.0  # drafts that what is thought at first counts as
+_WAITS = 1.25  # times its computation that a sweep takes which waits
 _TRIAL_EVERY, _TRIAL_PART = 64, 2  # sweeps; part of a sweep's tokens that is drafted to see what that costs
 _RECENT = 0.8  # weight of earlier sweeps in what choosing drafts costs, and in what they save
 _JUDGED_AFTER = 12  # sweeps with drafts until that counts
@@ -250,8 +251,8 @@ class _Worth:
 
     @property
     def waits(self) -> bool:
-        """Tell whether computation waits in the sweep."""
-        return self._moved_s > self._compute_s
+        """Tell whether computation waits in the sweep for a good part of it."""
+        return self._moved_s > _WAITS * self._compute_s
 
     def is_enough(self, expected: float) -> bool:
         """Tell whether one more draft, of which so many accepted tokens are expected, is worth its seconds."""
