@@ -65,7 +65,11 @@ class Setup:
 def setups(args: argparse.Namespace) -> dict[str, Setup]:
     """The engines, in the order of their turns."""
     seqs, in_8_bits = args.max_num_seqs or 256, args.bits == 8
-    own = {"max_num_seqs": args.max_num_seqs, "max_num_batched_tokens": args.max_num_batched_tokens, "cpu_memory": args.cpu_memory}
+    own = {
+        "max_num_seqs": args.max_num_seqs,
+        "max_num_batched_tokens": args.max_num_batched_tokens,
+        "cpu_memory": args.cpu_memory,
+    }
     both = {
         BATCHGEN: Setup(
             "run_batchgen.py",

@@ -130,7 +130,7 @@ class Runner:
         self._warm_up = random_rows(_WARM_UP, vocab_size, seed=1)
         self._model = None
         if args.vllm:
-            self._model = write_directory(Path(resolve_model("demo").path), folder / "demo-bfloat16")
+            self._model = write_directory(resolve_model("demo").path, args.work_dir / "demo-bfloat16")
 
     def batchgen(self, checkout: Path, rows: list[Row], memory: int) -> dict[str, Any]:
         settings = {
@@ -215,6 +215,7 @@ def _parse() -> argparse.Namespace:
     def sizes(text: str) -> list[int]:
         return [parse_bytes(size) for size in text.split(",")]
 
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "batchgen-benchmarks"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tables", type=names, default=list(TABLES), help="separated by commas [default: all]")
     parser.add_argument("--memory", type=sizes, default=sizes("1400MiB,1600MiB,2400MiB"), help="batchgen's budgets")
@@ -225,6 +226,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--max-num-seqs", type=int, default=16, help="rows in flight")
     parser.add_argument("--dtype", default="bfloat16", help="of batchgen; with float32 tokens are compared")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--work-dir", type=Path, default=cache, help="for the model that vLLM reads")
     parser.add_argument("--output", type=Path, help="[default: benchmarks/results/row_order-CPU.json]")
     args = parser.parse_args()
     if unknown := set(args.tables) - set(TABLES):
@@ -234,6 +236,7 @@ def _parse() -> argparse.Namespace:
 
 def main() -> None:
     args = _parse()
+    args.work_dir.mkdir(parents=True, exist_ok=True)
     output = args.output or result_path("row_order", by_cpu=True)
     print(machine()["cpu"], flush=True)
     tables: dict[str, list[dict[str, Any]]] = {}
