@@ -234,7 +234,7 @@ def test_scores(parts_of, tiny_models):
 def test_a_call_that_is_closed_waits_for_all_that_is_under_way(needs_host):
     """Also for a second sweep that is due, when the caller stops at a result of the first."""
     waited = []
-    scheduler = SimpleNamespace(running=[], waiting=[], finish=None, has_work=False)
+    scheduler = SimpleNamespace(drafting=None, running=[], waiting=[], finish=None, has_work=False)
     call = _Call(None, scheduler, SimpleNamespace(close=lambda: None))
     first, second = (
         _Sweep(SimpleNamespace(needs_host=needs), lambda n=n: waited.append(n), 0.0)
