@@ -310,7 +310,7 @@ class Engine:
         on_overlong: str = "error",
         chat_template: str | None = None,
         sampling: SamplingParams | None = None,
-        drafts: bool = True,
+        drafts: bool = False,
         on_load: Callable[[int, int], None] | None = None,
     ) -> None:
         from batchgen.models.tokenizers.loading import load_tokenizer
@@ -385,7 +385,7 @@ class Engine:
         on_overlong: str = "error",
         sampling: SamplingParams | None = None,
         longest_first: bool = False,
-        drafts: bool | Callable[[], Drafting] = True,
+        drafts: bool | Callable[[], Drafting] = False,
     ) -> Engine:
         """Make an engine from a model that is loaded already.
 
