@@ -20,7 +20,7 @@ from typing import Any
 
 from random_model import LLAMA_3B
 from recording import result_path, write
-from strategy_settings import MIB, ROUND_PROCESS_BYTES, SHAPE, Setting, problem_on, round_machine
+from strategy_settings import MIB, ROUND_PROCESS_BYTES, SETTINGS, SHAPE, Setting, problem_on, round_machine
 from tier_runs import different_rows, hardware_for, model_in, prompts, run_undisturbed
 
 from batchgen.core.device import Device
@@ -90,6 +90,15 @@ CASES = (
         "Pie",
         ("GPU-only",),
         {f"link {n} times slower": _fast_link(256, n) for n in (1, 10, 40)},
+    ),
+    Case(
+        replace(SETTINGS[-1], name="slow CPU, attention deferred"),
+        "APEX",
+        ("GPU-only",),
+        {
+            f"CPU {n} times slower": replace(SETTINGS[-1].device, cpu_slowdown=SETTINGS[-1].device.cpu_slowdown * n)
+            for n in (1, 2, 4, 8, 24)
+        },
     ),
     Case(
         Setting("lengths change", "", (), _BOTH_ATTEND, 576, 64, 128),

@@ -46,8 +46,6 @@ MIXED = "mixed"
 NATIVE_FORMATS = (*BLOCK_FORMATS, *EXPERT_FORMATS, MIXED)
 # Formats in which matrices of layers are packed. All else is in the compute dtype, but for `ModelConfig.end_formats`.
 PACKED_FORMATS = (INT4, INT8, *NATIVE_FORMATS)
-# Formats, of those, whose rows a GPU multiplies as they are stored (ops/triton/blocks.py).
-GPU_FORMATS = (*GROUP_FORMATS, *FP8_FORMATS, *EXPERT_FORMATS)
 # Values of `--weights`. AUTO: NATIVE or DEQUANTIZED, whichever is faster. NATIVE: in the model's own format.
 # DEQUANTIZED: in the compute dtype.
 AUTO, NATIVE, DEQUANTIZED = "auto", "native", "dequantized"
@@ -175,6 +173,15 @@ class KVFormat:
     def row_bytes(self, n: int) -> int:
         """The stored bytes of a row of `n` numbers."""
         return packed_bytes(n, self.bits) if self.bits else n * int(FORMAT_BYTES[self.name])
+
+    @property
+    def summary_format(self) -> str:
+        """The format of the smallest and largest numbers of a page's keys (`ops.page_choice`): that of the keys."""
+        return "bfloat16" if self.bits else self.name
+
+    def summary_bytes(self, n: int) -> int:
+        """The bytes of these numbers, for a head of `n` numbers."""
+        return 2 * n * int(FORMAT_BYTES[self.summary_format])
 
 
 def packed_bytes(n: int, bits: int) -> int:

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import compress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from batchgen.core.attention_budget import ALL, AttentionBudget
 from batchgen.core.cache_folder import cache_dir
 from batchgen.core.device import parse_device
 from batchgen.core.dtypes import AUTO, STATE_DTYPES
@@ -263,6 +264,8 @@ class Engine:
             compressed-tensors W8A8 is "int8" by itself.
         kv_cache_dtype: Format of KV: "auto" (the compute dtype), "int8", "int5" or "int4".
         state_dtype: Format of the recurrent states of linear attention: "float32" or "bfloat16".
+        attention_budget: Tokens that each generated token attends to: "all", a share of those before it such as "10%",
+            or a number such as "1024".
         device: "auto", "cpu", "cuda", or an accelerator emulated on the CPU, "emulated:gpu-memory=512MiB".
         cpu_memory: Host memory budget of the process, in bytes or as text such as "14GiB"; None: the free memory less a
             margin.
@@ -297,6 +300,7 @@ class Engine:
         weights: str = AUTO,
         kv_cache_dtype: str = "auto",
         state_dtype: str = STATE_DTYPES[0],
+        attention_budget: str = ALL,
         device: str = "auto",
         cpu_memory: int | str | None = None,
         gpu_memory: int | str | None = None,
@@ -345,6 +349,7 @@ class Engine:
             weights=weights,
             kv_cache_dtype=kv_cache_dtype,
             state_dtype=state_dtype,
+            attention_budget=attention_budget,
         )
         store = None
         if needs_store(policy):
@@ -509,7 +514,9 @@ class Engine:
                 expansion_choice=expansion_choice(self.policy, self._lane_costs),
             )
             self.changes = adaptation.changes
-        if self._drafts and not self.policy.on_demand_tokens:  # more tokens need more experts, which cost reading
+        # More tokens need more experts, which cost reading; several at once would all choose pages.
+        dense = AttentionBudget.of(self.policy.attention_budget) is None
+        if self._drafts and dense and not self.policy.on_demand_tokens:
             on_gpu = self.parts.compute_tier == "gpu"
             scheduler.drafting = Drafting(only_while_waiting=on_gpu) if self._drafts is True else self._drafts()
         self._generation = handler = Generation(self.parts, self._sampling, self._on_overlong, known)
@@ -641,7 +648,8 @@ class Engine:
         stats, parts, handler = self.stats, self.parts, call.handler
         if isinstance(handler, Generation) and (drafted := [s for s, _ in scheduled if s.drafts]):
             handler.drafted(drafted)
-        pack = partial(parts.pack, in_place=True) if call.scheduler.has_layers_on_device else parts.pack
+        by_layer = call.scheduler.has_layers_on_device and not self.policy.kv_layers  # with it they always may be
+        pack = partial(parts.pack, in_place=True) if by_layer else parts.pack
         batches = [pack(batch) for batch in parts.split(scheduled)]
         sampling_s = 0.0
 

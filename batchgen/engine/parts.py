@@ -163,7 +163,7 @@ class EngineStats:
         sweeps: Number of sweeps.
         preempted: Number of preempted sequences.
         left_out: Tokens that a sweep left for a later one, as the CPU was late with attention.
-        moved: Number of sequences that were left out, and run again on the compute device.
+        moved: Number of sequences that the CPU attended to, and that moved to the compute device.
         peak_kv_blocks: The most KV blocks in use at once.
         begins_twice: Whether a prompt began with the beginning-of-text token that the tokenizer adds as well.
         busy_s: Seconds of compute, of sampling, and of waiting for requests ("input_wait"); with grammars also of the

@@ -111,8 +111,7 @@ def linear(
         weight: Weight matrix [N, K]. It may be prepacked for an instruction set of the CPU (`pack_weight`), bound to
             one (`bind_weight`), or int8 rows [N, int8.row_bytes(K)], with which x is multiplied as integers (`int8`).
             On the CPU it may be block-quantized. On a GPU that `multiplies_packed` it may be int4 rows, uint8 [N,
-            quant.row_bytes(K)], or blocks in one of the formats of `triton/blocks.py`. The parts of a `SplitWeight` are
-            multiplied one by one.
+            quant.row_bytes(K)], or block-quantized. The parts of a `SplitWeight` are multiplied one by one.
         bias: Bias [N], or None.
         activation: None, "relu", "gelu" or "gelu_tanh"; or a gated activation, where rows [0, N / 2) of the weight are
             the gate and rows [N / 2, N) are the up projection. "silu_mul" is silu(gate) * up. "gelu_tanh_mul" is
@@ -140,7 +139,7 @@ def linear(
 
 
 def multiplies_packed(device: torch.device) -> bool:
-    """Tell whether `linear` and `grouped_experts` take int4 rows on a device, without dequantizing the whole matrix."""
+    """Tell whether `linear` and `grouped_experts` take int4 rows and blocks on a GPU, as they are stored."""
     return _product_kernels(device) is not None
 
 
@@ -253,6 +252,8 @@ def embedding(token_ids: Tensor, rows: Weight, dtype: torch.dtype) -> Tensor:
         return kernels.packed_rows(rows, token_ids)
     if not isinstance(rows, BlockWeight):
         return F.embedding(token_ids, rows.data if isinstance(rows, BoundWeight) else rows)
+    if not token_ids.is_cpu:
+        return _card_kernels().block_rows(rows, token_ids, dtype)
     embeddings = torch.empty(len(token_ids), rows.shape[1], dtype=dtype)
     if len(token_ids):
         kernels.unpack_blocks(rows.weight_format.upper(), rows.data.index_select(0, token_ids), embeddings)
@@ -551,6 +552,7 @@ def prepare_attention(
     operands: AttentionOperands,
     device: torch.device = CPU,
     isa: str = "",
+    chosen: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
 ) -> PreparedAttention:
     """Turn the attention plan of a sweep into the form that `paged_attention` takes, once for all layers.
 
@@ -559,18 +561,27 @@ def prepare_attention(
         operands: Shapes and dtypes of queries and KV.
         device: Device that has queries and KV.
         isa: Instruction set that computes attention on the CPU. "": the process's instruction set.
+        chosen: Sequences that attend to chosen pages, as `cpp.attention_plan` takes them, where `has_cpu_attention` is
+            true; None: there are none.
 
     Returns:
         A plan for the kernels of this device and these shapes, or for torch.
     """
-    if device.type == "cpu" and kernels.supports_attention(operands.head_dim, operands.group):
+    if has_cpu_attention(operands, device):
         row_bytes = operands.kv_format.row_bytes(operands.head_dim)
-        return kernels.attention_plan(plan, operands.kv_heads, operands.group, operands.kv_block_size, row_bytes, isa)
+        shape = operands.kv_heads, operands.group, operands.kv_block_size, row_bytes
+        return kernels.attention_plan(plan, *shape, isa, chosen)
+    assert chosen is None
     triton_kernels = None if device.type == "cpu" else device_kernels(device)
     compute: ModuleType = torch_attention
     if triton_kernels and triton_kernels.supports_attention(operands, device):
         compute = triton_kernels
     return compute.prepare_attention(plan, operands, device)
+
+
+def has_cpu_attention(operands: AttentionOperands, device: torch.device) -> bool:
+    """Tell whether the C++ kernels attend on a device to operands of these shapes."""
+    return device.type == "cpu" and kernels.supports_attention(operands.head_dim, operands.group)
 
 
 def cut_attention(

@@ -14,7 +14,7 @@ from batchgen.planner.layer_sizes import AttentionKind
 from batchgen.schedule.extents import runs_of
 from batchgen.schedule.micro_batches import by_placement
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
-from batchgen.schedule.staging import num_shared
+from batchgen.schedule.staging import num_shared, swap_runs
 from batchgen.schedule.step_graph import BatchFlow
 from batchgen.schedule.window_pool import NULL_BLOCK
 
@@ -78,6 +78,7 @@ class BatchLoad:
             the staging buffer. Runs are counted where layers reuse KV.
         states: Sequences whose KV or state passes through the staging buffer.
         hidden_on_host: Whether activations wait in host memory between layers.
+        swapped: (KV blocks, runs of neighbouring blocks) that come from the host's pool to the device's, for good.
     """
 
     tokens: int
@@ -94,6 +95,7 @@ class BatchLoad:
     all_disk: tuple[int, int] = (0, 0)
     states: StagedStates = _NO_STATES
     hidden_on_host: bool = False
+    swapped: tuple[int, int] = (0, 0)
 
     @property
     def flow(self) -> BatchFlow:
@@ -106,6 +108,7 @@ class BatchLoad:
             disk_write=self.disk_writes[0] > 0,
             hidden_on_host=self.hidden_on_host,
             samples=self.logits_rows > 0,
+            swaps_in=self.swapped[0] > 0,
         )
 
     @property
@@ -115,7 +118,7 @@ class BatchLoad:
 
     def attended_by(self, kind: AttentionKind | None) -> dict[KVPlacement, Attended]:
         """Attention of the sequences of each placement in a layer of a kind; None: in a state layer."""
-        return self.attended if kind is None or kind.windows[0][0] is None else self.windowed
+        return self.attended if kind is None or not kind.windows[0][0] else self.windowed
 
     def contexts_of(self, placement: KVPlacement) -> tuple[int, ...]:
         """Keys that each sequence with a single new token and this placement sees."""
@@ -147,6 +150,7 @@ def load_of(
     if windows:
         windowed = {name: _attended(members, kv_block_size, sharing=False) for name, members in of_placement.items()}
     staged = of_placement.get(KVPlacement.STREAMED, ())
+    swaps = swap_runs(of_placement.get(KVPlacement.DEVICE, ())) if compute_tier == "gpu" else ()
     on_disk = [s for s in staged if _on_disk(s)]
     on_host = [s for s in staged if not _on_disk(s)]
     host_blocks = _history_blocks(on_host, kv_block_size, windowed=False)
@@ -183,6 +187,7 @@ def load_of(
         all_disk=(blocks, len(all_reads)),
         states=StagedStates(_begun(on_host), len(on_host), _begun(on_disk), len(on_disk)),
         hidden_on_host=hidden_on_host,
+        swapped=(sum(run.count for run in swaps), len(swaps)),
     )
 
 

@@ -33,7 +33,7 @@ def lane_costs(s: CostInputs, at: Placement) -> LaneCosts:
     """
     cpu_seqs = number(at.kv_cpu) * s.swept_seqs
     delegates = can_delegate(s) and cpu_seqs >= 1
-    if not s.on_gpu or not (delegates or number(at.kv_streamed)):
+    if not s.on_gpu or not (delegates or number(at.kv_streamed) or s.deferral):
         return NOT_KNOWN
     layers, hardware, one = s.model.num_layers, s.hardware, s.one_batch
     fixed_s, token_s = products_line(s, max(1.0, cpu_seqs / 2))

@@ -56,7 +56,7 @@ class SimulatedRun:
         timeline: The timeline of these sweeps.
         changes: Changes that adaptation made in these sweeps.
         left_out: Tokens that a sweep left for a later one, as the CPU was late with attention.
-        moved: Number of sequences that were left out, and run again on the GPU.
+        moved: Number of sequences that the CPU attended to, and that moved to the GPU.
     """
 
     total_s: float
@@ -284,7 +284,7 @@ class SimulatedJob:
 
     @property
     def num_moved(self) -> int:
-        """Sequences that were left out, and run again on the GPU."""
+        """Sequences that the CPU attended to, and that moved to the GPU."""
         return self._scheduler.num_moved
 
     def adapt(self, now_s: float, busy_s: Mapping[str, float], stalled_s: Mapping[str, float]) -> None:

@@ -169,6 +169,7 @@ class StepCosts:
             max_num_batched_tokens=policy.max_num_batched_tokens,
             kv_block_size=policy.kv_block_size,
             state_dtype=policy.state_dtype,
+            attention_budget=policy.attention_budget,
             packed_tokens=policy.packed_tokens,
             captured_tokens=policy.captured_tokens,
             budgets=plan.budgets,
@@ -247,9 +248,9 @@ class StepCosts:
         """Seconds of attention in one layer of a kind, for sequences of one placement; None: in a state layer."""
         if kind is None:
             return self._states_s(attended, device)
-        s, total_s, window, number = self.inputs, 0.0, kind.windows[0][0], self.kinds.index(kind)
+        s, total_s, number = self.inputs, 0.0, self.kinds.index(kind)
         if attended.contexts:
-            keys = attended.contexts if window is None else [min(window, n) for n in attended.contexts]
+            keys = attended.contexts if kind.windows[0][0] is None else [kind.read(n) for n in attended.contexts]
             total_s += decode_attention_s(s, kind, len(keys), sum(keys) / len(keys), device)
         for new, before in attended.chunks:
             key = (new, before, number)
@@ -466,6 +467,8 @@ class _SweepCosts:
             copies = self._costs.layers[step.layer].loaded_tensors
         elif kind in ("send_qkv", "send_deferred"):
             copies = COPIES_SENT
+        elif kind == "swap_in":
+            copies = load.swapped[1]
         rate = hardware.h2d_bytes_per_s if step.lane == "h2d" else hardware.d2h_bytes_per_s
         return transfer_s(moved, rate, copies, hardware.link_overhead_s)
 
@@ -513,7 +516,7 @@ _SECONDS: Mapping[str, Callable[[_SweepCosts, Step, BatchLoad], float]] = {
     **dict.fromkeys(("read_weight", "read_dense", "read_experts"), _SweepCosts.read_weights),
     "read_cache": _SweepCosts.read_kv,
     "write_cache": _SweepCosts.written_kv,
-    **dict.fromkeys(("load_weight", "load_head", "load_hidden", "load_cache"), _SweepCosts.copied),
+    **dict.fromkeys(("load_weight", "load_head", "load_hidden", "load_cache", "swap_in"), _SweepCosts.copied),
     **dict.fromkeys(("send_qkv", "send_deferred", "store_cache", "store_hidden"), _SweepCosts.copied),
 }
 
@@ -568,6 +571,10 @@ def _staged_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
     return (host_blocks + disk_blocks) * costs.inputs.layers.read_blocks[step.layer]
 
 
+def _swapped_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
+    return load.swapped[0] * costs.inputs.layers.blocks[step.layer]
+
+
 def _stored_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
     if costs.config.has_state(step.layer):
         return (load.states.host_out + load.states.disk_out) * costs.inputs.state_row_bytes
@@ -601,6 +608,7 @@ _BYTES: Mapping[str, Callable[[StepCosts, Step, BatchLoad], float]] = {
     "load_hidden": _loaded_hidden_bytes,
     "store_hidden": _stored_hidden_bytes,
     "load_cache": _staged_bytes,
+    "swap_in": _swapped_bytes,
     "store_cache": _stored_bytes,
     "send_qkv": _sent_bytes,
     "send_deferred": _sent_bytes,

@@ -34,8 +34,10 @@ class CudaDriver:
     """A CUDA device's streams and events, as `streams.StreamLanes` drives them."""
 
     def __init__(self) -> None:
-        # Small copies that compute waits for do not queue behind its kernels for capacity on the device.
-        self.streams = {lane: torch.cuda.Stream(priority=-1 if lane != "compute" else 0) for lane in STREAMS}
+        self.streams = _idle_streams.pop() if _idle_streams else _new_streams()
+        # Once nothing can be launched in them any more, they are the next driver's: memory that torch keeps for a
+        # stream, and cuBLAS's work space of it, would be nobody's else.
+        weakref.finalize(self, _idle_streams.append, self.streams).atexit = False
         self._semaphores = PinnedMemory().zeros((len(_HOST_LANES),), torch.int32)
         self._wait_value = _stream_wait_value()
         self._check_waits()
@@ -146,6 +148,15 @@ class CudaDriver:
     def finish(self) -> None:
         for stream in self.streams.values():
             stream.synchronize()
+
+
+# Streams by lane of drivers that have gone.
+_idle_streams: list[dict[str, torch.cuda.Stream]] = []
+
+
+def _new_streams() -> dict[str, torch.cuda.Stream]:
+    # Small copies that compute waits for do not queue behind its kernels for capacity on the device.
+    return {lane: torch.cuda.Stream(priority=-1 if lane != "compute" else 0) for lane in STREAMS}
 
 
 def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:

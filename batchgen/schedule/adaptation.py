@@ -45,7 +45,7 @@ class Change:
 
     Attributes:
         sweep: number of the sweep after which it was made.
-        what: "expected_output_len", "block", "streamed" or "streamed_layers".
+        what: "expected_output_len", "block", "streamed", "streamed_layers" or "deferred".
         before: value before the change.
         after: value after it.
         why: reason, for people.
@@ -98,7 +98,7 @@ class _Trial:
     """A change that is taken back unless throughput shows that it does no harm.
 
     Attributes:
-        what: Name of the knob: "block", "streamed" or "streamed_layers".
+        what: Name of the knob: "block", "streamed", "streamed_layers" or "deferred".
         before: Throughput before the change.
         limits: Limits before the change.
         window: Number of the window after which it was made.
@@ -142,6 +142,7 @@ class Adaptation:
         """
         scheduler.expected_output_len = lambda s: self.expected_output_len(s.sampling.max_tokens)
         scheduler.sweep_choice = self._sweep_choice = sweep_choice
+        scheduler.adapts, scheduler.brings_kv = True, lane_costs.streamed_key_s < lane_costs.token_s
         self.changes: list[Change] = []
         self._scheduler = scheduler
         self._planned = scheduler.limits
@@ -156,7 +157,7 @@ class Adaptation:
         self._sweep = 0
         self._windows = 0
         self._trial: _Trial | None = None
-        self._knobs = {"block": Knob(), "streamed": Knob(), "streamed_layers": Knob("up")}
+        self._knobs = {"block": Knob(), "streamed": Knob(), "streamed_layers": Knob("up"), "deferred": Knob("up")}
         self._expansion_choice = expansion_choice if scheduler.expansion else None
         self._recut_to: int | None = None  # layers that are to be on the device
         if scheduler.has_layers_on_device and scheduler.limits.quota(KVPlacement.CPU):
@@ -198,6 +199,8 @@ class Adaptation:
             self._divide_layers(rate)
         if self._trial is None:
             self._share_host_kv(rate)
+        if self._trial is None:
+            self._fit_deferred(rate)
         self._window = []
         self._preempted = self._scheduler.num_preempted
 
@@ -352,6 +355,27 @@ class Adaptation:
         kv_seqs = {**quotas, KVPlacement.CPU: on_cpu + streamed - now, KVPlacement.STREAMED: now}
         self._try("streamed", direction, rate, replace(limits, kv_seqs=kv_seqs), why)
 
+    def _fit_deferred(self, rate: _Rate) -> None:
+        """Have half as many sequences deferred where computation waits for them, and twice as many where the CPU idles.
+
+        Never more than planned are, and none enters where the quota is 0 (APEX section 6).
+        """
+        limits, planned = self._scheduler.limits, self._planned.quota(KVPlacement.DEFERRED)
+        if limits.kv_seqs is None or not planned:
+            return
+        now, waited = limits.quota(KVPlacement.DEFERRED), self._waited_frac("cpu_attention")
+        busy = sum(m.busy_s.get("cpu_attention", 0.0) for m in self._window) / sum(m.seconds for m in self._window)
+        direction: Direction
+        if waited > _WAITING and now:
+            direction, after, why = "down", now // 2, f"compute waited for CPU attention {waited:.0%} of the time"
+        elif waited <= _WAITING and 2 * busy < _SATURATED and now < planned and self._scheduler.num_waiting:
+            direction, after, why = "up", min(planned, max(1, 2 * now)), f"CPU attention is {busy:.0%} busy"
+        else:
+            return
+        if self._knobs["deferred"].may_turn(direction, self._windows):
+            kv_seqs = {**limits.quotas, KVPlacement.DEFERRED: after}
+            self._try("deferred", direction, rate, replace(limits, kv_seqs=kv_seqs), why)
+
     def _most_hidden(self, link_s: float) -> int:
         """Sequences in host memory whose KV can come over the link in so many seconds, by the plan's rate."""
         on_host = [s for s in self._scheduler.running if s.kv_placement in (KVPlacement.CPU, KVPlacement.STREAMED)]
@@ -491,4 +515,6 @@ def _rate(window: list[Measured]) -> _Rate:
 
 
 def _size(what: str, limits: SchedulerLimits) -> int:
-    return limits.max_num_seqs if what == "block" else limits.quota(KVPlacement.STREAMED)
+    if what == "block":
+        return limits.max_num_seqs
+    return limits.quota(KVPlacement.DEFERRED if what == "deferred" else KVPlacement.STREAMED)

@@ -239,6 +239,15 @@ class BlockTables:
             if pool.share_prefixes:
                 pool.invalidate(pool.known([*sequence.tokens[: sequence.num_prompt], 0]))
 
+    def detach(self, sequence: Sequence) -> array[int]:
+        """Take a sequence's blocks from it, which stay allocated: the caller releases them to the pool."""
+        tier, table = sequence.kv_placement.tier, sequence.block_table
+        assert sequence.window_table is None and sequence.state is None, "it has more than one table"
+        self.num_reserved[tier] -= sequence.reserved_blocks
+        self.num_held[tier] -= len(table)
+        sequence.reserved_blocks, sequence.block_table = 0, array("i")
+        return table
+
     def release(self, sequence: Sequence) -> None:
         """Release all blocks of a sequence, and those reserved for it."""
         tier, pool = sequence.kv_placement.tier, self.pool(sequence)

@@ -14,11 +14,13 @@ its successor has been chosen; meanwhile the sequence is not preempted, as the C
 
 KV lives in one pool per tier. A sequence is admitted into a KV placement, which says its pool; it stays there until
 it leaves, and is preempted only for sequences of the same pool. Where the CPU is late, a `SweepChoice` leaves decodes
-that it attends to out of a sweep; such a sequence may leave its pool and run again on the compute device.
+that it attends to out of a sweep; such a sequence may move to the compute device: its KV comes there, or is computed
+again.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -37,7 +39,10 @@ from batchgen.schedule.sequence import PENDING, Sequence
 from batchgen.schedule.sweep_choice import SweepChoice
 from batchgen.schedule.tier_admission import Expected, Growing, TierAdmission
 from batchgen.schedule.token_slots import TokenSlots
+from batchgen.schedule.window_pool import NULL_BLOCK
 
+# KV blocks that may come to the device in a sweep. Each may be a copy of its own, and a stream holds so many at most.
+_MOST_SWAPPED_BLOCKS = 256
 # Placements whose attention the compute device computes.
 _COMPUTE_ATTENDS = (KVPlacement.DEVICE, KVPlacement.STREAMED, KVPlacement.DISK)
 
@@ -52,9 +57,11 @@ class Scheduler:
         waiting: sequences to be admitted, the next one first.
         running: sequences in flight, in order of admission, as the keys of a mapping.
         num_preempted: preemptions so far.
-        num_moved: sequences so far that were left out of sweeps, and run again on the compute device.
+        num_moved: sequences so far that the CPU attended to, and that moved to the compute device.
         expected_output_len: tokens that a sequence is expected to generate.
         sweep_choice: chooses the sequences of a sweep that the CPU attends to; None: all of them.
+        adapts: Whether sequences whose attention is deferred move to the compute device where nobody waits.
+        brings_kv: Whether KV of a sequence that moves comes to the device faster than it is computed again there.
         drafting: drafts tokens of sequences that decode; None: nothing is drafted.
     """
 
@@ -92,6 +99,7 @@ class Scheduler:
         self._placements = [placement for placement in KVPlacement if placement.tier in pools]
         self.num_preempted = self.num_moved = 0
         self.sweep_choice: SweepChoice | None = None
+        self.adapts = self.brings_kv = False
         self.drafting: Drafting | None = None
         self.expected_output_len = expected_output_len or (lambda s: s.sampling.max_tokens)
         self._filling = True  # static admission: the current block still takes sequences
@@ -102,6 +110,8 @@ class Scheduler:
         self._reserving = {KVPlacement.DEFERRED.tier} if num_deferred else set()
         self._exchange_slots = (num_deferred and exchange_slots) or TokenSlots(num_deferred)
         self._admitted_deferred = 0
+        # Sequences whose KV comes to the device in the sweep, and the blocks that they had.
+        self._swapped: list[tuple[Sequence, array[int]]] = []
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, whose prompt and output must fit `longest_tokens`."""
@@ -142,6 +152,7 @@ class Scheduler:
 
     def schedule(self) -> list[ScheduledSequence]:
         """The next sweep, its blocks allocated. Empty only if there is no work, or all of it is on its way."""
+        self._release_swapped()  # of a sweep that was never launched
         self._free_before_windows()
         sweep: list[ScheduledSequence] = []
         most, max_tokens = self._most_in_sweep(), self.limits.max_num_batched_tokens
@@ -152,7 +163,7 @@ class Scheduler:
             # Prompts that wait for each other's blocks: only where outputs grew beyond what was expected.
             self._preempt(next(reversed(self.running)))
             budget = self._prefill(sweep, max_tokens, most)
-        budget = self._move_late(sweep, budget)
+        budget = self._move_to_device(sweep, budget)
         self._admit(sweep, budget, most)
         if self.sweep_choice is not None:
             sweep = self.sweep_choice.choose(sweep)
@@ -254,6 +265,7 @@ class Scheduler:
                 self.tables.insert_prompt(sequence, sequence.num_computed)
             if has_states:
                 self.tables.commit_state(sequence)
+        self._release_swapped()
 
     def advance(self, num_tokens: int) -> int:
         """Let all sequences gain tokens as if they had been scheduled and sampled; 0: there are no blocks."""
@@ -336,14 +348,21 @@ class Scheduler:
         self._in_placement[sequence.kv_placement] += 1
         self._most_blocks[sequence.kv_placement.tier] += self._most_blocks_of(sequence)
 
-    def _leave(self, sequence: Sequence) -> None:
-        """Take a sequence from those in flight, and release its blocks. Raises KeyError if it is not among them."""
+    def _leave_running(self, sequence: Sequence) -> None:
+        """Count a sequence no more among those in flight. Raises KeyError if it is not among them."""
         del self.running[sequence]
         self._in_placement[sequence.kv_placement] -= 1
         self._most_blocks[sequence.kv_placement.tier] -= self._most_blocks_of(sequence)
-        self.tables.release(sequence)
         if self.sweep_choice:
             self.sweep_choice.forget(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take a sequence from those in flight, and release its blocks. Raises KeyError if it is not among them."""
+        self._leave_running(sequence)
+        self.tables.release(sequence)
+        self._free_exchange_slot(sequence)
+
+    def _free_exchange_slot(self, sequence: Sequence) -> None:
         if sequence.exchange_slot is not None:
             self._exchange_slots.free(sequence.exchange_slot)
             sequence.exchange_slot = None
@@ -377,8 +396,12 @@ class Scheduler:
             self._queue_followers(source)
         self._admit_waiting(sweep, budget, most)
 
-    def _move_late(self, sweep: list[ScheduledSequence], budget: int) -> int:
-        """Run sequences again on the compute device, where it has places, that late CPU attention leaves out of sweeps.
+    def _move_to_device(self, sweep: list[ScheduledSequence], budget: int) -> int:
+        """Give sequences that the CPU attends to places on the compute device, where it has some.
+
+        They are those that late CPU attention leaves out of sweeps, and of those that would begin a deferred token, all
+        where nobody waits (the GPU comes first: APEX section 3.4), and those beyond the quota. Their KV comes there,
+        layer by layer, or is computed again, whichever is faster.
 
         Args:
             sweep: The sweep, in which they decode by now.
@@ -387,26 +410,73 @@ class Scheduler:
         Returns:
             The rest of the budget.
         """
-        late = self.sweep_choice.movable if self.sweep_choice else []
+        movable = self.sweep_choice.movable if self.sweep_choice else []
+        excess = self._in_placement[KVPlacement.DEFERRED] - self.limits.quota(KVPlacement.DEFERRED)
+        if self.adapts and self._in_placement[KVPlacement.DEFERRED] and (excess > 0 or not self.num_waiting):
+            deferring = [scheduled.sequence for scheduled in sweep if scheduled.defers]
+            movable += deferring[: excess if self.num_waiting else None]
         admission: TierAdmission | None = None
-        for sequence in late:
+        for sequence in movable:
             decode = ScheduledSequence(sequence, 1)
-            if budget <= 0 or not self._has_place(KVPlacement.DEVICE):
+            if not self._has_place(KVPlacement.DEVICE):
                 break
             if decode not in sweep or not self._fits_in(sequence, KVPlacement.DEVICE):
                 continue
+            brings_kv = self._can_bring_kv(sequence)
+            if budget <= 0 and not brings_kv:
+                break
             admission = admission or self._admission(KVPlacement.DEVICE.tier, sweep)
-            chunk = min(len(sequence.tokens), budget, self.limits.max_chunk_tokens or budget)
+            chunk = len(sequence.tokens)
+            if not brings_kv:
+                chunk = min(chunk, budget, self.limits.max_chunk_tokens or budget)
             allocation = self._allocate(sequence, KVPlacement.DEVICE, admission, chunk)
             if allocation is None:
                 break
+            self.num_moved += 1
+            if brings_kv:
+                self._bring_kv(sequence, allocation)
+                continue
             sweep.remove(decode)
             self._leave(sequence)
             self._forget_computed(sequence)
             self._open(sequence, KVPlacement.DEVICE, allocation)
-            self.num_moved += 1
             budget -= self._begin(sequence, sweep, budget)
         return budget
+
+    def _can_bring_kv(self, sequence: Sequence) -> bool:
+        """Tell whether a sequence's KV may come to the device now, and should.
+
+        One that has a state, or blocks of its own for sliding windows, is computed again.
+        """
+        if not self.brings_kv or self.limits.sweeps_in_flight > 1:
+            return False
+        pool, has_one_table = self.pools[KVPlacement.DEVICE.tier], sequence.window_table is None and not sequence.state
+        blocks = len(sequence.block_table)
+        fits = blocks <= pool.num_available - self.tables.num_reserved[KVPlacement.DEVICE.tier]
+        return has_one_table and fits and blocks + sum(len(table) for _, table in self._swapped) <= _MOST_SWAPPED_BLOCKS
+
+    def _bring_kv(self, sequence: Sequence, allocation: Allocation) -> None:
+        """Give a sequence that decodes in the sweep a place on the device, to which its KV comes in the sweep."""
+        num_computed, num_cached = sequence.num_computed, sequence.num_cached
+        self._leave_running(sequence)
+        self._free_exchange_slot(sequence)
+        table = self.tables.detach(sequence)
+        self._open(sequence, KVPlacement.DEVICE, allocation)
+        matched = len(allocation.blocks)
+        size = self.tables.pool(sequence).kv_block_size
+        sequence.num_computed, sequence.num_cached = num_computed, num_cached
+        sequence.num_inserted_blocks = max(matched, sequence.num_prompt // size)
+        sequence.swap_table = array("i", [NULL_BLOCK] * matched) + table[matched : -(-num_computed // size)]
+        self._swapped.append((sequence, table))
+        self._enter(sequence)
+        self._grow(sequence, 1)
+
+    def _release_swapped(self) -> None:
+        """Release the blocks of sequences whose KV comes to the device: what is launched later comes after that."""
+        for sequence, table in self._swapped:
+            sequence.swap_table = None
+            self.pools[KVPlacement.CPU.tier].release(table)
+        self._swapped = []
 
     def _admit_waiting(self, sweep: list[ScheduledSequence], budget: int, most: int) -> None:
         """Admit waiting sequences, in their order, until one has to wait for blocks, a quota or tokens of a sweep."""

@@ -105,6 +105,8 @@ class Sequence:
         drafted: For a sequence made by `after_drafts`, the sequence that it stands for; None: it is one itself.
         token_slot: Slot of its last token in the device's table, from its first admission to its end.
         exchange_slot: Slot of its queries for the CPU, of placement DEFERRED while it is in flight.
+        swap_table: Blocks of the host's pool that the first blocks of `block_table` are filled from in the sweep, null
+            blocks for those that are filled already; None: nothing comes from there.
     """
 
     request_index: int
@@ -138,6 +140,7 @@ class Sequence:
     drafted: Sequence | None = None
     token_slot: int | None = None
     exchange_slot: int | None = None
+    swap_table: array[int] | None = None
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.tokens)

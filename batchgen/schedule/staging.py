@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 
@@ -78,7 +78,8 @@ def stage(members: List[ScheduledSequence], windows: frozenset[int | None], kv_b
     tables[False], stagings[False] = _stage_layers(members, kv_block_size, windowed=False)
     if has_window_tables(members):
         tables[True], stagings[True] = _stage_layers(members, kv_block_size, windowed=True)
-    return Staged(tables, {w: stagings.get(w is not None, stagings[False]) for w in windows})
+    # Neither None nor CHOSEN_PAGES is a window.
+    return Staged(tables, {w: stagings.get(bool(w), stagings[False]) for w in windows})
 
 
 def _stage_layers(
@@ -162,6 +163,25 @@ def _runs(blocks: List[int], staged: int) -> list[Run]:
         runs.append(Run(first, staged, count))
         staged += count
     return runs
+
+
+def swap_runs(members: Iterable[ScheduledSequence]) -> tuple[Run, ...]:
+    """Runs of blocks that come from the host's pool to the device's: `staged` is a block of the latter.
+
+    Args:
+        members: Sequences whose KV is in the device's pool.
+    """
+    runs: list[Run] = []
+    for sequence, _ in members:
+        for host, device in zip(sequence.swap_table or (), sequence.block_table, strict=False):
+            last = runs[-1] if runs else None
+            if host == NULL_BLOCK:
+                continue
+            if last is not None and (host, device) == (last.block + last.count, last.staged + last.count):
+                runs[-1] = Run(last.block, last.staged, last.count + 1)
+            else:
+                runs.append(Run(host, device, 1))
+    return tuple(runs)
 
 
 def has_window_tables(members: List[ScheduledSequence]) -> bool:

@@ -11,7 +11,7 @@ Lane = Literal["compute", "cpu_attention", "h2d", "d2h", "disk_read", "disk_writ
 LANES: tuple[Lane, ...] = get_args(Lane)
 StepKind = Literal[
     "read_weight", "read_dense", "read_experts", "load_weight", "expand_weight", "load_head",
-    "read_cache", "load_cache", "store_cache", "write_cache",
+    "read_cache", "load_cache", "store_cache", "write_cache", "swap_in",
     "embed", "receive", "load_hidden", "store_hidden", "send",
     "pre", "attention", "route", "post", "head", "layers",
     "send_qkv", "cpu_attention", "load_attention",
@@ -22,6 +22,7 @@ KINDS: dict[StepKind, Lane] = {
     "read_weight": "disk_read", "read_dense": "disk_read", "read_experts": "disk_read",
     "load_weight": "h2d", "expand_weight": "compute", "load_head": "h2d",
     "read_cache": "disk_read", "load_cache": "h2d", "store_cache": "d2h", "write_cache": "disk_write",
+    "swap_in": "h2d",  # KV of sequences that move to the device's pool
     "embed": "compute", "load_hidden": "h2d", "store_hidden": "d2h",
     "receive": "receive", "send": "send",  # activations, between the stages of a pipeline
     "pre": "compute", "attention": "compute", "route": "compute", "post": "compute", "head": "compute",
@@ -145,6 +146,7 @@ class BatchFlow:
         disk_write: Whether some KV goes to disk.
         hidden_on_host: Whether activations wait in host memory between layers.
         samples: Whether there are rows for the head.
+        swaps_in: Whether KV of DEVICE sequences comes from the host's pool to the device's, for good.
     """
 
     placements: frozenset[KVPlacement] = frozenset({KVPlacement.DEVICE})
@@ -154,11 +156,12 @@ class BatchFlow:
     disk_write: bool = False
     hidden_on_host: bool = False
     samples: bool = True
+    swaps_in: bool = False
 
     @property
     def moves(self) -> bool:
         """Tell whether anything of the batch is moved, or attended to elsewhere."""
-        return self.hidden_on_host or not self.placements <= {KVPlacement.DEVICE}
+        return self.hidden_on_host or self.swaps_in or not self.placements <= {KVPlacement.DEVICE}
 
     @property
     def stays(self) -> bool:

@@ -140,7 +140,8 @@ class Sweeps:
         to_stage = deque(
             (j, k) for j, k in order if KVPlacement.STREAMED in batches[k].placements and self.streams.stages_kv(j)
         )
-        flow = _Flow(hidden, deferral, to_stage, sent_before=self._sent)
+        flow = _Flow(hidden, deferral, to_stage, sent_before=self._sent, embedded=hidden[-1])
+        yield from self._swap_in(0, batches, flow)
         # CPU attention of one batch runs during the products of the next, which therefore go first (NEO section 3).
         ahead = last_batch > 0 and any(KVPlacement.CPU in b.placements for b in batches)
         yield from self._load_caches(1, batches, flow)
@@ -149,6 +150,8 @@ class Sweeps:
         for u, (j, k) in enumerate(order):
             if j == layers - 1 and k == 0:
                 yield from self._load_head(flow, WEIGHT_SLOTS)
+            if k == 0:
+                yield from self._swap_in(j + 1, batches, flow)
             yield from self._load_caches(KV_SLOTS, batches, flow)
             if not ahead:
                 yield from self._before_attention((j, k), batches, flow)
@@ -289,7 +292,8 @@ class Sweeps:
         if not _ON_DEVICE.isdisjoint(batch.placements):
             slot, ready = flow.staged.pop(at, (None, ()))
             slots = {"weight_slot": weight_slot, "kv_slot": slot}
-            attention = self._step("attention", j, k, **slots, after=(*after, *ready))
+            swapped = (flow.swapped.pop(at),) if at in flow.swapped else ()
+            attention = self._step("attention", j, k, **slots, after=(*after, *ready, *swapped))
             yield attention
             after = (attention.id,)
             if slot is not None:
@@ -448,6 +452,20 @@ class Sweeps:
                 self._read_users[slot] = ready
         flow.staged[at] = (slot, ready)
 
+    def _swap_in(self, layer: int, batches: Sequence[BatchFlow], flow: _Flow) -> Iterator[Step]:
+        """Bring the KV of sequences that move to the device in one layer, a layer ahead of its use.
+
+        Whoever had their places there before had them in sweeps whose computation has ended when this one has begun.
+        """
+        streams = self.streams
+        if layer == streams.num_layers or streams.kv_source(layer) != layer or layer in streams.state_layers:
+            return
+        for k, batch in enumerate(batches):
+            if batch.swaps_in:
+                step = self._step("swap_in", layer, k, after=(flow.embedded, *self._kv_there(layer, flow)))
+                flow.swapped[layer, k] = step.id
+                yield step
+
     def _store_cache(self, at: LayerBatch, batch: BatchFlow, slot: int, attention: int, flow: _Flow) -> Iterator[Step]:
         """Takes new KV of staged sequences to its tier, behind the computation."""
         j, k = at
@@ -512,12 +530,14 @@ class _Flow:
     hidden: list[int]  # per batch, the Step after which its latest activations are where they wait
     deferral: _Deferral
     to_stage: deque[LayerBatch]  # whose KV is to pass through a staging buffer, and has none yet
+    embedded: int = -1  # the last Step that made activations of the first layer
     sent_before: tuple[int, ...] = ()  # the last `send` of the sweep before, on an accelerator's stage of a pipeline
     joined: dict[int, list[DeferredBatch]] = field(default_factory=dict)  # per batch, deferred batches that are with it
     hidden_made: dict[int, int] = field(default_factory=dict)  # per batch, the last `post`
     before_attention: dict[LayerBatch, tuple[int, ...]] = field(default_factory=dict)
     attended: dict[LayerBatch, int] = field(default_factory=dict)  # CPU attention
     staged: dict[LayerBatch, tuple[int, tuple[int, ...]]] = field(default_factory=dict)  # slot, and what fills it
+    swapped: dict[LayerBatch, int] = field(default_factory=dict)  # the Step that brings KV to the device's pool
     kept: set[LayerBatch] = field(default_factory=set)  # whose new KV that passed through a staging buffer goes home
     stored: dict[int, dict[Lane, int]] = field(default_factory=dict)  # per layer and lane, the last Step that stores KV
     num_fetched: int = 0  # activations brought from host memory, and the Steps after which their slots were free

@@ -29,7 +29,7 @@ from tiered import CPU, make_parts
 
 from batchgen import Engine
 from batchgen.core.device import Device
-from batchgen.core.dtypes import GPU_FORMATS, INT4, INT5, INT8, MIXED, NATIVE_FORMATS, STATE_DTYPES, weight_format_of
+from batchgen.core.dtypes import INT4, INT5, INT8, MIXED, NATIVE_FORMATS, STATE_DTYPES, weight_format_of
 from batchgen.core.errors import InputError
 from batchgen.engine.loader import native_formats
 from batchgen.models.files import resolve_model, resolve_weights
@@ -222,23 +222,28 @@ def test_weights_of_every_format_of_files_are_expanded(weight_format, family, ti
 
 
 _AS_FOUND = [
-    (weight_format, tier, launches)
-    for weight_format in GPU_FORMATS
+    (weight_format, "llama", tier, launches)
+    for weight_format in NATIVE_FORMATS
+    if weight_format != MIXED
     for model, tier, launches in _CELLS
     if model == "llama"
+] + [
+    (MIXED, family, tier, launches)
+    for family in GGUF_FAMILIES
+    for tier, launches in (*itertools.product(ON_CARD, ("launched",)), ("device", "captured"))
 ]
 
 
 @pytest.mark.parametrize(
-    ("weight_format", "tier", "launches"),
-    quick_or(rotating("as found on a card").sample(_AS_FOUND, 2), cover(_AS_FOUND, 20, "as found on a card")),
+    ("weight_format", "family", "tier", "launches"),
+    quick_or(rotating("as found on a card").sample(_AS_FOUND, 3), cover(_AS_FOUND, 50, "as found on a card")),
 )
 def test_weights_as_found_give_the_tokens_of_expanded_ones(
-    weight_format, tier, launches, expected_as_found, stores, monkeypatch
+    weight_format, family, tier, launches, expected_as_found, stores, monkeypatch
 ):
     """A card without kernels for such products has expanded ones, unless it is told otherwise: it then refuses."""
     captured_sweeps(monkeypatch, launches)
-    path, prompts, wanted = expected_as_found(weight_format)
+    path, prompts, wanted = expected_as_found(weight_format, family)
     has_products = torch.cuda.get_device_capability() >= (8, 0)
     if not has_products:
         with pytest.raises(InputError, match=f"--weights native: .* weights in {weight_format}: leave it out"):
@@ -246,5 +251,5 @@ def test_weights_as_found_give_the_tokens_of_expanded_ones(
     resolved = resolve_weights(resolve_model(str(path)), "auto", native_formats(CARD))
     chosen = weight_format_of(DTYPE, resolved)
     assert chosen == (weight_format if has_products else DTYPE)
-    parts = parts_of(path, tier, stores, *schedules_of("llama", tier, launches)[0], weight_format=chosen)
+    parts = parts_of(path, tier, stores, *schedules_of(family, tier, launches)[0], weight_format=chosen)
     are_those(tokens_of(parts, prompts), wanted)

@@ -37,7 +37,7 @@ def completions(model, prompts, *, sampling=None, **options):
     """Completions in order. Several processes share a card, so each engine has a part of its memory."""
     sampling = sampling or SamplingParams(max_tokens=12)
     if options["device"] == "cuda":
-        options = {"gpu_memory": "6GiB"} | options
+        options = {"gpu_memory": "3GiB"} | options
     with Engine(model, cpu_memory="6GiB", sampling=sampling, **options) as engine:
         return sorted(engine.generate([Request(p) for p in prompts]), key=lambda c: c.index)
 
@@ -86,25 +86,27 @@ def test_tokens_where_everything_moves_are_those_of_the_cpu(tiny_models, tmp_pat
 
 @pytest.mark.gpu
 @on_card
-@pytest.mark.parametrize("scheme", ["fp8_g128", "w4_g64"])
+@pytest.mark.parametrize("scheme", ["fp8_g128", "w4_g64", "q8_0", "q4_k"])
 def test_weights_stay_as_they_are_found(scheme, tmp_path):
-    """Tokens are those of the CPU; a GGUF's blocks are refused. A card before Ampere expands weights, or refuses."""
-    make_tiny_tokenizer(tmp_path)
+    """Tokens are those of the CPU, also with embeddings in blocks. A card before Ampere expands weights, or refuses."""
+    tokenizer = make_tiny_tokenizer(tmp_path)
     model = make_tiny_model("llama", tmp_path, hidden_size=256, intermediate_size=512, head_dim=128)
-    write_tiny_gguf(model, tmp_path / "model.gguf", tensor_type="Q8_0", tokenizer=make_tiny_tokenizer(tmp_path))
-    requantize(tmp_path, {"fp8_g128": FP8_BY_BLOCKS, "w4_g64": gptq(64)}[scheme])
+    requantized, path = {"fp8_g128": FP8_BY_BLOCKS, "w4_g64": gptq(64)}.get(scheme), tmp_path
+    if requantized is None:
+        path = tmp_path / "model.gguf"
+        write_tiny_gguf(model, path, tensor_type=scheme.upper(), tokenizer=tokenizer)
+    else:
+        requantize(path, requantized)
     asked, resolved = "native", scheme
     if torch.cuda.get_device_capability() < (8, 0):
         asked, resolved = "auto", "dequantized"
         with pytest.raises(InputError, match=f"--weights native: this device does not multiply weights in {scheme}"):
-            Engine(str(tmp_path), device="cuda", weights="native")
-    assert resolve_weights(resolve_model(str(tmp_path)), asked, native_formats(Device("cuda"))) == resolved
+            Engine(str(path), device="cuda", weights="native")
+    assert resolve_weights(resolve_model(str(path)), asked, native_formats(Device("cuda"))) == resolved
     prompts, dtype = rows(12, 400, longest=40), "float32"
-    expected = token_ids(completions(str(tmp_path), prompts, device="cpu", dtype=dtype, weights="native"))
-    done = completions(str(tmp_path), prompts, device="cuda", dtype=dtype, weights=asked, gpu_memory="2GiB")
+    expected = token_ids(completions(str(path), prompts, device="cpu", dtype=dtype, weights="native"))
+    done = completions(str(path), prompts, device="cuda", dtype=dtype, weights=asked, gpu_memory="2GiB")
     assert token_ids(done) == expected
-    with pytest.raises(InputError, match="--weights native: this device does not multiply weights in q8_0"):
-        Engine(str(tmp_path / "model.gguf"), device="cuda", weights="native")
 
 
 @pytest.mark.gpu
@@ -120,18 +122,28 @@ def test_greedy_tokens_of_the_demo_model_are_those_of_the_cpu():
 @pytest.mark.gpu
 @on_card
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_log_probabilities_in_16_bits_are_near(tiny_models, dtype):
+def test_log_probabilities_in_16_bits_are_as_near_as_those_of_the_cpu(tiny_models, dtype):
+    """To those in fp32: rounding is in other places, but not more of it."""
     path = str(tiny_models("llama")[0])
     prompts, sampling = rows(32, 400), SamplingParams(max_tokens=1, logprobs=5)
-    wide, narrow = (
+    wide, on_cpu, on_card = (
         completions(path, prompts, sampling=sampling, device=device, dtype=name)
-        for device, name in (("cpu", "float32"), ("cuda", dtype))
+        for device, name in (("cpu", "float32"), ("cpu", dtype), ("cuda", dtype))
     )
-    for a, b in zip(wide, narrow, strict=True):
-        found = {t.token_id: t.logprob for t in b.samples[0].logprobs[0].top}
-        both = [(t.logprob, found[t.token_id]) for t in a.samples[0].logprobs[0].top if t.token_id in found]
-        assert len(both) >= 3
-        assert all(abs(x - y) < 0.08 for x, y in both)
+    by_cpu, by_card = (distances(narrow, wide) for narrow in (on_cpu, on_card))
+    assert len(by_card) >= 0.9 * 5 * len(prompts)
+    assert sum(by_card) / len(by_card) < 1.2 * sum(by_cpu) / len(by_cpu)
+    assert max(by_card) < 1.5 * max(by_cpu)
+
+
+def distances(done, others):
+    """Distances of the log-probabilities of tokens that are among the most likely ones in both."""
+    pairs = []
+    for one, other in zip(done, others, strict=True):
+        found = {t.token_id: t.logprob for t in one.samples[0].logprobs[0].top}
+        tops = other.samples[0].logprobs[0].top
+        pairs += [(t.logprob, found[t.token_id]) for t in tops if t.token_id in found]
+    return [abs(x - y) for x, y in pairs]
 
 
 @pytest.mark.gpu

@@ -338,7 +338,9 @@ def test_every_kind_of_step(family, mode, reference, stores):
     assert run(parts, *all_rows(expected))[0] == expected.tokens
     # Captured sweeps are a CUDA device's; experts are read on demand where the host computes; stages are in
     # test_pipeline.py.
-    assert kinds == KINDS.keys() - {"layers", "read_dense", "route", "read_experts", "receive", "send"}
+    # Nobody is late, so nothing is swapped.
+    others = {"layers", "read_dense", "route", "read_experts", "receive", "send", "swap_in"}
+    assert kinds == KINDS.keys() - others
     moved = parts.executor.bytes_moved
     assert all(moved[lane] > 0 for lane in ("h2d", "d2h", "disk_read", "disk_write"))
 
@@ -489,19 +491,35 @@ def test_draws_are_the_same_in_any_tier(admission, reference, stores):
     assert tiered == plain and len(set(plain)) > 12
 
 
-def test_what_a_late_cpu_is_left_out_of_runs_later_or_on_the_device(reference, stores, monkeypatch):
-    """Here the CPU is late by the plan, whatever it takes."""
+@pytest.mark.parametrize(
+    ("name", "again", "on_streams"),
+    [("llama", True, False), ("llama", False, False), ("llama", False, True), ("qwen3", False, False)],
+)
+def test_what_a_late_cpu_is_left_out_of_runs_later_or_on_the_device(
+    name, again, on_streams, reference, stores, monkeypatch
+):
+    """Here the CPU is late by the plan, whatever it takes. KV comes to the device, or is computed again there."""
     monkeypatch.setattr(SweepChoice, "measured", lambda self, busy_s: None)
-    path, expected = reference("llama", {})
+    path, expected = reference(name, {})
     policy = make_policy(
         path, EMULATED, gpu_batch_size=6, num_gpu_batches=2, kv_seqs={"gpu": 4, "cpu": 8}, batch_order="neo",
         balance_tokens=10,
     )  # fmt: skip
-    late = LaneCosts(batch_s=1e-3, token_s=1e-4, cpu_seq_s=1.0)
-    tokens, stats = run(
-        make_parts(path, EMULATED, policy, stores), *all_rows(expected), planned_output_len=12, lane_costs=late
-    )
-    assert tokens == expected.tokens and stats.left_out > 10 and stats.moved > 0 and stats.preempted == 0
+    late = LaneCosts(batch_s=1e-3, token_s=1e-4, cpu_seq_s=1.0, streamed_key_s=2e-4 if again else 5e-5)
+    if on_streams:
+        as_on_a_device(monkeypatch)
+    parts, swapped = make_parts(path, EMULATED, policy, stores), []
+    if on_streams:
+        run_on(parts, FakeDevice(*ORDERS[0], warm=FIRST_USES), monkeypatch)
+        loading.warm_up(parts.executor, parts.policy, parts.memory, "gpu", parts.split, parts.pack, SamplingParams())
+    else:
+        before_each_step(parts, lambda step: swapped.append(step.layer) if step.kind == "swap_in" else None)
+    count = quick_or(14, None) if on_streams else None
+    rows = [some[:count] for some in all_rows(expected)]
+    tokens, stats = run(parts, *rows, planned_output_len=12, lane_costs=late)
+    assert tokens == expected.tokens[:count] and stats.left_out > 10 and stats.moved > 0 and stats.preempted == 0
+    if not on_streams:
+        assert set(swapped) == (set() if again else set(range(3)))
 
 
 def test_rows_that_pass_through_staging_must_fit_it(reference, stores):

@@ -18,7 +18,6 @@ from batchgen.core.dtypes import (
     BLOCK_FORMATS,
     FORMAT_BYTES,
     GGUF_FORMATS,
-    GPU_FORMATS,
     MXFP4_EXPERTS,
     weight_row_bytes,
 )
@@ -103,7 +102,6 @@ def test_experts_in_mxfp4_hold_the_expanded_numbers(tmp_path):
     files = resolve_model(str(tmp_path / "model"))
     assert resolve_weights(files, "native") == MXFP4_EXPERTS
     assert [resolve_weights(files, "dequantized"), resolve_weights(files, "auto", ())] == ["dequantized"] * 2
-    assert resolve_weights(files, "auto", GPU_FORMATS) == MXFP4_EXPERTS
     store = convert(files, tmp_path / "store", dtype="bfloat16")
     kept = resolve_model(str(store.path))
     assert (store.weight_format, resolve_weights(kept, "native")) == (MXFP4_EXPERTS, MXFP4_EXPERTS)
@@ -148,7 +146,7 @@ def test_what_each_value_of_weights_means(tmp_path):
     }
     assert resolve_weights(files, "auto", ()) == "dequantized"
     with pytest.raises(InputError, match="this device does not multiply weights in q8_0: leave it out"):
-        resolve_weights(files, "native", GPU_FORMATS)
+        resolve_weights(files, "native", ())
     with pytest.raises(InputError, match="'q4_0' is not one of auto, native, dequantized, int8, int4"):
         resolve_weights(files, "q4_0")
     plain = make_gguf(tmp_path / "plain", "F16")

@@ -40,11 +40,12 @@ from batchgen.ops.triton import attention, grouped, grouped_many, int8_rows, pac
 from batchgen.ops.triton import launch as launching
 from batchgen.ops.triton import plan as plans
 from batchgen.ops.triton import rows as row_copies
+from batchgen.ops.triton.blocks import BLOCK_CODINGS
 from batchgen.planner.sizes import DEVICE_WORKSPACE_BYTES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-BLOCKS = ("fp8_g32", "fp8_g128", "w4_g32", "w4_g64", "w4_g128", "mxfp4")  # formats that a GPU multiplies as stored
+BLOCKS = tuple(BLOCK_FORMATS)
 # On a card, compiling is what takes the time.
 MORE = quick_or(0.3, 1) if DEVICE.type == "cpu" else 2
 LARGE_VOCABULARY, LONG = quick_or((24_064, 1500), (152_064, 3000)) if DEVICE.type == "cpu" else (152_064, 3000)
@@ -610,6 +611,9 @@ ACTIVATIONS = [None, "relu", "gelu", "gelu_tanh", "silu_mul", "gelu_tanh_mul", "
 @example("w4_g32", 3, 150, 576, torch.float32, "silu_mul", "bias", "new", 0)
 @example("w4_g128", 70, 31, 300, torch.bfloat16, "relu", "residual", "columns of a matrix", 0)
 @example("mxfp4", 16, 150, 100, torch.float16, "swiglu_oai_mul", "bias", "new", 0)
+@example("q4_k", 17, 150, 512, torch.bfloat16, "silu_mul", "bias and residual", "new", 0)
+@example("q6_k", 3, 31, 300, torch.float32, "silu_mul", "plain", "new", 0)
+@example("q8_0", 70, 64, 100, torch.bfloat16, None, "plain", "new, fp32", 0)
 def test_packed_linear(kind, rows, columns, depth, dtype, activation, added, where, seed):  # all that it takes
     """Int8 rows as the reference multiplies them; int4 rows and blocks as the numbers that they are dequantized to."""
     of_weight = columns * (2 if activation in reference._GATES else 1)
@@ -642,6 +646,25 @@ def test_packed_linear(kind, rows, columns, depth, dtype, activation, added, whe
     assert (around[:, :4] == 7).all() and (around[:, -4:] == 7).all()
     rounding = ROUNDING[got.dtype]
     torch.testing.assert_close(got.cpu().double(), expected, atol=max(1e-5, 2 * rounding), rtol=max(1e-5, rounding))
+
+
+@pytest.mark.parametrize("weight_format", BLOCKS)
+def test_blocks_are_multiplied_as_the_numbers_that_they_hold(weight_format):
+    """Every column by itself: a row of x has a one there, so that the product is the weight's own number."""
+    depth = max(256, BLOCK_FORMATS[weight_format][0])
+    weight = blocks(weight_format, 5, depth, 3)
+    got = triton_kernels.packed_linear(torch.eye(depth).to(DEVICE), on_device(weight)).cpu()
+    assert torch.equal(got.T, dequantized(weight, depth, torch.float32))
+
+
+@pytest.mark.parametrize("weight_format", BLOCKS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_a_block_quantized_table_are_those_of_the_cpu(weight_format, dtype):
+    """Whatever the index: rows are asked for twice, and not in order."""
+    columns = 3 * max(96, BLOCK_FORMATS[weight_format][0])
+    table, index = blocks(weight_format, 11, columns, 5), torch.tensor([10, 0, 3, 3, 7, 1, 0, 9, 2])
+    got = triton_kernels.block_rows(on_device(table), index.to(DEVICE), dtype).cpu()
+    assert torch.equal(got, dequantized(table, columns, dtype)[index])
 
 
 def blocks(weight_format, rows, depth, seed):
@@ -686,7 +709,7 @@ def test_tiles_of_products_fit_the_shared_memory(shared_memory):
     card = launching.Card(90, 132, shared_memory << 10)
     for kind, dtype, rows, columns, gated in (
         (kind, dtype, rows, columns, gated)
-        for kind in ("numbers", "int8", "int4", "fp8", "w4", "mxfp4")
+        for kind in ("numbers", "int8", "int4", *BLOCK_CODINGS.values())
         for dtype in DTYPES
         for rows in (1, 16, 17, 64, 65, 5000)
         for columns in (64, 4096, 28672)
@@ -694,7 +717,7 @@ def test_tiles_of_products_fit_the_shared_memory(shared_memory):
     ):
         tile = product.product_tile(kind, dtype, rows, columns, card, gated=gated)
         of_x = 1 if kind == "int8" else dtype.itemsize
-        stored = {"numbers": dtype.itemsize, "int8": 1, "fp8": 1}.get(kind, 0.5)
+        stored = {"numbers": dtype.itemsize, "int8": 1, "fp8": 1, "q8_0": 1}.get(kind, 0.5)
         step = (tile.rows * of_x + tile.columns * (2 if gated else 1) * stored) * tile.depth
         assert step * tile.stages <= shared_memory << 10 and tile.columns >= 16 and tile.rows >= 16
 
@@ -805,6 +828,9 @@ PACKED_MIXTURES = [  # kind, experts, of a token, tokens, hidden, intermediate, 
     ("fp8_g128", 8, 2, 33, 128, 256, "silu_mul", False, torch.bfloat16),
     ("w4_g32", 16, 4, 9, 320, 96, "silu_mul", False, torch.float32),
     ("mxfp4", 4, 2, 70, 96, 160, "swiglu_oai_mul", True, torch.bfloat16),
+    ("q4_k", 4, 2, 9, 256, 256, "silu_mul", False, torch.bfloat16),
+    ("q6_k", 4, 2, 9, 256, 256, "silu_mul", False, torch.float32),
+    ("q8_0", 8, 2, 33, 96, 160, "silu_mul", False, torch.bfloat16),
 ]
 
 

@@ -16,7 +16,7 @@ from batchgen.planner.strategy_times import best_plan
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from random_model import LLAMA_3B
-from strategy_settings import MIB, ROUND_PROCESS_BYTES, SHAPE, Setting, problem_on, round_machine
+from strategy_settings import MIB, ROUND_PROCESS_BYTES, SETTINGS, SHAPE, Setting, problem_on, round_machine
 
 CONFIG = config_of_hf(LLAMA_3B | {"rope_scaling": None} | SHAPE)
 # Memory of the device is scarce, its link slow, and the CPU about as fast as it: NEO's policy has KV on both.
@@ -56,6 +56,17 @@ def test_a_cpu_slower_than_planned_costs_little(plans, cpu_slowdown):
 def test_prompts_that_become_longer_in_the_middle_cost_no_more_than_without_adaptation(plans):
     rows = [*itertools.repeat((64, 128), 192), *itertools.repeat((64, 30), 192), *itertools.repeat((180, 12), 192)]
     assert seconds(plans["NEO"], adapts=True, rows=rows) < 1.05 * seconds(plans["NEO"], rows=rows)
+
+
+def test_deferred_attention_on_a_slow_cpu_does_not_make_the_job_long():
+    """Rows go on on the accelerator, and fewer are deferred: about as fast as if none were."""
+    apex = SETTINGS[-1]
+    plan, gpu_only = best_of("APEX", apex), best_of("GPU-only", apex)
+    slow = round_machine(replace(apex.device, cpu_slowdown=8 * apex.device.cpu_slowdown))
+    adapted = simulate_job(plan, CONFIG, slow, adapts=True)
+    assert adapted.total_s < 1.1 * simulate_job(gpu_only, CONFIG, slow).total_s
+    assert adapted.total_s < 0.5 * simulate_job(plan, CONFIG, slow).total_s
+    assert adapted.moved > 0
 
 
 def fast_link(mebibytes, slower=1.0):

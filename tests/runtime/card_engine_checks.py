@@ -117,6 +117,18 @@ def test_engines_one_after_the_other(tiny_models, tmp_path, cold, closed):
         torch.zeros(1 << 22)  # the addresses are somebody else's
 
 
+def test_engines_one_after_the_other_take_no_more_of_the_card(tiny_models, tmp_path, cold):
+    """Torch keeps memory for a stream, and cuBLAS's work space of it for good: later engines have the same streams."""
+    path, taken = tiny_models("llama", **LAYERS)[0], []
+    for _ in range(3):
+        with engine_on_card(path, tmp_path, "resident") as engine:
+            run(engine)
+        del engine
+        gc.collect()
+        taken.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    assert taken[1] == taken[2]
+
+
 def test_engines_at_once(tiny_models, tmp_path, cold):
     path = tiny_models("llama", **LAYERS)[0]
     with engine_on_card(path, tmp_path, "4 bits") as first, engine_on_card(path, tmp_path, "4 bits") as second:

@@ -136,6 +136,8 @@ def check_accounts(scheduler):
     for home, pool in scheduler.pools.items():
         own = [s for s in scheduler.running if s.kv_placement.tier == home]
         users = Counter(b for s in own for b in s.block_table)
+        if home == KVPlacement.CPU.tier:  # where KV comes from to the device
+            users.update(b for _, table in scheduler._swapped for b in table)
         assert pool.num_used == len(users)
         assert 0 <= pool.num_used <= pool.num_blocks and all(0 <= b < pool.num_blocks for b in users)
         assert sum(s.reserved_blocks for s in own) == scheduler.tables.num_reserved[home] <= pool.num_available
@@ -212,9 +214,18 @@ class FakeExecutor:
         assert not read & set(updated), "a state is written that another sequence reads"
         self.states |= updated
 
+    def bring(self, sequence):
+        """Copy the KV of a sequence that moves to the device."""
+        for host, device in zip(sequence.swap_table or (), sequence.block_table, strict=False):
+            for offset in range(BLOCK) if host != NULL_BLOCK else ():
+                if ("cpu", False, host, offset) in self.content:
+                    self.content["gpu", False, device, offset] = self.content["cpu", False, host, offset]
+
     def run(self, sweep):
         self.update_states(sweep)
         written, behind = set(), {}
+        for s in sweep:
+            self.bring(s.sequence)
         for s in sweep:
             sequence, home = s.sequence, s.sequence.kv_placement.tier
 
@@ -247,6 +258,7 @@ def test_every_token_runs_once_and_no_block_leaks(load):
         costs = LaneCosts(batch_s=3.0, token_s=1.0, gpu_key_s=0.1, cpu_key_s=0.1, cpu_seq_s=1.0)
         scheduler.sweep_choice = SweepChoice(costs, BatchCut(2, "neo", 3), quota=6)
     change = random.Random(load.seed)
+    scheduler.adapts, scheduler.brings_kv = change.random() < 0.5, change.random() < 0.7
     wanted = {}
     for i, (prompt, budget, wish) in enumerate(load.prompts):
         assert len(prompt) + budget - 1 <= scheduler.longest_tokens

@@ -121,6 +121,14 @@ def hazards(steps, streams, sweeps):  # noqa: C901 (a line for each kind of Step
         if kind in ("send_qkv", "cpu_attention", "load_attention"):
             holds = (step.sweep, layer, k)
             use(("exchange", slot_of["exchange", k]), kind != "load_attention", holds)
+        # KV that comes to the device's pool for good, where somebody else's may have been before.
+        if kind == "swap_in":
+            use(("swapped", k, layer), True, step.sweep)
+            homes["cpu", layer].append((step, False))
+        if kind == "attention" and batch.swaps_in and _owns_kv(streams, layer):
+            use(("swapped", k, layer), False, step.sweep)
+        if kind == "swap_in" or (kind == "attention" and KVPlacement.DEVICE in batch.placements):
+            homes["gpu", layer].append((step, True))
         # Sequences whose attention is deferred.
         for deferred_batch in leaving[step.sweep, layer, k] if kind == "pre" else ():
             use(("sending", deferred_batch), True, layer)
@@ -171,7 +179,7 @@ def hazards(steps, streams, sweeps):  # noqa: C901 (a line for each kind of Step
 
 def _sequences(step):
     """The sequences whose KV a Step touches: those that the CPU attends to, or whose KV is streamed, of a batch."""
-    return step.deferred_batch, step.batch, step.kind in ("send_qkv", "cpu_attention")
+    return step.deferred_batch, step.batch, step.kind in ("send_qkv", "cpu_attention"), step.kind == "swap_in"
 
 
 def deferred_lives(steps, streams):
@@ -180,6 +188,10 @@ def deferred_lives(steps, streams):
     last = streams.num_layers - 1
     ends = {s.deferred_batch: s.sweep for s in steps if s.kind == "join_deferred" and s.layer == last}
     return {deferred_batch: (begun, ends.get(deferred_batch, math.inf)) for deferred_batch, begun in begins.items()}
+
+
+def _owns_kv(streams, layer):
+    return streams.kv_source(layer) == layer and layer not in streams.state_layers
 
 
 def _together(one, other, lives):
@@ -246,6 +258,7 @@ def check_computation(steps, streams, sweeps):
         assert of("route") == of("read_experts")
         assert all(streams.on_demand[j] for j, _ in of("route"))
         assert of("expand_weight") == [(j, k) for j, k in places if streams.dequantized and k == 0]
+        assert of("swap_in") == [(j, k) for j, k in places if batches[k].swaps_in and _owns_kv(streams, j)]
         assert of("write_cache") == [(j, k) for j, k in places if batches[k].disk_write]
         assert of("read_cache") == [(j, k) for j, k in places if batches[k].disk_read]
         passing = [(j, k) for j, k in places if streams.accelerated and streams.stages_kv(j)]
@@ -307,6 +320,7 @@ def batch_flows(draw, accelerated, by_layer):
         disk_read=disk == "old",
         disk_write=disk != "none",
         samples=draw(st.booleans()),
+        swaps_in=accelerated and not by_layer and placements[KVPlacement.DEVICE] and draw(st.booleans()),
     )
 
 
@@ -394,6 +408,10 @@ JOBS = [
         Streams(False, (False, False), (False, False), dequantized=True),
         [[BatchFlow()], [BatchFlow(samples=False)], [OLD_ON_DISK], [BatchFlow()], [BatchFlow(samples=False)]],
     ),
+    (
+        Streams(True, (False,) * 3, (False,) * 3),
+        [[BatchFlow(frozenset({KVPlacement.STREAMED}), stored=True), CPU], [BatchFlow(swaps_in=True), CPU], [CPU]],
+    ),
 ]
 # Waits that are there for simplicity, and which buffers could do without: the expansion of weights needs no
 # activations, a read need not wait for the load of a layer of which nothing came from disk.
@@ -430,6 +448,7 @@ def test_a_wait_left_out_is_a_hazard():
         ("head", "load_head"), ("load_head", "head"),
         ("expand_weight", "read_dense"), ("read_dense", "post"), ("read_experts", "route"), ("post", "read_experts"),
         ("send_deferred", "pre"), ("attend_deferred", "send_deferred"), ("join_deferred", "attend_deferred"),
+        ("attention", "swap_in"), ("swap_in", "store_cache"), ("swap_in", "embed"),
     }  # fmt: skip
 
 

@@ -82,9 +82,20 @@ def _products(x: Tensor, x_scales: Tensor | None, weight: Tensor, kind: str, val
         return (x.double() @ codes.double().T).float() * scales.abs().view(-1) * x_scales[:, None]
     numbers = quant.dequantize(weight, x.shape[1], dtype=x.dtype) if kind == "int4" else weight
     if values:
-        packing = "MXFP4" if kind == "mxfp4" else f"{kind.upper()}_G{values}"
-        numbers = cpp.unpack_blocks(packing, weight.contiguous(), torch.empty(len(weight), x.shape[1], dtype=x.dtype))
+        numbers = torch.empty(len(weight), x.shape[1], dtype=x.dtype)
+        cpp.unpack_blocks(_packing(kind, values), weight.contiguous(), numbers)
     return F.linear(x.float(), numbers.float())
+
+
+def _packing(kind: str, values: int) -> str:
+    """The name by which C++ kernels know a coding of blocks."""
+    return f"{kind.upper()}_G{values}" if kind in ("fp8", "w4") else kind.upper()
+
+
+def _block_rows(table, index, out, WIDTH, KIND, VALUES, **_):
+    from batchgen.ops import cpp
+
+    cpp.unpack_blocks(_packing(KIND, VALUES), table.view(-1, WIDTH)[index], out)
 
 
 # Rows of logits.
@@ -341,6 +352,6 @@ COUNTERPARTS: dict[str, Callable[..., None]] = {
     for function in (
         _norm, _gate, _sigmoid_gate, _gated_norm, _argmax, _forbid, _draw, _copy_rows, _dequantize, _quantize,
         _rotary_store, _attend, _merge, _sort, _multiply, _add, _convolve_tiles, _convolve_sequences, _update_tokens,
-        _prepare_chunks, _update_chunks, _compute_gates, _code_rows, _multiply_packed,
+        _prepare_chunks, _update_chunks, _compute_gates, _code_rows, _multiply_packed, _block_rows,
     )
 } | {"_quantize_heads": _quantize}  # fmt: skip

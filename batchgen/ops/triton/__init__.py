@@ -4,6 +4,7 @@ Only `ops` imports this package, when a tensor is on a GPU and Triton is install
 """
 
 from batchgen.ops.triton.attention import cut_attention, paged_attention, prepare_attention, supports_attention
+from batchgen.ops.triton.block_rows import block_rows
 from batchgen.ops.triton.conv import causal_conv
 from batchgen.ops.triton.delta import delta_gates, delta_rule
 from batchgen.ops.triton.grouped import grouped_experts
@@ -24,6 +25,7 @@ __all__ = [
     "CutPlan",
     "DevicePlan",
     "argmax",
+    "block_rows",
     "card",
     "causal_conv",
     "cut_attention",

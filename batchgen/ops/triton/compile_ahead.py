@@ -24,13 +24,14 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from batchgen.core.dtypes import KV_CODE_BITS, KVFormat
+from batchgen.core.dtypes import BLOCK_FORMATS, KV_CODE_BITS, KVFormat
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.ops import quant
 from batchgen.ops.attention_plan import AttentionPlan, DecodeGroup, PrefillItem, SharedItem
 from batchgen.ops.cpp import BlockWeight
 from batchgen.ops.state_slots import StateSlots
 from batchgen.ops.triton import attention, conv, delta, grouped, packed, plan, rotary, sampling, weights
+from batchgen.ops.triton.block_rows import block_rows_launch
 from batchgen.ops.triton.blocks import BLOCK_CODINGS
 from batchgen.ops.triton.launch import SHARED_MEMORY, Card, Launch, attention_tiles
 from batchgen.ops.triton.norm import gate_launch, gated_launch, gated_norm_launch, norm_launch
@@ -43,9 +44,11 @@ _KV_HEADS = 2
 _MIXTURES = ((128, 8, 2048, 768, "silu_mul", False), (32, 4, 2880, 2880, "swiglu_oai_mul", True))
 # Key heads, value heads, key and value size: of Qwen3-Next-80B-A3B (and Qwen3.5), and those of a wide state.
 _DELTA_NETS = ((16, 32, 128, 128), (2, 6, 256, 256))
-# Ways in which weights are stored, of which block formats are compiled for fewer shapes.
+# Ways in which weights are stored, of which block formats are compiled for fewer shapes, rarer ones for a single one.
 _STORED = (Storage("numbers"), Storage("int8"), Storage("int4"))
-_BLOCKS = tuple(Storage(BLOCK_CODINGS[name], name) for name in ("fp8_g128", "w4_g128", "mxfp4"))
+_FREQUENT = ("fp8_g128", "w4_g128", "mxfp4", "q8_0", "q4_0", "q4_k", "q6_k")
+_BLOCKS = tuple(Storage(BLOCK_CODINGS[name], name) for name in _FREQUENT)
+_RARE_BLOCKS = tuple(Storage(BLOCK_CODINGS[name], name) for name in BLOCK_FORMATS if name not in _FREQUENT)
 # Rows of x, N, K, activation, with a residual: products of Llama-3-8B with few, some and many rows.
 _PRODUCTS = (
     *((16, n, 4096, activation, residual) for n, activation, residual in ((6144, None, False), (4096, None, True))),
@@ -230,6 +233,7 @@ def _packed_launches(dtype: torch.dtype, card: Card) -> Iterator[tuple[str, Laun
     shapes = _PRODUCTS if dtype == torch.bfloat16 else _PRODUCTS[1:4]
     products = [*itertools.product(_STORED[1:], shapes)]
     products += itertools.product(_BLOCKS, _PRODUCTS[1:5] if dtype == torch.bfloat16 else ())
+    products += itertools.product(_RARE_BLOCKS, _PRODUCTS[3:4] if dtype == torch.bfloat16 else ())
     for storage, (rows, columns, depth, activation, adds) in products:
         where = {"dtype": dtype, "device": "meta"}
         x, bias = torch.empty(rows, depth, **where), torch.empty(columns, **where)
@@ -239,6 +243,13 @@ def _packed_launches(dtype: torch.dtype, card: Card) -> Iterator[tuple[str, Laun
         for launch in packed.packed_launches(x, weight, None if adds else bias, activation, residual, out, card):
             shape = f"{rows} by {columns} by {depth}, {_short(dtype)}" + (f", {activation}" if activation else "")
             yield f"{launch.kernel.__name__}, {storage.weight_format or storage.kind}, {shape}", launch
+    for storage in (*_BLOCKS, *_RARE_BLOCKS) if dtype == torch.bfloat16 else ():
+        table, index = _rows(storage, 32, 4096, dtype), torch.zeros(2, dtype=torch.int64)
+        assert isinstance(table, BlockWeight), "blocks are in a table"
+        yield (
+            f"_block_rows, {storage.weight_format}",
+            block_rows_launch(table, index, torch.empty(2, 4096, dtype=dtype)),
+        )
 
 
 def _rows(storage: Storage, rows: int, depth: int, dtype: torch.dtype) -> Tensor | BlockWeight:

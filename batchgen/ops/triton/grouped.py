@@ -204,7 +204,9 @@ def _multiply(  # a kernel takes pointers and scalars only
     WIDTH: tl.constexpr,
     KIND: tl.constexpr,
     VALUES: tl.constexpr,
+    BYTES: tl.constexpr,
     HEAD: tl.constexpr,
+    GAP: tl.constexpr,
     ALIGNED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr,
@@ -240,7 +242,7 @@ def _multiply(  # a kernel takes pointers and scalars only
     up_offset: tl.constexpr = COLUMNS * WIDTH
     total, up = sums_of_products(
         x + x_row.to(tl.int64) * x_stride, there, w_rows, inside, up_offset,
-        DEPTH, KIND, VALUES, HEAD, ALIGNED, matrices == 2, ROWS, BLOCK, STEP,
+        DEPTH, KIND, VALUES, BYTES, HEAD, GAP, ALIGNED, matrices == 2, ROWS, BLOCK, STEP,
     )  # fmt: skip
     if KIND == "int8":
         total = scaled(total, x_scales + x_row, there, w_rows, inside, WIDTH)

@@ -109,7 +109,9 @@ def _multiply_packed(  # a kernel takes pointers and scalars only
     WIDTH: tl.constexpr,
     KIND: tl.constexpr,
     VALUES: tl.constexpr,
+    BYTES: tl.constexpr,
     HEAD: tl.constexpr,
+    GAP: tl.constexpr,
     ALIGNED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     IS_GATED: tl.constexpr,
@@ -126,7 +128,7 @@ def _multiply_packed(  # a kernel takes pointers and scalars only
     up_offset = COLUMNS * WIDTH
     total, up = sums_of_products(
         x + rows * x_stride, there, w_rows, inside, up_offset,
-        DEPTH, KIND, VALUES, HEAD, ALIGNED, IS_GATED, ROWS, BLOCK, STEP,
+        DEPTH, KIND, VALUES, BYTES, HEAD, GAP, ALIGNED, IS_GATED, ROWS, BLOCK, STEP,
     )  # fmt: skip
     if KIND == "int8":
         total = scaled(total, x_scales + row, there, w_rows, inside, WIDTH)

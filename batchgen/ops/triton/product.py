@@ -21,17 +21,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from batchgen.core.dtypes import BLOCK_FORMATS, CODE_GROUP, weight_row_bytes
+from batchgen.core.dtypes import CODE_GROUP, weight_row_bytes
 from batchgen.ops import int8, quant
 from batchgen.ops.cpp import BlockWeight
-from batchgen.ops.triton.blocks import BLOCK_CODINGS, BlockCoding, byte_numbers, nibble_columns, nibble_numbers
+from batchgen.ops.triton.blocks import (
+    BLOCK_CODINGS,
+    BlockCoding,
+    block_constants,
+    byte_numbers,
+    nibble_columns,
+    nibble_numbers,
+    run_bytes,
+)
 from batchgen.ops.triton.groups import flat_columns, unpack_flat
 from batchgen.ops.triton.launch import Card
 
 WeightKind = Literal["numbers", "int8", "int4"] | BlockCoding
-# Bytes of a value, without its scale, where it has fewer than x's dtype.
-_VALUE_BYTES: dict[WeightKind, float] = {"int8": 1, "int4": 0.5, "fp8": 1, "w4": 0.5, "mxfp4": 0.5}
 _BLOCK_KINDS = set(BLOCK_CODINGS.values())
+# Bytes of a value, without its scale, where it has fewer than x's dtype; of blocks whatever is loaded for it.
+_VALUE_BYTES: dict[WeightKind, float] = {
+    "int8": 1,
+    "int4": 0.5,
+    **{kind: 1.0 if kind in ("fp8", "q8_0") else 0.5 for kind in _BLOCK_KINDS},
+}
+# Halves of int4 rows lie half a group apart.
+_NO_BLOCKS = {"VALUES": 0, "BYTES": 0, "HEAD": 0}
 # Rows of a tile: of a product with few rows, with some, and of one whose time is that of multiplying.
 _FEW, _SOME, _MANY = 16, 64, 128
 _ROOMY = 200 << 10  # bytes of shared memory of cards whose products take both operands from there
@@ -76,10 +90,10 @@ class Storage:
 
     @property
     def constants(self) -> dict[str, str | int]:
-        """Constants of kernels: the kind, and the values of a block and the bytes before them."""
-        values, num_bytes = BLOCK_FORMATS.get(self.weight_format, (0, 0))
-        head = num_bytes - int(values * _VALUE_BYTES[self.kind]) if values else 0
-        return {"KIND": self.kind, "VALUES": values, "HEAD": head}
+        """Constants of kernels: the kind, and those of `block_constants`, with a GAP of int4 rows too."""
+        if self.weight_format:
+            return {"KIND": self.kind, **block_constants(self.weight_format)}
+        return {"KIND": self.kind, **_NO_BLOCKS, "GAP": CODE_GROUP // 2 if self.kind == "int4" else 0}
 
 
 def storage_of(weight: Tensor | BlockWeight) -> Storage:
@@ -114,7 +128,7 @@ def product_tile(
     """
     matrices = 2 if gated else 1
     if dtype == torch.float32 and kind != "int8":  # products without tensor cores, whose operands take many registers
-        depth = 32 if kind == "numbers" else CODE_GROUP
+        depth = 32 if kind == "numbers" else max(CODE_GROUP, 2 * run_bytes(kind) if kind in _BLOCK_KINDS else 0)
         return ProductTile(32, 64 // matrices, depth, 4, 2)
     if kind == "numbers":
         tile_rows, across, depth = _SOME, 128, 64
@@ -144,7 +158,9 @@ def sums_of_products(
     DEPTH: tl.constexpr,
     KIND: tl.constexpr,
     VALUES: tl.constexpr,
+    BYTES: tl.constexpr,
     HEAD: tl.constexpr,
+    GAP: tl.constexpr,
     ALIGNED: tl.constexpr,
     IS_GATED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -162,7 +178,9 @@ def sums_of_products(
         DEPTH: Number of columns.
         KIND: The kind of the weight's rows (`WeightKind`).
         VALUES: Values of a block; 0 where rows are not in blocks.
+        BYTES: Bytes of a block.
         HEAD: Bytes of a block before its values.
+        GAP: Distance in columns of a byte's low and high nibble; 0 where values are not nibbles.
         ALIGNED: Whether tables of scales of int4 rows are at multiples of 4 bytes.
         IS_GATED: Whether rows at `up_offset` are multiplied, too.
         ROWS, BLOCK: Sizes of the tile.
@@ -174,18 +192,20 @@ def sums_of_products(
     total = tl.zeros((ROWS, BLOCK), tl.int32 if KIND == "int8" else tl.float32)
     up = total
     for step in range(0, DEPTH, STEP):
-        if KIND == "int4" or KIND == "w4" or KIND == "mxfp4":
-            low, high, low_there, high_there = _halves(step, DEPTH, KIND, STEP)
+        if GAP:
+            low, high, low_there, high_there = _halves(step, DEPTH, KIND, GAP, STEP)
             low_mask, high_mask = there[:, None], there[:, None]
             if DEPTH % STEP:
                 low_mask, high_mask = low_mask & low_there[None, :], high_mask & high_there[None, :]
             x_low = tl.load(x_rows[:, None] + low[None, :], mask=low_mask, other=0.0)
             x_high = tl.load(x_rows[:, None] + high[None, :], mask=high_mask, other=0.0)
-            w_low, w_high = _nibbles(w_rows, inside, step, DEPTH, KIND, VALUES, HEAD, ALIGNED, STEP)
+            w_low, w_high = _nibbles(w_rows, inside, step, DEPTH, KIND, VALUES, BYTES, HEAD, GAP, ALIGNED, STEP)
             total = tl.dot(x_low, tl.trans(w_low.to(x_low.dtype)), total, input_precision="ieee")
             total = tl.dot(x_high, tl.trans(w_high.to(x_low.dtype)), total, input_precision="ieee")
             if IS_GATED:
-                w_low, w_high = _nibbles(w_rows + up_offset, inside, step, DEPTH, KIND, VALUES, HEAD, ALIGNED, STEP)
+                w_low, w_high = _nibbles(
+                    w_rows + up_offset, inside, step, DEPTH, KIND, VALUES, BYTES, HEAD, GAP, ALIGNED, STEP
+                )
                 up = tl.dot(x_low, tl.trans(w_low.to(x_low.dtype)), up, input_precision="ieee")
                 up = tl.dot(x_high, tl.trans(w_high.to(x_low.dtype)), up, input_precision="ieee")
         else:
@@ -194,13 +214,13 @@ def sums_of_products(
             if DEPTH % STEP:
                 x_mask = x_mask & (depth < DEPTH)
             some = tl.load(x_rows[:, None] + depth, mask=x_mask, other=0)
-            part = _numbers(w_rows, inside, step, DEPTH, KIND, VALUES, HEAD, STEP).to(some.dtype)
+            part = _numbers(w_rows, inside, step, DEPTH, KIND, VALUES, BYTES, HEAD, STEP).to(some.dtype)
             if KIND == "int8":
                 total = tl.dot(some, tl.trans(part), total, out_dtype=tl.int32)
             else:
                 total = tl.dot(some, tl.trans(part), total, input_precision="ieee")
             if IS_GATED:
-                part = _numbers(w_rows + up_offset, inside, step, DEPTH, KIND, VALUES, HEAD, STEP).to(some.dtype)
+                part = _numbers(w_rows + up_offset, inside, step, DEPTH, KIND, VALUES, BYTES, HEAD, STEP).to(some.dtype)
                 if KIND == "int8":
                     up = tl.dot(some, tl.trans(part), up, out_dtype=tl.int32)
                 else:
@@ -210,12 +230,12 @@ def sums_of_products(
 
 @triton.jit
 def _numbers(
-    w_rows, inside, step, DEPTH: tl.constexpr, KIND: tl.constexpr, VALUES: tl.constexpr, HEAD: tl.constexpr,
-    STEP: tl.constexpr,
+    w_rows, inside, step, DEPTH: tl.constexpr, KIND: tl.constexpr, VALUES: tl.constexpr, BYTES: tl.constexpr,
+    HEAD: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Columns [step, step + STEP) of rows whose values are numbers or bytes."""
-    if KIND == "fp8":
-        numbers = byte_numbers(w_rows, inside, step, DEPTH, STEP, KIND, VALUES, HEAD)
+    if VALUES:
+        numbers = byte_numbers(w_rows, inside, step, DEPTH, STEP, KIND, VALUES, BYTES, HEAD)
     else:
         depth = step + tl.arange(0, STEP)[None, :]
         mask = inside[:, None]
@@ -226,27 +246,27 @@ def _numbers(
 
 
 @triton.jit
-def _halves(step, DEPTH: tl.constexpr, KIND: tl.constexpr, STEP: tl.constexpr):
+def _halves(step, DEPTH: tl.constexpr, KIND: tl.constexpr, GAP: tl.constexpr, STEP: tl.constexpr):
     """Columns of the low and of the high nibbles of STEP columns from `step` on, and masks of those that are there."""
     if KIND == "int4":
         low, high, low_there, high_there = flat_columns(step // 64, DEPTH, STEP // 64)
     else:
-        low = nibble_columns(step, STEP)
-        high, low_there = low + 16, low < DEPTH
+        low = nibble_columns(step, STEP, GAP)
+        high, low_there = low + GAP, low < DEPTH
         high_there = low_there
     return low, high, low_there, high_there
 
 
 @triton.jit
 def _nibbles(
-    w_rows, inside, step, DEPTH: tl.constexpr, KIND: tl.constexpr, VALUES: tl.constexpr, HEAD: tl.constexpr,
-    ALIGNED: tl.constexpr, STEP: tl.constexpr,
+    w_rows, inside, step, DEPTH: tl.constexpr, KIND: tl.constexpr, VALUES: tl.constexpr, BYTES: tl.constexpr,
+    HEAD: tl.constexpr, GAP: tl.constexpr, ALIGNED: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Numbers of rows whose values are nibbles, in the columns of `_halves`."""
     if KIND == "int4":
         low, high = unpack_flat(w_rows, inside, step // 64, DEPTH, STEP // 64, ALIGNED)
     else:
-        low, high = nibble_numbers(w_rows, inside, step, DEPTH, STEP, KIND, VALUES, HEAD)
+        low, high = nibble_numbers(w_rows, inside, step, DEPTH, STEP, KIND, VALUES, BYTES, HEAD, GAP)
     return low, high
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from batchgen.core.kv_placement import KVPlacement
+from batchgen.models.experts import MATRICES, is_of_experts
 from batchgen.ops import dispatch as ops
 from batchgen.ops.state_slots import StateSlots
 from batchgen.runtime.batch_state import BatchPart, BatchState
@@ -27,9 +28,12 @@ def all_layers(context: StepContext, step: Step, batch: BatchState) -> None:
 
 
 def sweep_graphs(context: StepContext, driver: Driver, most_tokens: int) -> SweepGraphs | None:
-    """Graphs of sweeps of at most `most_tokens` tokens; None: no kernel can attend in one."""
-    config = context.config
+    """Graphs of sweeps of at most `most_tokens` tokens; None: a sweep cannot be one."""
+    config, layers = context.config, context.weights.source.layers
     if config.per_layer_size:  # rows of a table that only the host has
+        return None
+    # With a gate and an up projection in two formats, the host multiplies expert by expert, as the router chose them.
+    if any(is_of_experts(name) and name not in MATRICES for layer in layers for name in layer):
         return None
     windows = {config.windows[layer] for layer in config.attention_layers}
     if not all(ops.can_capture(context.attention_operands(window), context.device) for window in windows):

@@ -19,6 +19,7 @@ HANDLERS: Mapping[StepKind, Handler] = {
     "load_cache": kv.load_cache,
     "store_cache": kv.store_cache,
     "write_cache": kv.write_cache,
+    "swap_in": kv.swap_in,
     "embed": hidden.embed,
     "load_hidden": hidden.load_hidden,
     "store_hidden": hidden.store_hidden,

@@ -1,4 +1,4 @@
-"""Steps that move the KV of sequences of placement `streamed` and `disk`, and in state layers their states."""
+"""Steps that move the KV of sequences of placement `streamed` and `disk`, or of those that change their placement."""
 
 from __future__ import annotations
 
@@ -45,8 +45,13 @@ def write_cache(context: StepContext, step: Step, batch: BatchState) -> None:
         context.kv_cache.write(step.layer, step.kv_buffer, _moves(context, step, batch))
 
 
+def swap_in(context: StepContext, step: Step, batch: BatchState) -> None:
+    """Copy the KV of sequences that move from the host's pool to the device's, in one layer."""
+    context.kv_cache.swap_in(step.layer, batch.packed.swaps)
+
+
 def _moves(context: StepContext, step: Step, batch: BatchState) -> Moves:
-    return batch.moves[context.config.windows[step.layer]]
+    return batch.moves[context.windows[step.layer]]
 
 
 def _state_moves(batch: BatchState) -> StateMoves:
