@@ -5,10 +5,10 @@
 A model of Llama-3.2-3B's shape runs within 3 GiB of memory, so that its weights are read from disk in each sweep.
 Random weights copy nothing, so some of them are built: embeddings are points on circles, one layer turns each circle by
 one step, and the model thereby says that token i + 1 follows token i. The matrices of all other layers stay random, but
-for those whose results are added to the residual: they are zero, and are read and multiplied like any others. A prompt has a run of tokens among random
-ones, and the last token is the first of that run: the answer is a span of the prompt, as in extraction. Nothing tells
-the drafts how the model was built. With `--copied` below 1 a part of the rows asks for a run that the prompt has not,
-and nothing can be looked up there.
+for those whose results are added to the residual: they are zero, and are read and multiplied like any others. A prompt
+has a run of tokens among random ones, and the last token is the first of that run: the answer is a span of the prompt,
+as in extraction. Nothing tells the drafts how the model was built. With `--copied` below 1 a part of the rows asks for
+a run that the prompt has not, and nothing can be looked up there.
 
 The second case is the demo model with restaurant entries under a JSON schema (benchmarks/structured_output.py), weights
 on disk; the third is the first model with 256 rows, and fewer layers, in RAM, where computation binds and drafts must
