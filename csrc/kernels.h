@@ -103,6 +103,26 @@ struct Merge {
     int32_t token, head, first, count;  // rows[first .. first + count)
 };
 
+// Pages to summarise: of each block and KV head the smallest and then the largest number of each channel of its keys.
+struct PageSummaries {
+    KV kv;
+    const int64_t* blocks;   // of the KV
+    const int64_t* targets;  // of the summaries
+    void* out;               // [blocks, kv_heads, 2, head_dim]
+    Type type;               // of it
+};
+
+// The operands of scores of pages.
+constexpr int kPageQueries = 8;  // rows of scratch memory
+struct PageScores {
+    const void* q;     // [tokens, heads, head_dim]
+    int64_t q_stride;  // values from token to token
+    Type type;
+    int heads, kv_heads, head_dim;
+    const void* summaries;  // [blocks, kv_heads, 2, head_dim]
+    Type summary_type;
+};
+
 // ---- linear layers -------------------------------------------------------------------------------------------------
 
 // Block formats, numbered as in GGUF files; from 1000 on those that are in no GGUF (quant/int4_groups.h, quant/fp8.h).
@@ -333,6 +353,11 @@ struct Kernels {
     int64_t (*linear_scratch)(const Linear&, int64_t rows, int64_t panels);
     void (*attend)(const Attention&, const AttentionItem* items, int64_t count, void* scratch);
     void (*merge)(const Attention&, const Merge&, const int64_t* rows);
+    void (*summarise_pages)(const PageSummaries&, int64_t page, int64_t stop);
+    // Scores of pages for a token's queries. Scratch memory has kPageQueries rows, each with `count` numbers rounded up
+    // to 16, as `out` has.
+    void (*page_scores)(const PageScores&, int64_t token, const int32_t* pages, int64_t count, float* bounds,
+                        float* out);
     LinearCut (*linear_cut)(const Linear&);
     int64_t (*panel_bytes)(const Linear&);  // bytes of a panel as prepack_panels makes it
     // Packs groups [group, stop) of rows of x, each to its place among all of them.

@@ -2,6 +2,7 @@
 // and flags to match (simd/target.h). A set whose instructions are for linear layers alone, or with tile registers for
 // attention too, has all other kernels of a set that it includes, BATCHGEN_BASE.
 #include "attention/attention.h"
+#include "attention/pages.h"
 #include "experts.h"
 #include "kernels.h"
 #include "logits.h"
@@ -54,6 +55,8 @@ const Kernels& BATCHGEN_NAME(BATCHGEN_TARGET, _kernels)() {
         linear_scratch,
         BATCHGEN_ATTENTION(attend),
         BATCHGEN_ATTENTION(merge),
+        BATCHGEN_OTHER(summarise_pages),
+        BATCHGEN_OTHER(page_scores),
         linear_cut,
         panel_bytes,
         pack_rows,

@@ -31,6 +31,7 @@ from batchgen.job.options import (
     Option,
     PlanOptions,
     ProfileOptions,
+    ServeOptions,
     options_of,
 )
 from batchgen.job.step_tables import steps_of
@@ -168,6 +169,21 @@ def convert(**options: Any) -> None:
     say(run_convert(ConvertOptions(**options)), sys.stdout)
 
 
+@takes_options("serve-batches", CONFIG)
+def serve_batches(**options: Any) -> None:
+    """Serve OpenAI's batches on this machine: /v1/files, /v1/batches, and chats that are gathered into batches.
+
+    The model is loaded once. Programs that use OpenAI's client work unchanged: OPENAI_BASE_URL is the address that is
+    shown, and OPENAI_API_KEY the key. A server that was stopped goes on with its batches when it is started again.
+    """
+    of_server = _taken(options, ServeOptions)
+    job = _job(options)
+    with importing():
+        from batchgen.serve.server import serve
+    leave_pandas_out()
+    serve(ServeOptions(job, **of_server))
+
+
 @click.command()
 @click.argument("output")
 @click.option("--json", "as_json", is_flag=True, help="As JSON on stdout.")
@@ -269,7 +285,7 @@ def _read_text(flag: str, path: str) -> str:
         raise InputError(f"{flag} {path} cannot be read: {getattr(error, 'strerror', None) or error}{hint}") from error
 
 
-for _command in (run, status, plan, bench, profile, convert):
+for _command in (run, status, plan, bench, profile, convert, serve_batches):
     cli.add_command(_command)
 
 

@@ -174,6 +174,15 @@ class KVFormat:
         """The stored bytes of a row of `n` numbers."""
         return packed_bytes(n, self.bits) if self.bits else n * int(FORMAT_BYTES[self.name])
 
+    @property
+    def summary_format(self) -> str:
+        """The format of the smallest and largest numbers of a page's keys (`ops.page_choice`): that of the keys."""
+        return "bfloat16" if self.bits else self.name
+
+    def summary_bytes(self, n: int) -> int:
+        """The bytes of these numbers, for a head of `n` numbers."""
+        return 2 * n * int(FORMAT_BYTES[self.summary_format])
+
 
 def packed_bytes(n: int, bits: int) -> int:
     """The bytes of a quantized row of `n` numbers, with the scale and zero point of each group of numbers.

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from batchgen.core.attention_budget import ALL
 from batchgen.core.errors import InputError
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.kv_expansion import KVExpansion
@@ -105,6 +106,8 @@ class Policy:
             micro-batches of order "neo" have sequences with CPU attention. None: the second micro-batch has all of
             these sequences, and neither has more than half of the block or of the tokens.
         state_dtype: Format of the matrices of state layers (`core.dtypes.STATE_DTYPES`).
+        attention_budget: Tokens that a decoding token attends to, as `--attention-budget` states them
+            (`core.attention_budget`).
     """
 
     admission: str
@@ -130,6 +133,7 @@ class Policy:
     captured_tokens: int = 0
     balance_tokens: int | None = None
     state_dtype: str = "float32"
+    attention_budget: str = ALL
 
     @property
     def equal_parts(self) -> int:

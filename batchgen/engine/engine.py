@@ -12,6 +12,7 @@ from functools import partial
 from itertools import compress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from batchgen.core.attention_budget import ALL, AttentionBudget
 from batchgen.core.cache_folder import cache_dir
 from batchgen.core.device import parse_device
 from batchgen.core.dtypes import AUTO, STATE_DTYPES
@@ -135,6 +136,7 @@ class _Sweep:
         started_s: Time of time.perf_counter at which the sweep's scheduling began.
         has_prompts: Whether it has tokens of prompts.
         num_tokens: Tokens that go through its layers.
+        num_logits: Rows of logits.
     """
 
     result: SweepResult | None
@@ -142,6 +144,7 @@ class _Sweep:
     started_s: float
     has_prompts: bool = False
     num_tokens: int = 0
+    num_logits: int = 0
 
 
 @dataclass
@@ -261,6 +264,8 @@ class Engine:
             compressed-tensors W8A8 is "int8" by itself.
         kv_cache_dtype: Format of KV: "auto" (the compute dtype), "int8", "int5" or "int4".
         state_dtype: Format of the recurrent states of linear attention: "float32" or "bfloat16".
+        attention_budget: Tokens that each generated token attends to: "all", a share of those before it such as "10%",
+            or a number such as "1024".
         device: "auto", "cpu", "cuda", or an accelerator emulated on the CPU, "emulated:gpu-memory=512MiB".
         cpu_memory: Host memory budget of the process, in bytes or as text such as "14GiB"; None: the free memory less a
             margin.
@@ -295,6 +300,7 @@ class Engine:
         weights: str = AUTO,
         kv_cache_dtype: str = "auto",
         state_dtype: str = STATE_DTYPES[0],
+        attention_budget: str = ALL,
         device: str = "auto",
         cpu_memory: int | str | None = None,
         gpu_memory: int | str | None = None,
@@ -308,7 +314,7 @@ class Engine:
         on_overlong: str = "error",
         chat_template: str | None = None,
         sampling: SamplingParams | None = None,
-        drafts: bool = True,
+        drafts: bool = False,
         on_load: Callable[[int, int], None] | None = None,
     ) -> None:
         from batchgen.models.tokenizers.loading import load_tokenizer
@@ -343,6 +349,7 @@ class Engine:
             weights=weights,
             kv_cache_dtype=kv_cache_dtype,
             state_dtype=state_dtype,
+            attention_budget=attention_budget,
         )
         store = None
         if needs_store(policy):
@@ -383,7 +390,7 @@ class Engine:
         on_overlong: str = "error",
         sampling: SamplingParams | None = None,
         longest_first: bool = False,
-        drafts: bool | Callable[[], Drafting] = True,
+        drafts: bool | Callable[[], Drafting] = False,
     ) -> Engine:
         """Make an engine from a model that is loaded already.
 
@@ -507,8 +514,11 @@ class Engine:
                 expansion_choice=expansion_choice(self.policy, self._lane_costs),
             )
             self.changes = adaptation.changes
-        if self._drafts and not self.policy.on_demand_tokens:  # more tokens need more experts, which cost reading
-            scheduler.drafting = Drafting() if self._drafts is True else self._drafts()
+        # More tokens need more experts, which cost reading; several at once would all choose pages.
+        dense = AttentionBudget.of(self.policy.attention_budget) is None
+        if self._drafts and dense and not self.policy.on_demand_tokens:
+            on_gpu = self.parts.compute_tier == "gpu"
+            scheduler.drafting = Drafting(only_while_waiting=on_gpu) if self._drafts is True else self._drafts()
         self._generation = handler = Generation(self.parts, self._sampling, self._on_overlong, known)
         lengths = ExpectedLengths() if self._longest_first else None
         return self._run_all(handler, requests, scheduler, adaptation, should_stop, on_sweep, lengths)
@@ -667,7 +677,8 @@ class Engine:
         for sequence in complete(sequence for sequence, _ in scheduled):
             call.scheduler.finish(sequence)
         num_tokens = sum(batch.num_tokens for batch in batches)
-        return _Sweep(result, wait, started_s, stats.prefilled_tokens > prefilled, num_tokens)
+        num_logits = sum(len(batch.logits_rows) for batch in batches)
+        return _Sweep(result, wait, started_s, stats.prefilled_tokens > prefilled, num_tokens, num_logits)
 
     def _count(self, scheduled: list[ScheduledSequence]) -> None:
         """Count the tokens of a sweep that has been launched and not been committed."""
@@ -703,7 +714,7 @@ class Engine:
                 _adapt(call.adaptation, measured, finished)
             if drafting:
                 drafting.taken()
-                drafting.ran(sweep.num_tokens, measured.seconds, measured.busy_s, measured.stalled_s)
+                drafting.ran(sweep.num_tokens, sweep.num_logits, measured.seconds, measured.busy_s, measured.stalled_s)
                 stats.accepted_tokens = drafting.num_accepted
         return finished
 

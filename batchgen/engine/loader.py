@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from batchgen.core.attention_budget import ALL, DENSE_LAYERS, AttentionBudget
 from batchgen.core.device import Device, compute_capability, has_cuda, sixteen_bits
 from batchgen.core.direct_io import make_offload_dir
 from batchgen.core.dtypes import (
@@ -255,6 +256,7 @@ def in_memory_policy(
     weights: str = NATIVE,
     kv_cache_dtype: str = "auto",
     state_dtype: str = STATE_DTYPES[0],
+    attention_budget: str = ALL,
 ) -> Policy:
     """The policy for a model whose weights and KV are all in the compute device's memory.
 
@@ -270,6 +272,7 @@ def in_memory_policy(
         weights: Resolved format of the layers' matrices.
         kv_cache_dtype: "auto" (KV in `dtype`), "int8", "int5" or "int4".
         state_dtype: Format of recurrent states, "float32" or "bfloat16".
+        attention_budget: Tokens that a decoding token attends to: "all", a share such as "10%", or a number.
 
     Raises:
         InputError: A value is out of range.
@@ -277,6 +280,7 @@ def in_memory_policy(
     if kv_cache_dtype not in ("auto", *KV_CODE_BITS):
         raise InputError(f"kv_cache_dtype {kv_cache_dtype!r} is not one of auto, {', '.join(KV_CODE_BITS)}")
     check_state_dtype(config, state_dtype)
+    check_attention_budget(config, attention_budget)
     if admission not in ADMISSIONS:
         raise InputError(f"admission {admission!r} is not one of {', '.join(ADMISSIONS)}")
     for name, value in (("max_num_seqs", max_num_seqs), ("max_num_batched_tokens", max_num_batched_tokens)):
@@ -296,6 +300,7 @@ def in_memory_policy(
         weight_format=weight_format_of(dtype, weights),
         kv_format=dtype if kv_cache_dtype == "auto" else kv_cache_dtype,
         state_dtype=state_dtype,
+        attention_budget=attention_budget,
         weight_layers=dict.fromkeys(config.layer_tensors, layers),
         packed_tokens=UNPLANNED_PACKED_TOKENS if tier == "gpu" and weights == INT4 else 0,
         captured_tokens=min(UNPLANNED_CAPTURED_TOKENS, max_num_batched_tokens) if device.kind == "cuda" else 0,
@@ -312,6 +317,17 @@ def check_state_dtype(config: ModelConfig, state_dtype: str) -> None:
         raise InputError(f"state_dtype {state_dtype!r} is not one of {', '.join(STATE_DTYPES)}")
     if state_dtype != STATE_DTYPES[0] and not (config.state and config.state.matrix_shape[0]):
         raise InputError(f"--state-dtype {state_dtype}: no layer of this model keeps a recurrent state, leave it out")
+
+
+def check_attention_budget(config: ModelConfig, attention_budget: str) -> None:
+    """Refuse an attention budget that is none, or that no layer of the model keeps to. Raises InputError."""
+    if AttentionBudget.of(attention_budget) is None:
+        return
+    if not any(map(config.chooses_pages, range(config.num_layers))):
+        raise InputError(
+            f"--attention-budget {attention_budget}: no layer of this model attends to its whole context after the"
+            f" first {DENSE_LAYERS} layers, leave it out"
+        )
 
 
 def existing_store(files: ModelFiles, offload_dir: Path, dtype: str, weights: str, shard: Shard | None) -> bool:
@@ -425,7 +441,7 @@ def load_parts(
     words = load_words(request, tokenizer)
     on_planned(memory)
     executor, tiers = load_executor(request, memory, words.check)  # refused before weights are read
-    split, pack = splitter(policy, memory, tiers.compute_tier), pack_for(request, tiers.compute_tier)
+    split, pack = splitter(policy, memory, tiers.compute_tier), pack_for(request, tiers.compute_tier, memory.kv_blocks)
     return EngineParts(
         config=config,
         tokenizer=words.tokenizer,
@@ -488,7 +504,8 @@ def load_executor(
     with contextlib.ExitStack() as undo:
         undo.callback(executor.close)
         if tiers.driver is not None:
-            split, pack = splitter(request.policy, memory, tiers.compute_tier), pack_for(request, tiers.compute_tier)
+            split = splitter(request.policy, memory, tiers.compute_tier)
+            pack = pack_for(request, tiers.compute_tier, memory.kv_blocks)
             sampling = request.sampling or SamplingParams()
             warm_up(executor, request.policy, memory, tiers.compute_tier, split, pack, sampling, request.task)
         undo.pop_all()
@@ -600,6 +617,7 @@ def _make_kv_cache(request: LoadRequest, memory: MemoryPlan, tiers: Tiers) -> KV
         offload_dir=request.offload_dir,
         on_device=kv_on_device(request.config.num_layers, request.policy.kv_layers),
         window_blocks=memory.window_blocks or None,
+        chooses=chooses_pages(request.policy),
         expansion=memory.expansion,
     )
     return kv_cache
@@ -662,13 +680,14 @@ def _make_executor(
     config, policy, accelerated = request.config, request.policy, request.device.accelerated
     options = SweepOptions(
         max_positions=policy.max_model_len,
+        attention_budget=policy.attention_budget,
         batches_on_host=policy.activation_batches[1] if accelerated else 0,
         batch_tokens=memory.batch_tokens,
         delegated_seqs=policy.batch_seqs if accelerated and policy.kv_seqs.get("cpu") else 0,
         deferred_seqs=policy.kv_seqs.get(KVPlacement.DEFERRED, 0) if accelerated else 0,
         chunk_tokens=chunk_tokens(request.config, int(FORMAT_BYTES[request.dtype]), on_gpu=accelerated),
         logit_rows=memory.logit_rows,
-        captured_tokens=most_captured_tokens(policy) if policy.all_on_gpu else 0,
+        captured_tokens=most_captured_tokens(policy) if policy.all_on_gpu and not chooses_pages(policy) else 0,
         attention_isa=attention_isas(config, request.kernels, request.dtype),
         reduce=request.reduce,
         makes_logits=request.shard is None or request.shard.rank == 0,
@@ -684,24 +703,34 @@ def _make_executor(
     return executor
 
 
-def pack_for(request: LoadRequest, compute_tier: str) -> Callable[[list[ScheduledSequence]], PackedBatch]:
+def chooses_pages(policy: Policy) -> bool:
+    """Tell whether decoding tokens attend to chosen pages only."""
+    return AttentionBudget.of(policy.attention_budget) is not None
+
+
+def pack_for(
+    request: LoadRequest, compute_tier: str, kv_blocks: Mapping[str, int]
+) -> Callable[[list[ScheduledSequence]], PackedBatch]:
     """A function that packs scheduled sequences into a batch, with the model's and the policy's arguments bound.
 
     Args:
         request: The model to load.
         compute_tier: Tier of the compute device.
+        kv_blocks: KV blocks of each tier's pool.
     """
     from batchgen.schedule.packed_batch import pack
 
-    config = request.config
+    config, chooses = request.config, chooses_pages(request.policy)
     return partial(
         pack,
         kv_block_size=request.policy.kv_block_size,
         key_bytes=config.kv_size * int(FORMAT_BYTES[request.dtype]),
-        windows=frozenset(config.window_layers),
+        windows=frozenset(config.window_layers) | frozenset(config.layer_windows(chooses=chooses)),
         compute_tier=compute_tier,
         in_place=request.policy.kv_layers > 0,
         on_card=request.device.kind == "cuda",
+        attention_budget=request.policy.attention_budget,
+        host_blocks=kv_blocks.get("cpu", 0),
     )
 
 

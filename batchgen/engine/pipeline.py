@@ -195,7 +195,9 @@ def load_pipeline(
         tokenizer=words.tokenizer,
         executor=PipelineRunner(executor, group),
         split=splitter(policy, memory, tier),
-        pack=pack_for(replace(request, policy=policy), tier),  # of all layers: stages differ in windows
+        pack=pack_for(
+            replace(request, policy=policy), tier, memory.kv_blocks
+        ),  # of all layers: stages differ in windows
         sample=lambda answers, sequences: _Sampled(answers),
         scorer=_Scores,
         policy=policy,

@@ -70,6 +70,7 @@ def runnable(plan: Plan, job: Job) -> Plan:
         ("--weights", options.weights, formats, policy.weight_format),
         ("--kv-cache-dtype", options.kv_cache_dtype, kv_formats, policy.kv_format),
         ("--state-dtype", options.state_dtype, {options.state_dtype}, policy.state_dtype),
+        ("--attention-budget", options.attention_budget, {options.attention_budget}, policy.attention_budget),
     ):
         if planned not in stored:
             raise InputError(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from batchgen.core.attention_budget import AttentionBudget
 from batchgen.core.cache_folder import cache_dir
 from batchgen.core.device import Device, parse_device
 from batchgen.core.dtypes import (
@@ -26,6 +27,7 @@ from batchgen.core.quality import KV_LOSSES
 from batchgen.core.units import parse_rate, size_bytes
 from batchgen.distributed.launch import ranks_of_host
 from batchgen.engine.loader import (
+    check_attention_budget,
     check_state_dtype,
     choose_weights,
     native_formats,
@@ -119,10 +121,11 @@ class Job:
 
     @property
     def deciding_formats(self) -> list[str]:
-        """The formats that decide a job's answers: of weights, of KV and of states."""
+        """The formats that decide a job's answers: of weights, of KV and of states, and an attention budget."""
         options = self.options
         weights = options.weights if changes_results(options.weights) else NATIVE
-        return [weights, options.kv_cache_dtype, options.state_dtype]
+        budget = [] if AttentionBudget.of(options.attention_budget) is None else [options.attention_budget]
+        return [weights, options.kv_cache_dtype, options.state_dtype, *budget]
 
     @property
     def process_memory(self) -> dict[str, int | None]:
@@ -272,6 +275,16 @@ def dequantized_line(job: Job) -> list[str]:
     ]
 
 
+def _check_attention_budget(options: JobOptions, config: ModelConfig) -> None:
+    """Refuse an attention budget where it cannot be kept to. Raises InputError."""
+    check_attention_budget(config, options.attention_budget)
+    if AttentionBudget.of(options.attention_budget) is None:
+        return
+    for flag, count in (("--tensor-parallel", options.tensor_parallel), ("--pipeline", options.pipeline)):
+        if count > 1:
+            raise InputError(f"--attention-budget needs the whole model in one process: leave it or {flag} out")
+
+
 def _resolved(
     options: JobOptions,
     files: ModelFiles,
@@ -281,6 +294,7 @@ def _resolved(
     memory_bytes: Callable[[], int],
 ) -> Job:
     check_state_dtype(config, options.state_dtype)
+    _check_attention_budget(options, config)
     stored = resolve_weights(files, options.weights, native_formats(device))
     weights = choose_weights(files, config, options.weights, dtype, device, memory_bytes)
 

@@ -15,6 +15,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from batchgen.core.attention_budget import ALL
 from batchgen.core.dtypes import KV_CODE_BITS, STATE_DTYPES, WEIGHTS
 from batchgen.core.quality import EXACT, KV_LOSSES, NEAR, QUALITIES, SMALL, WEIGHT_LOSSES, format_losses
 from batchgen.core.request import SamplingParams
@@ -26,7 +27,7 @@ from batchgen.job.step import Step
 MODEL, INPUT, SAMPLING, RESOURCES, RUN = GROUPS = ("model", "input", "sampling", "resources", "run")
 # Takers of options: the commands, BatchgenLM, HELM's client, `Engine`, and MapFunction, which takes those of `Engine`
 # too.
-TAKERS = ("run", "plan", "bench", "profile", "convert", "lm_eval", "helm", "engine", "map")
+TAKERS = ("run", "plan", "bench", "profile", "convert", "serve-batches", "lm_eval", "helm", "engine", "map")
 # Kinds of values that name something to read: a file; a file or a name; a text or @FILE; a file on the command line,
 # whose text is the value in Python.
 FILE, FILE_OR_NAME, AT_FILE, TEXT_OF_FILE = "FILE", "FILE|NAME", "@FILE", "text of FILE"
@@ -128,6 +129,10 @@ _STATE_HELP = (
     "bfloat16: the recurrent states of linear attention (Qwen3.5 and later, Qwen3-Next) take half of the memory, and"
     " are rounded after every token."
 )
+_BUDGET_HELP = (
+    "Tokens that each generated token attends to: a share of those before it such as 10%, or a number of them; the KV"
+    " blocks that matter most to it are chosen in each layer. Prompts are read whole. all: no choice."
+)
 _OFFLOAD_HELP = "Directory of the disk tier [default: the cache directory]."
 _REPORT_HELP = "Write the report as JSON; - is stdout."
 
@@ -145,7 +150,7 @@ class JobOptions:
 
     model: str = _option(
         MODEL,
-        f"{_COMMANDS} helm engine map",
+        f"{_COMMANDS} helm serve-batches engine map",
         "-m",
         "--model",
         required=True,
@@ -167,25 +172,32 @@ class JobOptions:
 
     lora: str | None = _option(
         MODEL,
-        f"{_COMMANDS} lm_eval helm engine",
+        f"{_COMMANDS} lm_eval helm serve-batches engine",
         metavar="DIR",
         reads=FILE,
         help="LoRA adapter as PEFT saves it, merged into the weights when they are read; packed ones are dequantized.",
     )
-    dtype: str = _option(MODEL, f"{_COMMANDS} lm_eval helm engine", default="auto", choices=_DTYPES)
+    dtype: str = _option(MODEL, f"{_COMMANDS} lm_eval helm serve-batches engine", default="auto", choices=_DTYPES)
     weights: str = _option(
-        MODEL, f"{_COMMANDS} lm_eval helm engine", default="auto", choices=WEIGHTS, help=_WEIGHTS_HELP
+        MODEL, f"{_COMMANDS} lm_eval helm serve-batches engine", default="auto", choices=WEIGHTS, help=_WEIGHTS_HELP
     )
     kv_cache_dtype: str = _option(
-        MODEL, f"{_COMMANDS} lm_eval helm engine", default="auto", choices=_KV_DTYPES, help=_KV_HELP
+        MODEL, f"{_COMMANDS} lm_eval helm serve-batches engine", default="auto", choices=_KV_DTYPES, help=_KV_HELP
     )
     quality: str = _option(MODEL, _COMMANDS, default=EXACT, choices=tuple(QUALITIES), help=_QUALITY_HELP)
     state_dtype: str = _option(
-        MODEL, f"{_COMMANDS} lm_eval helm engine", default="float32", choices=STATE_DTYPES, help=_STATE_HELP
+        MODEL,
+        f"{_COMMANDS} lm_eval helm serve-batches engine",
+        default="float32",
+        choices=STATE_DTYPES,
+        help=_STATE_HELP,
+    )
+    attention_budget: str = _option(
+        MODEL, f"{_COMMANDS} lm_eval helm engine", default=ALL, metavar="TOKENS", help=_BUDGET_HELP
     )
     max_model_len: int | None = _option(
         MODEL,
-        f"{_COMMANDS} lm_eval helm engine",
+        f"{_COMMANDS} lm_eval helm serve-batches engine",
         type=int,
         metavar="N",
         help="Longest prompt plus output [default: the model's].",
@@ -239,7 +251,7 @@ class JobOptions:
     )
     chat_template: str | None = _option(
         INPUT,
-        f"{_ROWS} engine",
+        f"{_ROWS} serve-batches engine",
         metavar="FILE",
         reads=TEXT_OF_FILE,
         help="Chat template in Jinja that replaces the model's.",
@@ -293,7 +305,7 @@ class JobOptions:
     )
     on_overlong: str = _option(
         INPUT,
-        f"{_ROWS} helm engine",
+        f"{_ROWS} helm serve-batches engine",
         default="error",
         choices=("error", "truncate-left", "truncate-right"),
         help="A prompt that does not fit the context.",
@@ -343,24 +355,27 @@ class JobOptions:
 
     device: str = _option(
         RESOURCES,
-        f"{_COMMANDS} lm_eval helm engine",
+        f"{_COMMANDS} lm_eval helm serve-batches engine",
         default="auto",
         metavar="DEVICE",
         help="cpu; cuda; or an accelerator that is emulated on the CPU, with memory and links of its own:"
         " emulated:gpu-memory=512MiB,h2d=2GiB/s,d2h=2GiB/s; with slowdown=2 on a core of its own.",
     )
     gpu_memory: str | int | None = _option(
-        RESOURCES, f"{_COMMANDS} lm_eval helm engine", metavar="SIZE", help="GPU memory budget [default: all of it]."
+        RESOURCES,
+        f"{_COMMANDS} lm_eval helm serve-batches engine",
+        metavar="SIZE",
+        help="GPU memory budget [default: all of it].",
     )
     cpu_memory: str | int | None = _option(
         RESOURCES,
-        f"{_COMMANDS} lm_eval helm engine",
+        f"{_COMMANDS} lm_eval helm serve-batches engine",
         metavar="SIZE",
         help="Memory budget such as 14GiB [default: what is free, less 10%].",
     )
     disk_memory: str | int | None = _option(
         RESOURCES,
-        f"{_COMMANDS} lm_eval helm",
+        f"{_COMMANDS} lm_eval helm serve-batches",
         metavar="SIZE",
         help="Disk budget [default: what is free, less 10%]; 0 is none.",
     )
@@ -372,7 +387,9 @@ class JobOptions:
         help="Plan with this profile's rates: a file of `batchgen profile`, or t4, a10g, rtx3090, a100, h100, h200,"
         " gh200, zen4 [default: this machine's, measured once].",
     )
-    offload_dir: str | Path | None = _option(RESOURCES, f"{_COMMANDS} lm_eval helm", metavar="DIR", help=_OFFLOAD_HELP)
+    offload_dir: str | Path | None = _option(
+        RESOURCES, f"{_COMMANDS} lm_eval helm serve-batches", metavar="DIR", help=_OFFLOAD_HELP
+    )
     plan: str | None = _option(
         RESOURCES, "run bench helm", metavar="FILE", reads=FILE, help="Run as this plan of `batchgen plan -o` says."
     )
@@ -385,32 +402,35 @@ class JobOptions:
         help="Processes that share every layer, each with its part of weights, KV and cores, and of memory budgets.",
     )
     admission: str = _option(
-        RESOURCES, f"{_COMMANDS} lm_eval helm engine", default="auto", choices=("auto", "continuous", "static")
+        RESOURCES,
+        f"{_COMMANDS} lm_eval helm serve-batches engine",
+        default="auto",
+        choices=("auto", "continuous", "static"),
     )
     max_num_seqs: int | None = _option(
         RESOURCES,
-        f"{_COMMANDS} lm_eval helm engine",
+        f"{_COMMANDS} lm_eval helm serve-batches engine",
         type=int,
         metavar="N",
         help="Most samples in flight [default: as planned].",
     )
     num_gpu_batches: int | None = _option(
         RESOURCES,
-        f"{_COMMANDS} lm_eval helm",
+        f"{_COMMANDS} lm_eval helm serve-batches",
         type=int,
         metavar="N",
         help="Micro-batches in a block [default: as planned].",
     )
     max_num_batched_tokens: int | None = _option(
         RESOURCES,
-        f"{_COMMANDS} lm_eval helm engine",
+        f"{_COMMANDS} lm_eval helm serve-batches engine",
         type=int,
         metavar="N",
         help="Most tokens in one sweep; longer prompts are chunked [default: as planned].",
     )
     share_prefixes: bool = _option(
         RESOURCES,
-        f"{_ROWS} lm_eval helm engine",
+        f"{_ROWS} lm_eval helm serve-batches engine",
         "--enable-prefix-caching/--no-enable-prefix-caching",
         default=True,
         type=bool,
@@ -434,7 +454,7 @@ class JobOptions:
     )
     expected_output_len: int | None = _option(
         RESOURCES,
-        f"{_ROWS} lm_eval helm engine",
+        f"{_ROWS} lm_eval helm serve-batches engine",
         type=int,
         metavar="N",
         help="Tokens a sample usually generates, for planning and admission.",
@@ -468,7 +488,7 @@ class JobOptions:
     )
     flush_interval: str | float = _option(
         RUN,
-        "run lm_eval helm",
+        "run lm_eval helm serve-batches",
         default="5s",
         metavar="TIME",
         help="How often finished rows are saved: what a crash can cost.",
@@ -694,6 +714,28 @@ class BenchOptions:
 
 
 @dataclass(frozen=True)
+class ServeOptions:
+    """All options of `batchgen serve-batches`.
+
+    Attributes:
+        job: The options that `batchgen run` has too, under its names.
+        directory: The directory with files and batches, of which the server goes on with those that are unfinished.
+        port: The port of the loopback interface.
+    """
+
+    job: JobOptions
+    directory: str | None = _option(
+        RUN,
+        "serve-batches",
+        metavar="DIR",
+        help="Directory of files, batches and the key [default: the cache directory].",
+    )
+    port: int = _option(
+        RUN, "serve-batches", default=8000, type=int, metavar="N", help="Port on 127.0.0.1; 0: any free one."
+    )
+
+
+@dataclass(frozen=True)
 class ProfileOptions:
     """All options of `batchgen profile`."""
 
@@ -772,7 +814,7 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 SAMPLING_OPTIONS = (
-    _sampling(f"{_ROWS} map", "max_tokens", int, "Most tokens generated per sample.", common=True),
+    _sampling(f"{_ROWS} serve-batches map", "max_tokens", int, "Most tokens generated per sample.", common=True),
     _sampling(f"{_COMMANDS} map", "temperature", float, "0 is greedy.", common=True),
     _sampling(f"{_COMMANDS} map", "top_p", float, "Keep the most likely tokens that together have this probability."),
     _sampling(f"{_COMMANDS} map", "top_k", int, "Keep the k most likely tokens; 0 is off."),
@@ -783,7 +825,7 @@ SAMPLING_OPTIONS = (
     _sampling(f"{_ROWS} map", "logit_bias", _bias, "Added to the logit of a token, may be repeated.", multiple=True,
               metavar="ID=BIAS", python="Mapping[int, float] | Sequence[tuple[int, float]]"),
     _sampling(f"{_COMMANDS} map", "n", int, "Samples per row.", flags=("-n", "--n")),
-    _sampling(f"{_COMMANDS} map helm", "seed", int),
+    _sampling(f"{_COMMANDS} map helm serve-batches", "seed", int),
     _sampling(f"{_ROWS} map", "stop", str, r"Stop string such as \n, may be repeated.", multiple=True, metavar="TEXT",
               typed=True, common=True, python="str | Sequence[str]"),
     _sampling(f"{_ROWS} map", "stop_token_ids", int, "Stop token, may be repeated.", multiple=True, metavar="ID"),
@@ -811,7 +853,7 @@ def declared_in(owner: type) -> tuple[Option, ...]:
 
 OPTIONS = tuple(
     option
-    for owner in (JobOptions, PlanOptions, BenchOptions, ProfileOptions, ConvertOptions)
+    for owner in (JobOptions, PlanOptions, BenchOptions, ServeOptions, ProfileOptions, ConvertOptions)
     for option in (*declared_in(owner), *(SAMPLING_OPTIONS if owner is JobOptions else ()))
 )
 

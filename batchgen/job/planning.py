@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
+from batchgen.core.attention_budget import AttentionBudget
 from batchgen.core.dtypes import INT4
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
@@ -117,6 +118,17 @@ def problem_here(job: Job, estimated: EstimatedWorkload, *, started_s: float) ->
     )
 
 
+def _kv_placements(job: Job) -> tuple[KVPlacement, ...]:
+    """The KV placements that a plan of the job may use."""
+    options = job.options
+    if options.tensor_parallel > 1 or options.pipeline > 1:
+        return KV_PLACEMENTS
+    if job.device.kind == "cuda" and AttentionBudget.of(options.attention_budget) is not None:
+        # Summaries of other pages are in host memory, and a GPU chooses from those in its own.
+        return (KVPlacement.DEVICE, KVPlacement.CPU, KVPlacement.DEFERRED)
+    return tuple(KVPlacement)
+
+
 def problem_of_job(
     job: Job,
     hardware: HardwareProfile,
@@ -155,6 +167,7 @@ def problem_of_job(
         weights=options.weights,
         kv_cache_dtype=options.kv_cache_dtype,
         state_dtype=options.state_dtype,
+        attention_budget=options.attention_budget,
         admission=None if options.admission == "auto" else options.admission,
         gpu_memory=memory["gpu_memory"],
         cpu_memory=memory["cpu_memory"],
@@ -163,7 +176,7 @@ def problem_of_job(
         loading=loading,
         open_weights=job.open_weights,
         open_kv=job.open_kv,
-        kv_placements=tuple(KVPlacement) if options.tensor_parallel == options.pipeline == 1 else KV_PLACEMENTS,
+        kv_placements=_kv_placements(job),
         max_num_seqs=options.max_num_seqs,
         num_gpu_batches=options.num_gpu_batches,
         max_num_batched_tokens=options.max_num_batched_tokens,

@@ -50,6 +50,7 @@ from batchgen.job.report import Origin, make_report, write_report
 from batchgen.job.routing import keep_routing
 from batchgen.job.row_flow import RowFlow
 from batchgen.job.row_sizes import SCAN_ROWS, RowSizes
+from batchgen.job.session import Session
 from batchgen.job.shared import going_on, open_output, requests_left
 from batchgen.job.snapshot import Publisher
 from batchgen.job.sorted_requests import sorts_rows
@@ -103,6 +104,7 @@ class _Job:
         cache: Answers of earlier jobs, `--cache`; None: not asked for.
         row_sizes: Sizes of the input's rows.
         planned: Plan that has chosen the formats; None: they were not open.
+        session: Session whose loaded model the run uses; None: it loads its own, and closes it.
     """
 
     resolved: Job
@@ -120,10 +122,16 @@ class _Job:
     cache: AnswerCache | None = None
     row_sizes: RowSizes = field(default_factory=RowSizes)
     planned: Plan | None = None
+    session: Session | None = None
 
     @property
     def options(self) -> JobOptions:
         return self.resolved.options
+
+    def must_stop(self) -> bool:
+        """Tell whether the job's time is over, or its session wants it to stop."""
+        late = self.deadline_s is not None and time.monotonic() >= self.deadline_s
+        return late or (self.session is not None and self.session.should_stop())
 
     def report(self, state: Run | SharedRun, engine: Engine | None, plan: Plan | None, outcome: str) -> dict[str, Any]:
         """Make the report of the end of the job, and write it where the options say."""
@@ -151,11 +159,12 @@ class _Job:
         return report
 
 
-def run_job(options: JobOptions) -> dict[str, Any]:
+def run_job(options: JobOptions, session: Session | None = None) -> dict[str, Any]:
     """Run a job, or resume it where an earlier run has stopped.
 
     Args:
         options: The job's options.
+        session: Session of several jobs that use one loaded model; None: the job loads the model, and closes it.
 
     Returns:
         The report, which is also written to `options.report`.
@@ -168,10 +177,12 @@ def run_job(options: JobOptions) -> dict[str, Any]:
     started_s = time.monotonic()
     ranks = max(options.tensor_parallel, options.pipeline)
     with naming_files(errors=PermissionError), own_share(ranks) as shares, early_group(ranks, shares) as group:
-        return _run_job(options, started_s, shares, group)
+        return _run_job(options, started_s, shares, group, session)
 
 
-def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], group: Group | None) -> dict[str, Any]:
+def _run_job(
+    options: JobOptions, started_s: float, shares: list[set[int]], group: Group | None, session: Session | None
+) -> dict[str, Any]:
     """Run a job; returns its report.
 
     Args:
@@ -179,6 +190,7 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
         started_s: Start of the command, of time.monotonic.
         shares: Set of CPU cores of each rank.
         group: Group of ranks that a launcher has started; None: there is none.
+        session: Session of several jobs that use one loaded model; None: there is none.
     """
     check_job(options)
     origin = Origin.of(options, started_s)
@@ -227,6 +239,7 @@ def _run_job(options: JobOptions, started_s: float, shares: list[set[int]], grou
             page,
             group,
             versions,
+            session=session,
         )
         if options.dry_run:
             return _dry_run(job, _plan(job, None))
@@ -283,8 +296,8 @@ def _carry_on(job: _Job, state: Run | SharedRun) -> dict[str, Any]:
         for line in (*_headline(job, plan), *_kernel_lines(plan)):
             job.progress.say(line)
         with tracing(job.resolved) as on_step:
-            engine = load_engine(job.resolved, plan, job.tokenizer, job.progress, on_step, job.group)
-            with engine:
+            load = partial(load_engine, job.resolved, plan, job.tokenizer, job.progress, on_step, job.group)
+            with load() if job.session is None else job.session.engine(plan, load) as engine:
                 check_unchanged(job.versions)  # since before the fingerprint was made
                 stopped = _run_rows(job, state, engine, plan)
                 if (path := changed_file(job.versions)) is not None:
@@ -443,7 +456,9 @@ def _plan(job: _Job, state: Run | SharedRun | None) -> Plan:
     """The plan for the rows that are left."""
     if job.planned is not None and not (state and state.has_begun):
         return job.planned
-    return make_plan(job.resolved, lambda: _workload(job, state), started_s=job.origin.started_s)
+    make = partial(make_plan, job.resolved, started_s=job.origin.started_s)
+    estimate = partial(_workload, job, state)
+    return make(estimate) if job.session is None else job.session.plan(estimate, make)
 
 
 def _plan_in(weight_format: str | None, job: _Job, state: Run | SharedRun) -> tuple[_Job, Plan]:
@@ -508,7 +523,7 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
 
     def should_stop() -> bool:
         nonlocal stopped
-        if stopped is None and job.deadline_s is not None and time.monotonic() >= job.deadline_s:
+        if stopped is None and job.must_stop():
             stopped = _DEADLINE
         return stopped is not None
 

@@ -40,6 +40,11 @@ class RunOptions(TypedDict, total=False):
     are rounded after every token. Default: 'float32'.
     """
 
+    attention_budget: str
+    """Tokens that each generated token attends to: a share of those before it such as 10%, or a number of them; the KV
+    blocks that matter most to it are chosen in each layer. Prompts are read whole. all: no choice. Default: 'all'.
+    """
+
     max_model_len: int | None
     """Longest prompt plus output [default: the model's]."""
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
+from batchgen.core.attention_budget import CHOSEN_PAGES, DENSE_LAYERS
 from batchgen.core.errors import InputError
 from batchgen.core.kernel_choice import attention_key, linear_key
 from batchgen.core.typed_json import read_typed
@@ -489,6 +490,24 @@ class ModelConfig:
     def window_layers(self) -> dict[int | None, int]:
         """Number of layers that attend, for each sliding window in positions. Key None: layers without a window."""
         return dict(Counter(self.windows[layer] for layer in self.attention_layers))
+
+    def chooses_pages(self, layer: int) -> bool:
+        """True where decoding tokens attend to chosen pages in layer number `layer`, if a job has an attention budget.
+
+        These are layers without a sliding window, but for the first ones of the model.
+        """
+        if self.has_state(layer) or self.windows[layer] is not None:
+            return False
+        return self.first_layer + self.kv_source(layer) >= DENSE_LAYERS
+
+    def layer_windows(self, *, chooses: bool) -> tuple[int | None, ...]:
+        """For each layer its sliding window, None without one, or CHOSEN_PAGES where it chooses pages.
+
+        Args:
+            chooses: Whether the job has an attention budget.
+        """
+        layers = enumerate(self.windows)
+        return tuple(CHOSEN_PAGES if chooses and self.chooses_pages(j) else window for j, window in layers)
 
     @cached_property
     def expert_layers(self) -> int:

@@ -159,6 +159,36 @@ class SharedItem:
 
 
 @dataclass(frozen=True)
+class PageChoice:
+    """The sequences of a sweep that choose pages, and the pages that become complete in the sweep.
+
+    Attributes:
+        tokens: Packed token of each sequence that chooses, int64 [n].
+        starts: First place of each sequence in `blocks`, and then their length, int64 [n + 1].
+        blocks: All KV blocks of each sequence, one table after the other, int32.
+        summaries: The number of each block's summary, int32.
+        num_pages: Pages that each sequence attends to, fewer than it has, int64 [n].
+        num_keys: Keys in these pages, int64 [n].
+        complete_blocks: KV blocks that are complete after the sweep, and were not before, int64.
+        complete_summaries: The numbers of their summaries, int64.
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    blocks: np.ndarray
+    summaries: np.ndarray
+    num_pages: np.ndarray
+    num_keys: np.ndarray
+    complete_blocks: np.ndarray
+    complete_summaries: np.ndarray
+
+    @property
+    def most_pages(self) -> int:
+        """Pages of the sequence that attends to the most."""
+        return int(self.num_pages.max(initial=1))
+
+
+@dataclass(frozen=True)
 class AttentionPlan:
     """The work items of a sweep's attention, by kind.
 
@@ -166,11 +196,14 @@ class AttentionPlan:
         shared: Shared prefixes.
         decode: Groups of sequences with one token each.
         prefill: Sequences with several tokens.
+        pages: Sequences with one token that attend to chosen pages, and are in no group or item; None: no layer that
+            the plan is for chooses pages.
     """
 
     shared: tuple[SharedItem, ...]
     decode: tuple[DecodeGroup, ...]
     prefill: tuple[PrefillItem, ...]
+    pages: PageChoice | None = None
 
 
 @dataclass(frozen=True)
@@ -259,6 +292,7 @@ def plan_attention(
     kv_block_size: int,
     key_bytes: int | None,
     window: int | None = None,
+    left_out: np.ndarray | None = None,
 ) -> AttentionPlan:
     """The attention plan of sequences that are in packing order (`order_sequences`).
 
@@ -269,8 +303,13 @@ def plan_attention(
         key_bytes: Bytes of one token's keys in one layer; None: a GPU attends, whose items are cut out of decode groups
             of any size (`DecodeGroup.places`).
         window: Sliding window, in tokens; None: all keys.
+        left_out: For each sequence, whether it is left out of the plan, bool [n]; such a sequence has one token and is
+            in no group. None: none is.
     """
     starts, num_keys, decodes = tables.starts, tables.num_keys, tables.num_queries == 1
+    prefills = ~decodes
+    if left_out is not None:
+        decodes = decodes & ~left_out
     skipped = np.zeros(len(tables), np.int64)  # leading blocks that a shared item has, or no token sees
     shared = []
     for group in groups if window is None else ():
@@ -291,7 +330,7 @@ def plan_attention(
     else:
         similar = _decode_ranges(starts[:-1], cut.num_used, decodes, kv_block_size * key_bytes)
         decode = [cut.decode_group(members, window is not None, padded=True) for members in similar]
-    prefill = cut.prefill_items(np.flatnonzero(~decodes), window)
+    prefill = cut.prefill_items(np.flatnonzero(prefills), window)
     return AttentionPlan(tuple(shared), tuple(decode), tuple(prefill))
 
 

@@ -124,7 +124,13 @@ def supports_attention(head_dim: int, group: int) -> bool:
 
 
 def attention_plan(
-    plan: plans.AttentionPlan, kv_heads: int, group: int, kv_block_size: int, row_bytes: int, isa: str = ""
+    plan: plans.AttentionPlan,
+    kv_heads: int,
+    group: int,
+    kv_block_size: int,
+    row_bytes: int,
+    isa: str = "",
+    chosen: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
 ) -> AttentionPlan:
     """The attention plan of a sweep as the work items of the C++ kernels.
 
@@ -135,6 +141,8 @@ def attention_plan(
         kv_block_size: Number of tokens in a KV block.
         row_bytes: Bytes of the key of one token and one KV head, as the KV stores it.
         isa: Instruction set that computes the attention. "": the process's instruction set.
+        chosen: Sequences that attend to chosen pages: their tokens, int64 [n]; the table of their blocks, int32 [n,
+            pages], in which other blocks may be before each call; their keys, int64 [n]. None: there are none.
     """
     items = AttentionPlan(kv_heads, group, kv_block_size, row_bytes)
     items.isa = isa
@@ -145,8 +153,52 @@ def attention_plan(
         items.add_prefill(prefill.start, prefill.stop, blocks, prefill.query_offset, prefill.window or 0)
     for shared in plan.shared:
         items.add_shared(shared.start, shared.stop, shared.blocks.astype(np.int32, copy=False))
+    if chosen is not None:
+        items.add_chosen(*chosen)
     items.finish()
     return items
+
+
+def summarise_pages(kv: Tensor, blocks: Tensor, targets: Tensor, summaries: Tensor, bits: int) -> None:
+    """Write the summaries of complete KV blocks (`chosen_attention.summarise`)."""
+    _, _, kv_heads, kv_block_size, _ = kv.shape
+    assert kv.is_contiguous() and summaries.is_contiguous()
+    shape = _kv_type(kv, bits), kv_block_size, kv_heads, summaries.shape[-1]
+    numbers = blocks.numpy(), targets.numpy()
+    _kernels.summarise_pages(kv.data_ptr(), *shape, *numbers, summaries.data_ptr(), TYPES[summaries.dtype], "")
+
+
+def choose_pages(q: Tensor, summaries: Tensor, choice: plans.PageChoice, table: np.ndarray, isa: str) -> None:
+    """Choose pages by the queries of a layer.
+
+    Args:
+        q: Queries [tokens, heads, head_dim]; the heads of a token are contiguous.
+        summaries: Summaries of the layer's pages, [blocks, kv_heads, 2, head_dim].
+        choice: Sequences that choose.
+        table: Table for the chosen blocks, int32 [n, pages].
+        isa: Instruction set. "": the process's.
+    """
+    if not len(choice.tokens):
+        return
+    _, heads, head_dim = q.shape
+    assert q.stride()[1:] == (head_dim, 1) and summaries.is_contiguous() and table.flags.c_contiguous
+    _kernels.choose_pages(
+        q.data_ptr(),
+        q.stride(0),
+        TYPES[q.dtype],
+        heads,
+        summaries.shape[1],
+        head_dim,
+        summaries.data_ptr(),
+        TYPES[summaries.dtype],
+        choice.tokens,
+        choice.summaries,
+        choice.blocks,
+        choice.starts,
+        choice.num_pages,
+        table,
+        isa,
+    )
 
 
 def _kv_type(kv: Tensor, bits: int) -> int:

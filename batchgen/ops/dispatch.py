@@ -552,6 +552,7 @@ def prepare_attention(
     operands: AttentionOperands,
     device: torch.device = CPU,
     isa: str = "",
+    chosen: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
 ) -> PreparedAttention:
     """Turn the attention plan of a sweep into the form that `paged_attention` takes, once for all layers.
 
@@ -560,18 +561,27 @@ def prepare_attention(
         operands: Shapes and dtypes of queries and KV.
         device: Device that has queries and KV.
         isa: Instruction set that computes attention on the CPU. "": the process's instruction set.
+        chosen: Sequences that attend to chosen pages, as `cpp.attention_plan` takes them, where `has_cpu_attention` is
+            true; None: there are none.
 
     Returns:
         A plan for the kernels of this device and these shapes, or for torch.
     """
-    if device.type == "cpu" and kernels.supports_attention(operands.head_dim, operands.group):
+    if has_cpu_attention(operands, device):
         row_bytes = operands.kv_format.row_bytes(operands.head_dim)
-        return kernels.attention_plan(plan, operands.kv_heads, operands.group, operands.kv_block_size, row_bytes, isa)
+        shape = operands.kv_heads, operands.group, operands.kv_block_size, row_bytes
+        return kernels.attention_plan(plan, *shape, isa, chosen)
+    assert chosen is None
     triton_kernels = None if device.type == "cpu" else device_kernels(device)
     compute: ModuleType = torch_attention
     if triton_kernels and triton_kernels.supports_attention(operands, device):
         compute = triton_kernels
     return compute.prepare_attention(plan, operands, device)
+
+
+def has_cpu_attention(operands: AttentionOperands, device: torch.device) -> bool:
+    """Tell whether the C++ kernels attend on a device to operands of these shapes."""
+    return device.type == "cpu" and kernels.supports_attention(operands.head_dim, operands.group)
 
 
 def cut_attention(

@@ -118,7 +118,7 @@ class BatchLoad:
 
     def attended_by(self, kind: AttentionKind | None) -> dict[KVPlacement, Attended]:
         """Attention of the sequences of each placement in a layer of a kind; None: in a state layer."""
-        return self.attended if kind is None or kind.windows[0][0] is None else self.windowed
+        return self.attended if kind is None or not kind.windows[0][0] else self.windowed
 
     def contexts_of(self, placement: KVPlacement) -> tuple[int, ...]:
         """Keys that each sequence with a single new token and this placement sees."""

@@ -171,7 +171,7 @@ def _shared_tokens(s: CostInputs, phase: Phase) -> float:
 
 def _keys(s: CostInputs, phase: Phase, kind: AttentionKind) -> float:
     """Keys that each decoding sequence attends to by itself, averaged over the layers of a kind."""
-    return kind.seen(phase.context) - _shared_tokens(s, phase)
+    return max(0.0, kind.read(phase.context) - _shared_tokens(s, phase))
 
 
 def decode_kv_bytes(s: CostInputs, phase: Phase) -> float:

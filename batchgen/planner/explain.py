@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from batchgen.core.attention_budget import ALL
 from batchgen.core.dtypes import BLOCK_FORMATS, matmul_key
 from batchgen.core.hardware import known
 from batchgen.core.kernel_choice import KernelChoice
@@ -92,6 +93,7 @@ def make_plan(
         captured_tokens=s.captured_tokens,
         balance_tokens=s.balance.tokens if s.balance and counts.kv_seqs.get("cpu") else None,
         state_dtype=s.state_dtype,
+        attention_budget=s.attention_budget,
     )
     return Plan(
         model=problem.model_name,
@@ -319,7 +321,9 @@ def explain(plan: Plan, explained: Explanation | None = None) -> list[str]:
 
 def _formats(plan: Plan) -> str:
     states = f", states {plan.policy.state_dtype}" if plan.states else ""
-    return f"weights {plan.policy.weight_format}, KV {plan.policy.kv_format}{states}"
+    budget = plan.policy.attention_budget
+    attended = "" if budget == ALL else f", attention budget {budget}"
+    return f"weights {plan.policy.weight_format}, KV {plan.policy.kv_format}{states}{attended}"
 
 
 def _block(policy: Policy) -> str:

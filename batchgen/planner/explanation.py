@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from batchgen.core.attention_budget import AttentionBudget
 from batchgen.core.errors import InputError
 from batchgen.core.plan import STAGES, Plan, PlannedStates, Prediction, Stage, first_batch_cpu_share
 from batchgen.core.units import format_bytes, format_seconds
@@ -176,6 +178,7 @@ def explanation_of(
             *([plan.weights_reason] if plan.weights_reason else []),
             *_weight_sentences(plan),
             *_kv_sentences(plan),
+            *_budget_sentences(plan),
             *_state_sentences(plan),
             *_batch_sentences(plan),
             *_activation_sentences(plan),
@@ -231,6 +234,21 @@ def _kv_sentences(plan: Plan) -> list[str]:
         f"1 sequence {text.replace('keep their', 'keeps its')}." if n == 1 else f"{n:,} sequences {text}."
         for n, text in described
     ]
+
+
+def _budget_sentences(plan: Plan) -> list[str]:
+    """A sentence on the attention budget: the KV blocks that the last token of a mean row attends to."""
+    policy, workload = plan.policy, plan.workload
+    budget = AttentionBudget.of(policy.attention_budget)
+    if budget is None or workload.task != "generate":
+        return []
+    pages = math.ceil((workload.prompt_len.mean + workload.output_len.mean) / policy.kv_block_size)
+    chosen = budget.pages(pages, policy.kv_block_size)
+    if chosen == pages:
+        return ["Rows are so short that each token attends to all tokens before it, whatever the attention budget."]
+    passing = [name for name in ("streamed", "disk") if policy.kv_seqs.get(name)]
+    copied = ", though all of it comes there" if passing else ""
+    return [f"The last token of a mean row attends to {chosen:,} of its {pages:,} KV blocks in most layers{copied}."]
 
 
 def _with_states(text: str) -> str:

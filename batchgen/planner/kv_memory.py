@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from batchgen.core.attention_budget import AttentionBudget
 from batchgen.core.direct_io import aligned
 from batchgen.core.dtypes import KVFormat
 from batchgen.core.errors import InputError
@@ -59,6 +60,19 @@ def kv_block_bytes(config: ModelConfig, kv_block_size: int, kv_format: str) -> t
     return tuple(sizes)
 
 
+@lru_cache(maxsize=64)
+def summary_bytes(config: ModelConfig, kv_format: str) -> int:
+    """Bytes of the summaries of one KV block in all layers that choose pages."""
+    layers = [j for j in config.kv_layers if config.chooses_pages(j)]
+    shapes = map(config.attention_of, layers)
+    return sum(shape.num_kv_heads * KVFormat.of(kv_format).summary_bytes(shape.head_dim) for shape in shapes)
+
+
+def _summary_bytes(config: ModelConfig, policy: Policy) -> int:
+    """Bytes of the summaries of one KV block under a policy: none where all tokens attend to all before them."""
+    return 0 if AttentionBudget.of(policy.attention_budget) is None else summary_bytes(config, policy.kv_format)
+
+
 def window_bytes(config: ModelConfig, sizes: Sequence[int]) -> int:
     """Bytes, of those that each layer has, which are in layers with a sliding window."""
     return sum(size for size, window in zip(sizes, config.windows, strict=True) if window is not None)
@@ -104,7 +118,8 @@ def kv_pools(
     least = -(-demand.min_tokens // kv_block_size)
     capacity = {tier: budgets[tier] - sum(fixed.values()) for tier, fixed in parts.items()}
     blocks, of_windows, taken, short = {}, {}, dict.fromkeys(parts, 0), {}
-    for pool, count in seqs.items():
+    # Summaries of blocks on disk are in host memory, of which the pool there gets the rest.
+    for pool, count in sorted(seqs.items(), key=lambda item: item[0] != "disk"):
         # More than every sequence at full length is never used; the demand may know better, but any row must fit.
         useful = count * -(-policy.max_model_len // kv_block_size)
         if demand.most_kv_tokens is not None:
@@ -125,6 +140,7 @@ def kv_pools(
         blocks[pool] = max(0, min([useful, *(capacity[tier] // size for tier, size in sizes.items() if size)]))
         for tier, size in sizes.items():
             taken[tier] += blocks[pool] * size
+        capacity["cpu"] -= blocks[pool] * (pool == "disk") * sizes.get("cpu", 0)
     for tier, size in capacity.items():
         if size < 0:
             short.setdefault(tier, -size)
@@ -143,7 +159,10 @@ def _may_expand(policy: Policy, budgets: Mapping[str, int]) -> bool:
     """Tell whether the number of layers whose KV streams may be changed while a job runs.
 
     Sequences on disk pass through the staging buffers too, and the CPU may be at the KV of deferred ones at any time.
+    Summaries of pages stay where they are, so blocks under an attention budget keep their numbers.
     """
+    if AttentionBudget.of(policy.attention_budget) is not None:
+        return False
     others = (KVPlacement.DISK, KVPlacement.DEFERRED)
     streams = policy.kv_seqs.get(KVPlacement.STREAMED, 0) and not any(map(policy.kv_seqs.get, others))
     return bool(policy.kv_layers or (streams and "gpu" in budgets and policy.admission == "continuous"))
@@ -206,7 +225,7 @@ class _Split:
         windowed, of_window = window_bytes(config, sizes), window_blocks(window, policy.kv_block_size)
         chunks = -(-policy.max_num_batched_tokens * count // policy.max_num_seqs)
         most = count * of_window + chunk_blocks(chunks, policy.kv_block_size)
-        return cls(sum(sizes) - windowed, windowed, of_window, most)
+        return cls(sum(sizes) - windowed + _summary_bytes(config, policy), windowed, of_window, most)
 
     def least(self, blocks: int) -> int:
         """Window blocks of a row with so many blocks, chunk by chunk."""
@@ -230,13 +249,16 @@ class _Split:
 
 
 def _pool_block_bytes(config: ModelConfig, policy: Policy, pool: str) -> dict[str, int]:
-    """Bytes of a block of all layers, by tier."""
+    """Bytes of a block of all layers and of its summaries, by tier."""
+    summaries = _summary_bytes(config, policy)
     sizes = kv_block_bytes(config, policy.kv_block_size, policy.kv_format)
     if pool == "cpu" and policy.kv_layers:
         on_device = kv_on_device(config.num_layers, policy.kv_layers)
         gpu = sum(size for size, stays in zip(sizes, on_device, strict=True) if stays)
-        return {"gpu": gpu, "cpu": sum(sizes) - gpu}
-    return {pool: sum(map(aligned, sizes) if pool == "disk" else sizes)}
+        return {"gpu": gpu, "cpu": sum(sizes) - gpu + summaries}
+    if pool == "disk" and summaries:  # which are in host memory
+        return {"disk": sum(map(aligned, sizes)), "cpu": summaries}
+    return {pool: sum(map(aligned, sizes)) if pool == "disk" else sum(sizes) + summaries}
 
 
 def _too_small(

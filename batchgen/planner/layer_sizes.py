@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from batchgen.core.attention_budget import ALL, CHOSEN_PAGES, AttentionBudget
 from batchgen.core.direct_io import ALIGNMENT, aligned
 from batchgen.core.dtypes import FORMAT_BYTES, KVFormat
 from batchgen.models.config import AttentionShape, ModelConfig
-from batchgen.planner.kv_memory import kv_block_bytes, window_bytes
+from batchgen.planner.kv_memory import kv_block_bytes, summary_bytes, window_bytes
+
+
+class PageReads(NamedTuple):
+    """The KV that a decoding token reads in a layer that chooses pages.
+
+    Attributes:
+        budget: Pages that it attends to.
+        kv_block_size: Tokens of a page.
+        summary_frac: Bytes of a page's summary for each byte of its KV.
+    """
+
+    budget: AttentionBudget
+    kv_block_size: int
+    summary_frac: float
+
+    def keys(self, context: float) -> float:
+        """Tokens whose KV takes as many bytes as all that is read in a context."""
+        pages = math.ceil(context / self.kv_block_size)
+        chosen = self.budget.pages(pages, self.kv_block_size)
+        return context if chosen >= pages else chosen * self.kv_block_size + context * self.summary_frac
 
 
 class AttentionKind(NamedTuple):
@@ -19,13 +41,16 @@ class AttentionKind(NamedTuple):
 
     Attributes:
         shape: Heads of their attention.
-        windows: Sliding windows, each with the number of these layers that have it; None: layers without one.
+        windows: Sliding windows, each with the number of these layers that have it; None: layers without one;
+            CHOSEN_PAGES: layers that choose pages.
         kv_token_bytes: Stored bytes of the keys and values of one token in one of them.
+        pages: KV that a decoding token reads in layers that choose pages; None: there are none.
     """
 
     shape: AttentionShape
     windows: tuple[tuple[int | None, int], ...]
     kv_token_bytes: float
+    pages: PageReads | None = None
 
     @property
     def layers(self) -> int:
@@ -34,14 +59,23 @@ class AttentionKind(NamedTuple):
 
     def seen(self, context: float) -> float:
         """Tokens attended to in a context, averaged over the layers."""
-        seen: float = sum(count * (context if w is None else min(w, context)) for w, count in self.windows)
+        seen: float = sum(count * (min(w, context) if w else context) for w, count in self.windows)
         return seen / self.layers
+
+    def read(self, context: float) -> float:
+        """Tokens whose KV a decoding token reads in a context, averaged over the layers; summaries count as tokens."""
+        if self.pages is None:
+            return self.seen(context)
+        chosen = sum(count for w, count in self.windows if w == CHOSEN_PAGES) / self.layers
+        return self.seen(context) - chosen * (context - self.pages.keys(context))
 
 
 @lru_cache(maxsize=64)
-def sizes_of_layers(model: ModelConfig, compute_format: str, kv_format: str, kv_block_size: int) -> LayerSizes:
+def sizes_of_layers(
+    model: ModelConfig, compute_format: str, kv_format: str, kv_block_size: int, attention_budget: str = ALL
+) -> LayerSizes:
     """The sizes of a model's layers, which many inputs of the cost model have in common."""
-    return LayerSizes(model, compute_format, kv_format, kv_block_size)
+    return LayerSizes(model, compute_format, kv_format, kv_block_size, attention_budget)
 
 
 @dataclass(frozen=True)
@@ -52,12 +86,35 @@ class LayerSizes:
         model: Configuration of the model.
         compute_format, kv_format: Dtypes of computation and of stored KV.
         kv_block_size: Tokens of a KV block.
+        attention_budget: Tokens that a decoding token attends to, as `--attention-budget` states them.
     """
 
     model: ModelConfig
     compute_format: str
     kv_format: str
     kv_block_size: int
+    attention_budget: str = ALL
+
+    @cached_property
+    def budget(self) -> AttentionBudget | None:
+        """The attention budget; None: all tokens are attended to."""
+        return AttentionBudget.of(self.attention_budget)
+
+    @cached_property
+    def summary_block(self) -> int:
+        """Bytes of the summaries of a KV block in all layers; 0 where all tokens are attended to."""
+        return 0 if self.budget is None else summary_bytes(self.model, self.kv_format)
+
+    @cached_property
+    def _windows(self) -> tuple[int | None, ...]:
+        return self.model.layer_windows(chooses=self.budget is not None)
+
+    def _pages(self, shape: AttentionShape) -> PageReads | None:
+        if self.budget is None:
+            return None
+        stored = KVFormat.of(self.kv_format)
+        page = 2 * self.kv_block_size * stored.row_bytes(shape.head_dim)
+        return PageReads(self.budget, self.kv_block_size, stored.summary_bytes(shape.head_dim) / page)
 
     @cached_property
     def blocks(self) -> tuple[int, ...]:
@@ -111,13 +168,16 @@ class LayerSizes:
         """The layers that attend, by the shape of their attention."""
         windows: dict[AttentionShape, Counter[int | None]] = {}
         for layer in self.model.attention_layers:
-            windows.setdefault(self.model.attention_of(layer), Counter())[self.model.windows[layer]] += 1
-        return tuple(AttentionKind(shape, tuple(n.items()), self._token_bytes(shape)) for shape, n in windows.items())
+            windows.setdefault(self.model.attention_of(layer), Counter())[self._windows[layer]] += 1
+        return tuple(
+            AttentionKind(shape, tuple(n.items()), self._token_bytes(shape), self._pages(shape))
+            for shape, n in windows.items()
+        )
 
     def attention_kind(self, layer: int) -> AttentionKind:
         """Layer number `layer`, which attends, as a kind of its own."""
         shape = self.model.attention_of(layer)
-        return AttentionKind(shape, ((self.model.windows[layer], 1),), self._token_bytes(shape))
+        return AttentionKind(shape, ((self._windows[layer], 1),), self._token_bytes(shape), self._pages(shape))
 
     def _token_bytes(self, shape: AttentionShape) -> int:
         return 2 * shape.num_kv_heads * KVFormat.of(self.kv_format).row_bytes(shape.head_dim)

@@ -193,7 +193,9 @@ def kv_bytes(s: CostInputs, at: Placement) -> dict[str, Linear]:
     deferred = s.deferred_seqs * (s.seq_kv_bytes + s.chunk_kv_bytes / s.max_num_seqs)
     return {
         "gpu": at.kv_gpu * (all_seqs + chunks) + (shared if s.on_gpu else 0.0),
-        "cpu": (at.kv_cpu + at.kv_streamed) * (all_seqs + chunks) + deferred + shared,
+        "cpu": (at.kv_cpu + at.kv_streamed) * (all_seqs + chunks)
+        + (deferred + shared)
+        + at.kv_disk * (s.swept_seqs * s.disk_seq_summary_bytes),
         "disk": at.kv_disk * (s.swept_seqs * s.disk_seq_kv_bytes),
     }
 
@@ -320,6 +322,7 @@ def plan_memory(
         policy.kv_format,
         policy.kv_block_size,
         state_dtype=policy.state_dtype,
+        attention_budget=policy.attention_budget,
     )
     held = _held_by_policy(sizes, policy, demand, on_gpu="gpu" in budgets, process_bytes=process_bytes)
     parts: dict[str, dict[str, int]] = {tier: {} for tier in TIERS if tier in budgets}

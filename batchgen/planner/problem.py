@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from batchgen.core.attention_budget import ALL
 from batchgen.core.dtypes import INT4, INT8, NATIVE, weight_format_of
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import ComputeRates, HardwareProfile
@@ -185,8 +186,9 @@ class CostInputs(Sizes):
         return min(blocks, window_blocks(self.window, self.kv_block_size)) if self.window else blocks
 
     def kv_bytes_of(self, blocks: int) -> int:
-        """Bytes of KV of a sequence with so many blocks, in all layers."""
-        return self._kept_block_bytes * blocks + self._windowed_block_bytes * self.held_blocks(blocks)
+        """Bytes of KV of a sequence with so many blocks, in all layers, and of the summaries of its pages."""
+        kept_bytes = self._kept_block_bytes + self.layers.summary_block
+        return kept_bytes * blocks + self._windowed_block_bytes * self.held_blocks(blocks)
 
     def read_kv_bytes(self, tokens: float, windowed: float) -> float:
         """Bytes of KV of so many tokens, in all layers that attend: where layers reuse KV it comes to each of them.
@@ -208,7 +210,8 @@ class CostInputs(Sizes):
         """Bytes of KV of the prefix that sequences share."""
         shared = self.workload.shared_prefix_len
         in_window = min(shared, self.held_blocks(self.kv_blocks(shared)) * self.kv_block_size)
-        return (self._kept_block_bytes * shared + self._windowed_block_bytes * in_window) / self.kv_block_size
+        kept_bytes = self._kept_block_bytes + self.layers.summary_block
+        return (kept_bytes * shared + self._windowed_block_bytes * in_window) / self.kv_block_size
 
     @property
     def chunk_kv_bytes(self) -> int:
@@ -220,6 +223,11 @@ class CostInputs(Sizes):
     def disk_seq_kv_bytes(self) -> float:
         """Bytes of KV reserved for one sequence on disk."""
         return self.disk_seq_blocks * self.layers.mean_disk_block * self.model.num_layers
+
+    @property
+    def disk_seq_summary_bytes(self) -> float:
+        """Bytes of host memory for the summaries of one sequence's pages on disk."""
+        return self.disk_seq_blocks * self.layers.summary_block
 
     @cached_property
     def longest_blocks(self) -> int:
@@ -257,6 +265,7 @@ class Problem:
         open_weights: Formats that `--quality` could allow weights to have.
         open_kv: Formats that `--quality` could allow KV to have.
         state_dtype: Format of the matrices of state layers.
+        attention_budget: Tokens that a decoding token attends to, as `--attention-budget` states them.
         admissions: Kinds of admission that the plan may have.
         make_inputs: Makes the inputs of the cost model: `CostInputs`, or a subclass for another runtime than this one.
         allowed: Tiers and KV placements that the plan may use.
@@ -302,6 +311,7 @@ class Problem:
     process_bytes: int = 0
     longest_tokens: int | None = None
     state_dtype: str = "float32"
+    attention_budget: str = ALL
     sharing: int = 1
     offers_int4: bool = True
     model_name: str = ""

@@ -50,6 +50,7 @@ def search_space(problem: Problem) -> Iterator[tuple[CostInputs, tuple[Phase, ..
                     process_bytes=problem.process_bytes,
                     longest_tokens=problem.longest_tokens,
                     state_dtype=problem.state_dtype,
+                    attention_budget=problem.attention_budget,
                     share_prefixes=problem.share_prefixes,
                     loading=problem.loading.get(weight_format, Loading()),
                 )

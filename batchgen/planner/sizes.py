@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Protocol
 
+from batchgen.core.attention_budget import ALL
 from batchgen.core.direct_io import aligned
 from batchgen.core.dtypes import FORMAT_BYTES, INT8, MIXED, weight_format_of
 from batchgen.models.config import ModelConfig
@@ -45,6 +46,7 @@ class Sizes:
         compute_format, weight_format, kv_format: dtypes of computation, of stored weights and of stored KV.
         kv_block_size: tokens of a KV block.
         state_dtype: format of the matrices of state layers.
+        attention_budget: tokens that a decoding token attends to, as `--attention-budget` states them.
     """
 
     model: ModelConfig
@@ -53,6 +55,7 @@ class Sizes:
     kv_format: str
     kv_block_size: int
     state_dtype: str = field(default="float32", kw_only=True)
+    attention_budget: str = field(default=ALL, kw_only=True)
 
     @property
     def element_bytes(self) -> float:
@@ -149,7 +152,8 @@ class Sizes:
     @cached_property
     def layers(self) -> LayerSizes:
         """Bytes of KV and of what attention takes and gives, by layer."""
-        return sizes_of_layers(self.model, self.compute_format, self.kv_format, self.kv_block_size)
+        formats = self.compute_format, self.kv_format
+        return sizes_of_layers(self.model, *formats, self.kv_block_size, self.attention_budget)
 
     @cached_property
     def kv_token_bytes(self) -> float:

@@ -169,6 +169,7 @@ class StepCosts:
             max_num_batched_tokens=policy.max_num_batched_tokens,
             kv_block_size=policy.kv_block_size,
             state_dtype=policy.state_dtype,
+            attention_budget=policy.attention_budget,
             packed_tokens=policy.packed_tokens,
             captured_tokens=policy.captured_tokens,
             budgets=plan.budgets,
@@ -247,9 +248,9 @@ class StepCosts:
         """Seconds of attention in one layer of a kind, for sequences of one placement; None: in a state layer."""
         if kind is None:
             return self._states_s(attended, device)
-        s, total_s, window, number = self.inputs, 0.0, kind.windows[0][0], self.kinds.index(kind)
+        s, total_s, number = self.inputs, 0.0, self.kinds.index(kind)
         if attended.contexts:
-            keys = attended.contexts if window is None else [min(window, n) for n in attended.contexts]
+            keys = attended.contexts if kind.windows[0][0] is None else [kind.read(n) for n in attended.contexts]
             total_s += decode_attention_s(s, kind, len(keys), sum(keys) / len(keys), device)
         for new, before in attended.chunks:
             key = (new, before, number)

@@ -13,6 +13,7 @@ from torch import Tensor
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.ops import dispatch as ops
 from batchgen.ops.attention_plan import AttentionPlan
+from batchgen.ops.chosen_attention import PreparedPlan, prepare_attention
 from batchgen.ops.dispatch import CPU
 from batchgen.ops.host_copy import upload
 from batchgen.runtime.batch_state import A, BatchPart, BatchState, Plans, for_each
@@ -95,9 +96,9 @@ def _prepare_deferred(context: StepContext, packed: PackedBatch, segment: Segmen
 def _prepared_plans(context: StepContext, segment: Segment, device: torch.device) -> Plans:
     """Attention plans of a segment by sliding window, on the device that attends."""
 
-    def prepared(plan: AttentionPlan, window: int | None) -> ops.PreparedAttention:
-        isa = context.options.attention_isa.get(context.config.attention_within(window), "")
-        return ops.prepare_attention(plan, context.attention_operands(window), device=device, isa=isa)
+    def prepared(plan: AttentionPlan, window: int | None) -> PreparedPlan:
+        isa = context.options.attention_isa.get(context.config.attention_within(window or None), "")
+        return prepare_attention(plan, context.attention_operands(window), device=device, isa=isa)
 
     return {window: prepared(plan, window) for window, plan in _of_layers(context, segment.plans).items()}
 
@@ -121,4 +122,4 @@ def _rows_on_host(context: StepContext, segment: Segment) -> dict[int | None, tu
 
 def _of_layers(context: StepContext, by_window: Mapping[int | None, A]) -> dict[int | None, A]:
     """The values of windows that layers here have; another stage of a pipeline may have others."""
-    return {window: value for window, value in by_window.items() if window in context.config.window_layers}
+    return {window: value for window, value in by_window.items() if window in context.windows}

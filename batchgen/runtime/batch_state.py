@@ -11,7 +11,7 @@ from torch import Tensor
 
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.models.experts import Routes
-from batchgen.ops import dispatch as ops
+from batchgen.ops.chosen_attention import PreparedPlan
 from batchgen.ops.state_slots import StateSlots
 from batchgen.runtime.deferred import DeferredBatchState
 from batchgen.runtime.graphs import StaticBuffers
@@ -19,7 +19,7 @@ from batchgen.runtime.memory.kv_cache import Moves
 from batchgen.runtime.memory.state_cache import StateMoves
 from batchgen.schedule.packed_batch import PackedBatch
 
-Plans = Mapping[int | None, ops.PreparedAttention]  # by sliding window
+Plans = Mapping[int | None, PreparedPlan]  # by sliding window
 A = TypeVar("A")
 B = TypeVar("B")
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from batchgen.models.config import AttentionShape
-from batchgen.ops import dispatch as ops
+from batchgen.ops.chosen_attention import PreparedPlan
 from batchgen.ops.state_slots import StateSlots
 from batchgen.runtime.memory.transfers import Link
 from batchgen.schedule.sequence import LogitsRow
@@ -43,7 +43,7 @@ class DeferredBatchState:
     slots: Tensor
     slots_on_device: Tensor
     kv_rows: Mapping[int | None, tuple[Tensor, Tensor]]
-    plans: Mapping[int | None, ops.PreparedAttention]
+    plans: Mapping[int | None, PreparedPlan]
     states: StateSlots | None = None
     hidden: Tensor | None = None
     sending: tuple[Tensor, ...] | None = None
@@ -81,21 +81,17 @@ class DeferredBatchState:
                 to_host.scatter(flat, rows, new.view(-1, pool.shape[-1]))
         to_host.scatter(queries, self.slots_on_device, q)
 
-    def attend(
-        self, pool: Tensor, window: int | None, tables: tuple[Tensor, Tensor], shape: AttentionShape, **softmax
-    ) -> None:
+    def attend(self, tables: tuple[Tensor, Tensor], shape: AttentionShape, attend: Callable[[Tensor], Tensor]) -> None:
         """Attend on the CPU, from one table to the other.
 
         Args:
-            pool: Host's pool of the layer.
-            window: Sliding window of the layer; None: full attention.
             tables: Tables of queries and of results, [slots, width].
             shape: Shape of the layer's attention.
-            **softmax: Options of `ops.paged_attention`.
+            attend: Function from queries [rows, heads, head_dim] to the results of attention, [rows, heads * head_dim].
         """
         queries, attended = tables
         q = queries[self.slots, : shape.q_size].view(len(self.slots), shape.num_heads, -1)
-        attended[self.slots, : shape.q_size] = ops.paged_attention(q, pool, self.plans[window], **softmax)
+        attended[self.slots, : shape.q_size] = attend(q)
 
     def update(self, tables: tuple[Tensor, Tensor], widths: tuple[int, int], mix: Callable[[Tensor], Tensor]) -> None:
         """Update states on the CPU, from one table to the other.

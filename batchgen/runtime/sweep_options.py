@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from batchgen.core.attention_budget import ALL
 from batchgen.core.kernel_choice import KernelChoice
 from batchgen.models.config import AttentionShape, ModelConfig
 from batchgen.models.layers import Reduce
@@ -35,6 +36,7 @@ class SweepOptions:
 
     Attributes:
         max_positions: most tokens of a sequence.
+        attention_budget: tokens that a decoding token attends to (`core.attention_budget`).
         batches_on_host: micro-batches, the last ones of a sweep, whose activations wait in host memory between layers.
         batch_tokens: most tokens of a micro-batch.
         delegated_seqs: most sequences of a micro-batch that the CPU attends to; 0: it attends to none.
@@ -54,6 +56,7 @@ class SweepOptions:
     """
 
     max_positions: int
+    attention_budget: str = ALL
     batches_on_host: int = 0
     batch_tokens: int = 0
     delegated_seqs: int = 0

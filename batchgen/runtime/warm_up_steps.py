@@ -23,7 +23,7 @@ def layers_that_differ(context: StepContext) -> list[int]:
     kinds: dict[tuple[Any, ...], int] = {}
     config, on_device = context.config, context.kv_cache.on_device or (False,) * context.config.num_layers
     for layer, tiers in enumerate(context.weights.residency.layers):
-        kind = config.windows[layer], config.kind_of(layer), on_device[layer]
+        kind = context.windows[layer], config.kind_of(layer), on_device[layer]
         kinds.setdefault((*kind, *sorted(tiers.items())), layer)
     layers = {*kinds.values(), config.num_layers - 1}
     return sorted(layers | set(map(config.kv_source, layers)))

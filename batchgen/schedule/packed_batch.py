@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from batchgen.core.attention_budget import ALL, CHOSEN_PAGES, AttentionBudget
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.ops.attention_items import numbers_within
 from batchgen.ops.attention_plan import (
@@ -23,6 +24,7 @@ from batchgen.ops.attention_plan import (
     order_sequences,
     plan_attention,
 )
+from batchgen.ops.page_choice import PageTables, plan_chosen
 from batchgen.schedule.micro_batches import by_placement
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
 from batchgen.schedule.sequence import PENDING, LogitsRow, Sequence, after_drafts, in_flight, logits_rows
@@ -118,6 +120,8 @@ def pack(
     compute_tier: str = "cpu",
     in_place: bool = False,
     on_card: bool = False,
+    attention_budget: str = ALL,
+    host_blocks: int = 0,
 ) -> PackedBatch:
     """Pack one micro-batch.
 
@@ -125,11 +129,14 @@ def pack(
         batch: Its scheduled sequences.
         kv_block_size: Tokens of a KV block.
         key_bytes: Bytes of one token's K in one layer.
-        windows: Sliding windows of the model's layers; None: full attention.
+        windows: Sliding windows of the model's layers; None: full attention; CHOSEN_PAGES: layers that choose pages.
         compute_tier: Tier that is the compute device's own memory.
         in_place: Whether in some layers KV of staged sequences lies on the compute device.
         on_card: Whether the compute device is a GPU, with attention plans of its own.
+        attention_budget: Tokens that a decoding token attends to in layers that choose pages.
+        host_blocks: Blocks of the host's pool, whose summaries come before those of blocks on disk.
     """
+    budget = AttentionBudget.of(attention_budget) if CHOSEN_PAGES in windows else None
     of_placement = by_placement(batch, compute_tier)
     passing = of_placement.get(KVPlacement.STREAMED, [])
     staged, (staged_states, state_staging) = stage(passing, windows, kv_block_size), stage_states(passing)
@@ -149,6 +156,8 @@ def pack(
         states = rows_in_staging(members, staged_states) if is_staged else rows_in_pool(members)
         attended_on_card = on_card and placement in (KVPlacement.DEVICE, KVPlacement.STREAMED)
         plans_of = partial(plans_on, key_bytes=None if attended_on_card else key_bytes)
+        if budget is not None:
+            plans_of = partial(plans_of, pages=_page_tables(members, tables, budget, host_blocks))
         segments.append(Segment(placement, start, rows.count, slots, plans_of(by_window, groups), states))
         if in_place and is_staged:
             by_window = _by_window(members, _tables(members, False, None), windows, None)
@@ -223,9 +232,12 @@ def _by_window(
     windows: frozenset[int | None],
     staging_tables: Tables | None,
 ) -> ByWindow:
-    """The tables of sequences in the layers of each sliding window. tables: those in layers without one."""
+    """The tables of sequences in the layers of each sliding window. tables: those in layers without one.
+
+    Layers that choose pages have no window.
+    """
     windowed = _tables(members, True, staging_tables) if has_window_tables(members) else tables
-    return {window: tables if window is None else windowed for window in windows}
+    return {window: windowed if window else tables for window in windows}
 
 
 def _slots(by_window: ByWindow, kv_block_size: int) -> dict[int | None, np.ndarray]:
@@ -235,12 +247,40 @@ def _slots(by_window: ByWindow, kv_block_size: int) -> dict[int | None, np.ndarr
 
 
 def _plans(
-    by_window: ByWindow, groups: List[SharedGroup], *, kv_block_size: int, key_bytes: int | None
+    by_window: ByWindow,
+    groups: List[SharedGroup],
+    *,
+    kv_block_size: int,
+    key_bytes: int | None,
+    pages: PageTables | None = None,
 ) -> dict[int | None, AttentionPlan]:
+    dense = partial(plan_attention, kv_block_size=kv_block_size, key_bytes=key_bytes)
+    chosen = partial(plan_chosen, kv_block_size=kv_block_size, key_bytes=key_bytes)
     return {
-        window: plan_attention(tables, groups, kv_block_size=kv_block_size, key_bytes=key_bytes, window=window)
+        window: dense(tables, groups, window=window)
+        if pages is None or window != CHOSEN_PAGES
+        else chosen(tables, pages, groups)
         for window, tables in by_window.items()
     }
+
+
+def _page_tables(
+    members: List[ScheduledSequence], tables: SweepTables, budget: AttentionBudget, host_blocks: int
+) -> PageTables:
+    """The sequences as the choice of pages sees them: summaries are numbered as the blocks of pools are.
+
+    Args:
+        members: Sequences in packing order.
+        tables: Their tables in layers without a sliding window, perhaps in a staging buffer.
+        budget: Pages that a token attends to.
+        host_blocks: Blocks of the host's pool, whose summaries come before those of blocks on disk.
+    """
+    decodes = np.array([sequence.num_computed >= sequence.num_prompt for sequence, _ in members])
+    numbers = [np.zeros(0, np.int32)]
+    for (sequence, _), count in zip(members, tables.num_blocks.tolist(), strict=True):
+        first = host_blocks if sequence.kv_placement is KVPlacement.DISK else 0
+        numbers.append(np.frombuffer(sequence.block_table, np.int32)[:count] + np.int32(first))
+    return PageTables(budget, decodes, np.concatenate(numbers))
 
 
 def empty_batch() -> PackedBatch:

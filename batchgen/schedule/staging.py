@@ -78,7 +78,8 @@ def stage(members: List[ScheduledSequence], windows: frozenset[int | None], kv_b
     tables[False], stagings[False] = _stage_layers(members, kv_block_size, windowed=False)
     if has_window_tables(members):
         tables[True], stagings[True] = _stage_layers(members, kv_block_size, windowed=True)
-    return Staged(tables, {w: stagings.get(w is not None, stagings[False]) for w in windows})
+    # Neither None nor CHOSEN_PAGES is a window.
+    return Staged(tables, {w: stagings.get(bool(w), stagings[False]) for w in windows})
 
 
 def _stage_layers(

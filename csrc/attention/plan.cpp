@@ -66,14 +66,20 @@ void AttentionPlan::add_decode(int start, int sequences, const int32_t* blocks, 
                                const int64_t* first_key) {
     const int32_t* kept = keep(blocks, sequences * stride);
     for (int i = 0; i < sequences; i++) {
-        const int first = int(first_key[i]), count = std::max(0, int(num_keys[i]) - first);
-        const int parts = std::max(1, (count + kPartKeys - 1) / kPartKeys);
-        const int size = ((count + parts - 1) / parts + kTileKeys - 1) / kTileKeys * kTileKeys;
-        for (int part = 0; part == 0 || part * size < count; part++)
-            add(start + i, 1,
-                {{0, 1, first + part * size, first + std::min(count, (part + 1) * size), kAllKeys, kNoWindow,
-                  kept + int64_t(i) * stride}});
+        const int first = int(first_key[i]);
+        add_query(start + i, kept + int64_t(i) * stride, first, std::max(0, int(num_keys[i]) - first));
     }
+}
+
+void AttentionPlan::add_chosen(int token, const int32_t* blocks, int num_keys) { add_query(token, blocks, 0, num_keys); }
+
+// Adds a query that sees `count` keys from `first` on, in parts.
+void AttentionPlan::add_query(int token, const int32_t* blocks, int first, int count) {
+    const int parts = std::max(1, (count + kPartKeys - 1) / kPartKeys);
+    const int size = ((count + parts - 1) / parts + kTileKeys - 1) / kTileKeys * kTileKeys;
+    for (int part = 0; part == 0 || part * size < count; part++)
+        add(token, 1,
+            {{0, 1, first + part * size, first + std::min(count, (part + 1) * size), kAllKeys, kNoWindow, blocks}});
 }
 
 void AttentionPlan::add_prefill(int start, int stop, const int32_t* blocks, int num_blocks, int offset, int window) {

@@ -25,6 +25,9 @@ class AttentionPlan {
     // ...].
     void add_decode(int start, int sequences, const int32_t* blocks, int stride, const int64_t* num_keys,
                     const int64_t* first_key);
+    // Adds one query that sees the first num_keys keys of blocks, which may be other ones at each call: they are not
+    // copied.
+    void add_chosen(int token, const int32_t* blocks, int num_keys);
     // Adds queries [start, stop) of one sequence, the first at key `offset`. window: keys that each query sees; 0: all
     // before it.
     void add_prefill(int start, int stop, const int32_t* blocks, int num_blocks, int offset, int window);
@@ -59,6 +62,7 @@ class AttentionPlan {
         int num_keys;
     };
 
+    void add_query(int token, const int32_t* blocks, int first, int count);
     void add(int first_token, int num_tokens, std::vector<AttentionSpan> spans);
     void cut_prompts();
     void add_prompts(const Shared* shared, int start, int stop);

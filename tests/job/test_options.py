@@ -25,6 +25,7 @@ from batchgen.job.options import (
     JobOptions,
     PlanOptions,
     ProfileOptions,
+    ServeOptions,
     names_of,
     options_of,
 )
@@ -35,6 +36,7 @@ COMMANDS = {
     "bench": (JobOptions, BenchOptions),
     "profile": (ProfileOptions,),
     "convert": (ConvertOptions,),
+    "serve-batches": (JobOptions, ServeOptions),
 }
 # What an engine in memory decides for itself, where a job is planned.
 PLANNED = {"model", "admission", "max_num_seqs", "max_num_batched_tokens"}
@@ -145,7 +147,8 @@ def test_what_decides_helms_results_is_what_it_always_was():
     """The folder of a deployment's jobs is named after these: with others, jobs done before would not be found."""
     deciding = {option.name for option in options_of("helm") if option.decides_results}
     assert deciding == {
-        "model", "lora", "dtype", "weights", "kv_cache_dtype", "state_dtype", "max_model_len", "on_overlong", "seed",
+        "model", "lora", "dtype", "weights", "kv_cache_dtype", "state_dtype", "max_model_len",
+        "attention_budget", "on_overlong", "seed",
     }  # fmt: skip
     assert set(names_of("helm")) <= set(names_of("run"))
 

@@ -9,6 +9,7 @@ own. A token in several items gets an unnormalised partial result from each. Mer
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from operator import ge
@@ -136,6 +137,12 @@ class DevicePlan:
     def _on_host(self) -> list[Tensor]:
         """The arrays as views of the host's buffer."""
         return _views(self.host, self.capacity)
+
+    def with_table(self, table: Tensor) -> DevicePlan:
+        """The plan with other block tables of the same lengths."""
+        plan = copy(self)
+        plan.table = table
+        return plan
 
     def fill(self, cut: CutPlan) -> None:
         """Replace the plan by another one in the same memory and with the same launches, for CUDA graphs.

@@ -67,6 +67,15 @@ class KVShape:
         return math.prod(self.block) * self.dtype.itemsize
 
     @property
+    def summary(self) -> tuple[int, ...]:
+        """The shape of the summary of a block's keys: of each channel the smallest and the largest number."""
+        return (self.kv_heads, 2, self.head_dim)
+
+    @property
+    def summary_dtype(self) -> torch.dtype:
+        return getattr(torch, self.format.summary_format)
+
+    @property
     def disk_block_bytes(self) -> int:
         """Bytes of one block in the file."""
         return aligned(self.block_bytes)
@@ -133,6 +142,7 @@ class KVCache:
         offload_dir: Path | None = None,
         on_device: Sequence[bool] = (),
         window_blocks: Mapping[str, int] | None = None,
+        chooses: bool = False,
         expansion: KVExpansion | None = None,
     ) -> None:
         """Make the pools and buffers.
@@ -147,6 +157,7 @@ class KVCache:
             offload_dir: Directory of the file on disk.
             on_device: For each layer, whether the host's pool lies on the device there; empty: in none.
             window_blocks: Blocks of each tier's pool in layers with a sliding window; None: as many as in the others.
+            chooses: Whether the job has an attention budget, and so layers choose pages.
             expansion: Division of the layers of the host's pool, which may be changed; None: it stays as it is.
 
         Raises:
@@ -177,6 +188,19 @@ class KVCache:
             else {layer: pool(tier, layer) for layer in self._shapes}
             for tier, count in blocks.items()
             if tier != "disk" and (window_blocks or blocks)[tier] and count
+        }
+        # Of blocks on disk in host memory.
+        counts = {tier: count for tier, count in blocks.items() if tier != "disk"}
+        if blocks.get("disk"):
+            counts["cpu"] = counts.get("cpu", 0) + blocks["disk"]
+        self._summaries: dict[str, dict[int, Tensor]] = {
+            tier: {
+                layer: arenas[tier].empty((count, *shape.summary), shape.summary_dtype, "page summaries")
+                for layer, shape in self._shapes.items()
+                if chooses and config.chooses_pages(layer)
+            }
+            for tier, count in counts.items()
+            if count
         }
         self._disk: DiskPool | None = None
         self._prefault: Prefault | None = None
@@ -240,8 +264,16 @@ class KVCache:
         return self._shapes[self._config.kv_source(layer)]
 
     def shape_in(self, window: int | None) -> KVShape:
-        """The shape of blocks in layers with a sliding window, or in those without (None)."""
+        """The shape of blocks in layers with a sliding window, or in those without (None or CHOSEN_PAGES)."""
+        window = window or None
         return next(shape for layer, shape in self._shapes.items() if self._config.windows[layer] == window)
+
+    def summaries(self, tier: str, layer: int) -> Tensor:
+        """The summaries of pages that a layer chooses from, [blocks, kv_heads, 2, head_dim] (`ops.page_choice`).
+
+        Those of "cpu" are of the blocks of host memory, and then of those on disk.
+        """
+        return self._summaries[tier][self._config.kv_source(layer)]
 
     def prepare(self, staging: Staging, window: int | None = None, device: torch.device = ops.CPU) -> Moves:
         """The moves of a staging, with indices on the device that copies rows which are not neighbours.
@@ -363,7 +395,7 @@ class KVCache:
             self._prefault.close()
         if self._disk:
             self._disk.close()
-        for pool in self.pools.values():
+        for pool in (*self.pools.values(), *self._summaries.values()):
             pool.clear()
         for buffers in (self._staging, self._reads, self._writes):
             buffers.clear()

@@ -11,7 +11,6 @@ from torch import Tensor
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.models import layers
 from batchgen.ops import dispatch as ops
-from batchgen.ops.dispatch import CPU
 from batchgen.runtime.batch_state import BatchState
 from batchgen.runtime.steps.context import StepContext
 from batchgen.runtime.steps.state import send_projected, update_on_cpu, update_states
@@ -23,21 +22,22 @@ def attention(context: StepContext, step: Step, batch: BatchState) -> None:
     if context.config.has_state(step.layer):
         update_states(context, step, batch)
         return
-    window = context.config.windows[step.layer]
+    window = context.windows[step.layer]
     for placement, part in batch.parts.items():
         if placement is KVPlacement.CPU:
             continue
         if placement is KVPlacement.DEVICE:
-            kv = context.kv_cache.pool(context.compute_tier, step.layer)
+            tier = context.compute_tier
+            kv = context.kv_cache.pool(tier, step.layer)
         elif step.kv_slot is not None:
-            kv = context.kv_cache.staging(step.kv_slot, step.layer)
+            tier, kv = "cpu", context.kv_cache.staging(step.kv_slot, step.layer)
         else:  # in this layer the host's pool lies on the device
-            part, kv = batch.part_in_place, context.kv_cache.pool("cpu", step.layer)
+            tier, part = "cpu", batch.part_in_place
+            kv = context.kv_cache.pool(tier, step.layer)
         options = context.rotary(step, batch.positions_of(part.tokens))
         qkv = batch.qkv if len(batch.parts) == 1 else batch.qkv[part.tokens]
         q = _stored(context, step, qkv, kv, part.slots[window], options)
-        plan = part.plans[window]
-        attended = ops.paged_attention(q, kv, plan, **context.softmax(step, context.device))
+        attended = context.attend(step, q, kv, part.plans[window], tier)
         batch.attended[placement] = layers.gate_attention(context.config, qkv, attended)
 
 
@@ -63,7 +63,7 @@ def send_qkv(context: StepContext, step: Step, batch: BatchState) -> None:
     pool = context.kv_cache.pool("cpu", step.layer)
     if context.config.owns_kv(step.layer):
         flat = pool.view(-1, pool.shape[-1])
-        for rows, new in zip(part.rows[context.config.windows[step.layer]], (k, v), strict=True):
+        for rows, new in zip(part.rows[context.windows[step.layer]], (k, v), strict=True):
             d2h.scatter(flat, rows, new.reshape(-1, pool.shape[-1]))
     q = q.flatten(1).contiguous()
     sent, attended = context.activations.exchange(len(q), q.shape[1], q.shape[1])
@@ -77,10 +77,10 @@ def cpu_attention(context: StepContext, step: Step, batch: BatchState) -> None:
         update_on_cpu(context, step, batch)
         return
     kv = context.kv_cache.pool("cpu", step.layer)
-    plan = batch.parts[KVPlacement.CPU].plans[context.config.windows[step.layer]]
+    plan = batch.parts[KVPlacement.CPU].plans[context.windows[step.layer]]
     heads = context.config.num_heads
     q, out = (x.view(len(x), heads, -1) for x in batch.for_cpu.pop(step.layer))
-    ops.paged_attention(q, kv, plan, out=out, **context.softmax(step, CPU))
+    context.attend(step, q, kv, plan, "cpu", out)
 
 
 def load_attention(context: StepContext, step: Step, batch: BatchState) -> None:

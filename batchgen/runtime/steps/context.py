@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from batchgen.core.attention_budget import CHOSEN_PAGES, AttentionBudget
 from batchgen.core.routing import RoutingCounts
 from batchgen.models import layers
 from batchgen.models.config import ModelConfig
 from batchgen.models.rope import RopeConfig
 from batchgen.ops import dispatch as ops
 from batchgen.ops.attention_operands import AttentionOperands
+from batchgen.ops.chosen_attention import PreparedPlan, paged_attention
 from batchgen.ops.long_steps import note
 from batchgen.runtime.batch_state import BatchState
 from batchgen.runtime.deferred import DeferredBatchState
@@ -41,6 +43,7 @@ class StepContext:
         tiers: tiers that weights and KV are in.
         device: device that computes, as torch names it.
         compute_tier: tier of its own memory.
+        windows: for each layer its sliding window, None without one, or CHOSEN_PAGES where it chooses pages.
         activations: memory for activations that leave the accelerator.
         routing: numbers of tokens by expert, where the host computes.
         layer_steps: function from a number of tokens to the Steps of all layers of a sweep over so many that moves
@@ -80,6 +83,7 @@ class StepContext:
             options.stage_tokens if tiers.links else 0,
         )
         self.routing = RoutingCounts(config.num_experts, config.experts_per_token, config.expert_layers)
+        self.windows = config.layer_windows(chooses=AttentionBudget.of(options.attention_budget) is not None)
         self.ropes = rope_tables(config, options.max_positions, self.device)
         growth = layers.query_growth_table(config, options.max_positions)
         self.query_growth = None if growth is None else growth.to(self.device)
@@ -96,10 +100,33 @@ class StepContext:
         return self.weights.layer(step.layer, step.weight_slot, expanded=self.expands)
 
     def attention_operands(self, window: int | None) -> AttentionOperands:
-        """The operands of attention in layers with a sliding window, or in those without one (None)."""
+        """The operands of attention in layers with a sliding window, or in those without (None or CHOSEN_PAGES)."""
         shape = self.kv_cache.shape_in(window)
         heads, dtype = self.config.num_heads, self.weights.dtype
         return AttentionOperands(heads, shape.kv_heads, shape.head_dim, shape.kv_block_size, dtype, shape.format)
+
+    def attend(
+        self,
+        step: Step,
+        q: Tensor,
+        kv: Tensor,
+        plan: PreparedPlan,
+        tier: str,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Attend in a Step's layer, [tokens, heads * head_dim].
+
+        Args:
+            step: A Step of the layer.
+            q: Queries [tokens, heads, head_dim].
+            kv: KV of the layer, with that of these tokens.
+            plan: Attention plan of the sweep.
+            tier: Tier of the pool that has the sequences' KV, or the summaries of it where it comes from elsewhere.
+            out: Tensor for the result, of q's shape. None: a new tensor.
+        """
+        chooses = self.windows[step.layer] == CHOSEN_PAGES
+        summaries = self.kv_cache.summaries(tier, step.layer) if chooses else None
+        return paged_attention(q, kv, plan, summaries, out, **self._softmax(step, q.device))
 
     @property
     def states(self) -> StateCache:
@@ -114,7 +141,7 @@ class StepContext:
         rope = self.ropes[config.rope_of(layer), config.attention_of(layer).head_dim]
         return layers.rotary_options(config, layer, tensors, rope, positions, self.query_growth)
 
-    def softmax(self, step: Step, device: torch.device) -> dict[str, Any]:
+    def _softmax(self, step: Step, device: torch.device) -> dict[str, Any]:
         """Options of `ops.paged_attention` in a Step's layer, on the device that attends."""
         return {
             "bits": self.kv_cache.format.bits,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from batchgen.models import layers
-from batchgen.ops.dispatch import CPU
 from batchgen.runtime.batch_state import BatchState
 from batchgen.runtime.steps.context import StepContext
 from batchgen.runtime.steps.state import update_deferred
@@ -14,7 +15,7 @@ def send_deferred(context: StepContext, step: Step, batch: BatchState) -> None:
     """Send queries and new KV of a deferred batch to host memory, or what its states are updated by."""
     pool = context.kv_cache.pool("cpu", step.layer) if context.config.owns_kv(step.layer) else None
     queries, _ = context.activations.deferred
-    context.deferred_of.pop(step.id).send(context.tiers.d2h, pool, context.config.windows[step.layer], queries)
+    context.deferred_of.pop(step.id).send(context.tiers.d2h, pool, context.windows[step.layer], queries)
 
 
 def attend_deferred(context: StepContext, step: Step, batch: BatchState) -> None:
@@ -23,9 +24,12 @@ def attend_deferred(context: StepContext, step: Step, batch: BatchState) -> None
     if context.config.has_state(step.layer):
         update_deferred(context, step, deferred_batch)
         return
-    pool, window = context.kv_cache.pool("cpu", step.layer), context.config.windows[step.layer]
-    softmax, shape = context.softmax(step, CPU), context.config.attention_of(step.layer)
-    deferred_batch.attend(pool, window, context.activations.deferred, shape, **softmax)
+    pool, plan = context.kv_cache.pool("cpu", step.layer), deferred_batch.plans[context.windows[step.layer]]
+
+    def attend(q: Tensor) -> Tensor:
+        return context.attend(step, q, pool, plan, "cpu")
+
+    deferred_batch.attend(context.activations.deferred, context.config.attention_of(step.layer), attend)
 
 
 def join_deferred(context: StepContext, step: Step, batch: BatchState) -> None:

@@ -51,7 +51,7 @@ def swap_in(context: StepContext, step: Step, batch: BatchState) -> None:
 
 
 def _moves(context: StepContext, step: Step, batch: BatchState) -> Moves:
-    return batch.moves[context.config.windows[step.layer]]
+    return batch.moves[context.windows[step.layer]]
 
 
 def _state_moves(batch: BatchState) -> StateMoves:

@@ -1,0 +1,241 @@
+"""The work of a batch endpoint: batches and gathered chats are jobs of `batchgen run`, one after the other.
+
+It runs in the main thread, so that an interrupt ends a job as it ends any other: finished rows are kept.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from batchgen.core.digest import json_sha256
+from batchgen.core.errors import BatchgenError, TooManyFailed
+from batchgen.core.interrupts import keep
+from batchgen.job.options import JobOptions
+from batchgen.job.run import run_job
+from batchgen.job.session import Session
+from batchgen.job.snapshot import SNAPSHOT_FILE
+from batchgen.output.run_directory import errors_path, run_directory
+from batchgen.serve.storage import ENDED, Batch, Storage
+
+logger = logging.getLogger(__name__)
+
+_SETTLED_S = 0.05  # without a further chat: those that are there are run
+_MOST_GATHERED_S = 1.0
+_MOST_CHATS = 4096  # in a job
+_TURN_S = 10.0  # that a batch has before it makes way for chats
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A request that a client waits for.
+
+    Attributes:
+        url: Its endpoint, "/v1/chat/completions" or "/v1/completions".
+        body: Its body.
+        answer: Function that takes the status and the body of the answer. Any thread may call it.
+        wanted: Function that tells whether the client still waits.
+    """
+
+    url: str
+    body: dict[str, Any]
+    answer: Callable[[int, dict[str, Any]], None]
+    wanted: Callable[[], bool]
+
+    @cached_property
+    def row_id(self) -> str:
+        """The id by which random draws are keyed: with a seed the same request has the same answer, without one not."""
+        return secrets.token_hex(12) if self.body.get("seed") is None else json_sha256([self.url, self.body])[:24]
+
+
+class Worker:
+    """Runs batches and chats.
+
+    `add_chat`, `add_batch`, `cancel` and `close` may be called from any thread, `run` from one.
+    """
+
+    def __init__(self, options: JobOptions, storage: Storage) -> None:
+        """Have nothing to do.
+
+        Args:
+            options: Options of all jobs, without input and output.
+            storage: Files and batches.
+        """
+        self._options, self._storage = options, storage
+        self._session = Session()
+        self._changed = threading.Condition()
+        self._chats: list[Chat] = []
+        self._newest_s = self._oldest_s = 0.0  # time.monotonic of the newest and the oldest waiting chat
+        self._cancelled: set[str] = set()
+        self._closed = False
+
+    @property
+    def loads(self) -> int:
+        """Number of times that the model was loaded."""
+        return self._session.loads
+
+    def add_chat(self, chat: Chat) -> None:
+        """Let a request wait for the next job of chats."""
+        with self._changed:
+            self._newest_s = time.monotonic()
+            if not self._chats:
+                self._oldest_s = self._newest_s
+            self._chats.append(chat)
+            self._changed.notify()
+
+    def add_batch(self, input_file_id: str, endpoint: str, completion_window: str, metadata: dict[str, str]) -> Batch:
+        """Make a batch, which waits for its turn."""
+        with self._changed:
+            batch = self._storage.add_batch(input_file_id, endpoint, completion_window, metadata)
+            self._changed.notify()
+        return batch
+
+    def cancel(self, batch: Batch) -> Batch:
+        """Cancel a batch; one that has ended stays as it is."""
+        with self._changed:
+            batch = self._storage.batch(batch.id) or batch
+            if batch.status in (*ENDED, "cancelling"):
+                return batch
+            batch = batch.becomes("cancelling")
+            self._storage.put(batch)
+            self._cancelled.add(batch.id)
+            self._changed.notify()
+        return batch
+
+    def progress(self, batch: Batch) -> Batch:
+        """A batch with the numbers of its requests as its job last told."""
+        if batch.status not in ("in_progress", "cancelling"):
+            return batch
+        try:
+            told = json.loads((run_directory(self._storage.output_path(batch.id)) / SNAPSHOT_FILE).read_bytes())
+        except (OSError, ValueError):
+            return batch
+        failed = told["rows_failed"]
+        return replace(batch, total=told["rows"] or 0, completed=told["rows_done"] - failed, failed=failed)
+
+    def run(self) -> None:
+        """Do what there is to do until the worker is closed."""
+        try:
+            while True:
+                keep(lambda: "batches go on when it is started again")  # between jobs, each of which says its own
+                chats, batch = self._next()
+                if chats:
+                    self._run_chats(chats)
+                elif batch is not None:
+                    self._run_batch(batch)
+                else:
+                    return
+        finally:
+            self._session.close()
+
+    def close(self) -> None:
+        """Let `run` return after the job that it is at."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def _next(self) -> tuple[list[Chat], Batch | None]:
+        """The chats of the next job, or the next batch; neither: the worker is closed. It waits for them."""
+        with self._changed:
+            while not self._closed:
+                self._chats = [chat for chat in self._chats if chat.wanted()]
+                if self._chats:
+                    now = time.monotonic()
+                    left_s = min(self._newest_s + _SETTLED_S, self._oldest_s + _MOST_GATHERED_S) - now
+                    if left_s <= 0 or len(self._chats) >= _MOST_CHATS:
+                        chats, self._chats = self._chats[:_MOST_CHATS], self._chats[_MOST_CHATS:]
+                        self._oldest_s = now
+                        return chats, None
+                    self._changed.wait(left_s)
+                    continue
+                if (batch := next(self._storage.waiting(), None)) is not None:
+                    return [], batch
+                self._changed.wait(1.0)  # and not for ever: signals are seen between
+            return [], None
+
+    def _run_chats(self, chats: list[Chat]) -> None:
+        """Run chats as one job, and answer them."""
+        folder = self._storage.chats / f"{time.time_ns()}"
+        folder.mkdir(mode=0o700)
+        try:
+            answers = self._answers_of(folder, chats)
+        except BatchgenError as error:
+            logger.warning("%d chats have no answer: %s", len(chats), error)
+            answers = {}
+            failure = {"error": {"message": str(error), "type": "server_error", "param": None, "code": None}}
+        else:
+            failure = {}
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        for chat in chats:
+            status, body = answers.get(chat.row_id, (500, failure))
+            if status == 200:  # a batch's are the same whenever it is run, a server's are not
+                kind = body["id"].partition("-")[0]
+                now = {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time())}
+                body = body | now | {"model": chat.body.get("model") or body["model"]}
+            chat.answer(status, body)
+
+    def _answers_of(self, folder: Path, chats: list[Chat]) -> dict[str, tuple[int, dict[str, Any]]]:
+        """The status and the body of the answer to each chat, by its row id."""
+        source, output = folder / "input.jsonl", folder / "output.jsonl"
+        with source.open("w") as file:
+            for chat in {chat.row_id: chat for chat in chats}.values():
+                line = {"custom_id": chat.row_id, "method": "POST", "url": chat.url, "body": chat.body}
+                file.write(json.dumps(line) + "\n")
+        self._session.should_stop = lambda: False
+        self._run_job(source, output)
+        answers = {}
+        for path in (output, errors_path(output)):
+            if path.exists():
+                with path.open() as file:
+                    for text in file:
+                        line = json.loads(text)
+                        answers[line["custom_id"]] = line["response"]["status_code"], line["response"]["body"]
+        return answers
+
+    def _run_batch(self, batch: Batch) -> None:
+        """Run a batch, until it ends or makes way for chats."""
+        if batch.status == "cancelling":
+            self._put(batch.becomes("cancelled"))
+            return
+        if batch.status != "in_progress":
+            batch = batch.becomes("in_progress")
+            self._put(batch)
+        started_s = time.monotonic()
+
+        def should_stop() -> bool:
+            makes_way = bool(self._chats) and time.monotonic() - started_s >= _TURN_S
+            return makes_way or batch.id in self._cancelled or self._closed
+
+        self._session.should_stop = should_stop
+        source, output = self._storage.content_path(batch.input_file_id), self._storage.output_path(batch.id)
+        try:
+            report = self._run_job(source, output)
+        except BatchgenError as error:
+            self._put(batch.becomes("failed", error=str(error)))
+            return
+        batch = replace(batch, total=report["rows"], completed=report["rows_ok"], failed=report["rows_failed"])
+        if report["state"] != "stopped":
+            self._put(self._storage.keep_outputs(batch).becomes("completed"))
+        elif batch.id in self._cancelled:
+            self._put(batch.becomes("cancelled"))
+
+    def _run_job(self, source: Path, output: Path) -> dict[str, Any]:
+        """Run a job over a file of requests; returns its report. Failed rows are answered as well as others are."""
+        try:
+            return run_job(replace(self._options, input=str(source), output=str(output)), self._session)
+        except TooManyFailed as error:
+            return error.report
+
+    def _put(self, batch: Batch) -> None:
+        with self._changed:
+            self._storage.put(batch)

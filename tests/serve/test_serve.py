@@ -1,0 +1,274 @@
+"""The batch endpoint, by OpenAI's own client."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import openai
+import pytest
+from doc_commands import commands_of
+from processes import start_batchgen
+
+import batchgen
+from batchgen.core.errors import InputError
+from batchgen.core.request import SamplingParams
+from batchgen.job.options import JobOptions
+from batchgen.serve import worker as work
+from batchgen.serve.endpoint import Endpoint
+from batchgen.serve.storage import Storage
+from batchgen.serve.worker import Worker
+
+CHAT_URL = "/v1/chat/completions"
+GREEDY = {"max_tokens": 4, "temperature": 0}
+OPTIONS = {"dtype": "float32", "hardware": "zen4", "progress": "none", "cpu_memory": "2GiB"}
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server in this process."""
+
+    client: openai.OpenAI
+    endpoint: Endpoint
+    worker: Worker
+    storage: Storage
+
+    def request(self, path: str, method: str = "GET", **headers: str) -> tuple[int, str]:
+        """The status and the body of the answer to a request with these headers; `_` stands for a hyphen."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.endpoint.port, timeout=30)
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request(method, path, headers={"Authorization": f"Bearer {self.storage.key()}", **given})
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+
+    def upload(self, lines: list[dict] | str) -> str:
+        text = lines if isinstance(lines, str) else "".join(json.dumps(line) + "\n" for line in lines)
+        return self.client.files.create(file=("rows.jsonl", text.encode()), purpose="batch").id
+
+    def batch(self, file_id: str, **more) -> openai.types.Batch:
+        given = {"input_file_id": file_id, "endpoint": CHAT_URL, "completion_window": "24h", **more}
+        return self.client.batches.create(**given)
+
+    def ended(self, batch_id: str) -> openai.types.Batch:
+        while True:
+            batch = self.client.batches.retrieve(batch_id)
+            if batch.status in ("completed", "failed", "cancelled"):
+                return batch
+            time.sleep(0.02)
+
+    def chat(self, text: str, **more) -> str:
+        messages = [{"role": "user", "content": text}]
+        answer = self.client.chat.completions.create(model="any", messages=messages, **{**GREEDY, **more})
+        return answer.choices[0].message.content
+
+
+@contextmanager
+def serving(model: Path, directory: Path):
+    storage = Storage(directory)
+    worker = Worker(JobOptions(str(model), None, None, sampling=SamplingParams(), **OPTIONS), storage)
+    endpoint = Endpoint(storage, worker, "tiny", 0)
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    client = openai.OpenAI(base_url=endpoint.url, api_key=storage.key(), max_retries=0, timeout=120)
+    try:
+        yield Server(client, endpoint, worker, storage)
+    finally:
+        worker.close()
+        thread.join()
+        client.close()
+        endpoint.close()
+        storage.close()
+
+
+@pytest.fixture(scope="module")
+def model(tiny_models):
+    return tiny_models("llama")[0]
+
+
+@pytest.fixture
+def server(model, tmp_path):
+    with serving(model, tmp_path / "served") as server:
+        yield server
+
+
+def line(number: int, **body) -> dict:
+    messages = [{"role": "user", "content": f"row {number}"}]
+    return {
+        "custom_id": f"r{number}",
+        "method": "POST",
+        "url": CHAT_URL,
+        "body": {"messages": messages, **GREEDY, **body},
+    }
+
+
+def wanted_texts(model: Path, folder: Path, lines: list[dict]) -> list[str]:
+    """The file of answers that `batchgen run` writes, line by line."""
+    source = folder / "wanted.jsonl"
+    source.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    batchgen.run(str(model), str(source), str(folder / "wanted.out.jsonl"), **OPTIONS)
+    return (folder / "wanted.out.jsonl").read_text().splitlines()
+
+
+def test_chats_of_many_clients_are_answered_as_a_job_answers_them_by_a_model_that_is_loaded_once(
+    server, model, tmp_path
+):
+    with ThreadPoolExecutor(16) as clients:
+        texts = list(clients.map(lambda number: server.chat(f"row {number}"), range(40)))
+    wanted = [json.loads(text) for text in wanted_texts(model, tmp_path, [line(number) for number in range(40)])]
+    assert texts == [one["response"]["body"]["choices"][0]["message"]["content"] for one in wanted]
+    assert server.worker.loads == 1
+
+
+def test_a_batch_has_the_files_that_the_job_writes(server, model, tmp_path):
+    lines = [*(line(number) for number in range(20)), {**line(99), "body": {}}]
+    batch = server.ended(server.batch(server.upload(lines), metadata={"of": "a test"}).id)
+    assert batch.status == "completed" and batch.metadata == {"of": "a test"}
+    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (21, 20, 1)
+    wanted = wanted_texts(model, tmp_path, lines)
+    answers = server.client.files.content(batch.output_file_id).text
+    assert [json.loads(a)["response"]["body"]["choices"] for a in answers.splitlines()] == [
+        json.loads(w)["response"]["body"]["choices"] for w in wanted
+    ]
+    (failed,) = server.client.files.content(batch.error_file_id).text.splitlines()
+    assert json.loads(failed)["custom_id"] == "r99" and "messages is missing" in failed
+    assert [one.id for one in server.client.batches.list()] == [batch.id]
+    assert {one.id for one in server.client.files.list()} >= {batch.output_file_id, batch.error_file_id}
+
+
+def test_a_chat_that_cannot_be_run_is_refused_with_the_reason_and_others_are_answered(server):
+    with ThreadPoolExecutor(2) as clients:
+        good = clients.submit(server.chat, "row 1")
+        with pytest.raises(openai.BadRequestError, match="messages"):
+            server.client.chat.completions.create(model="any", messages=[])
+        assert isinstance(good.result(), str)
+    with pytest.raises(openai.BadRequestError, match="stream"):
+        server.client.chat.completions.create(model="any", messages=[{"role": "user", "content": "a"}], stream=True)
+
+
+def test_a_seed_gives_the_same_answer_again_and_none_gives_others(server):
+    how = {"temperature": 1.5, "max_tokens": 12}
+    assert server.chat("row", seed=7, **how) == server.chat("row", seed=7, **how)
+    assert len({server.chat("row", **how) for _ in range(4)}) > 1
+
+
+def test_a_prompt_longer_than_the_loaded_model_has_room_for_loads_it_anew(server):
+    assert server.chat("a") != ""
+    assert server.chat("word " * 80, max_tokens=8) != ""
+    assert server.worker.loads <= 2
+
+
+def test_a_batch_makes_way_for_chats_and_loses_nothing(server, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(work, "_TURN_S", 0.0)
+    lines = [line(number, max_tokens=40, ignore_eos=True) for number in range(300)]
+    batch = server.batch(server.upload(lines))
+    while server.client.batches.retrieve(batch.id).status == "validating":
+        time.sleep(0.01)
+    assert isinstance(server.chat("between"), str)
+    batch = server.ended(batch.id)
+    answers = [json.loads(a) for a in server.client.files.content(batch.output_file_id).text.splitlines()]
+    wanted = [json.loads(w) for w in wanted_texts(model, tmp_path, lines)]
+    assert [a["response"]["body"]["choices"] for a in answers] == [w["response"]["body"]["choices"] for w in wanted]
+
+
+def test_a_cancelled_batch_ends_and_its_file_can_be_deleted(server):
+    file_id = server.upload([line(number, max_tokens=200, ignore_eos=True) for number in range(2000)])
+    batch = server.batch(file_id)
+    with pytest.raises(openai.ConflictError, match="cancel the batch first"):
+        server.client.files.delete(file_id)
+    assert server.client.batches.cancel(batch.id).status == "cancelling"
+    assert server.ended(batch.id).status == "cancelled"
+    assert server.client.files.delete(file_id).deleted
+
+
+def test_a_batch_whose_file_is_no_batch_fails_with_the_reason(server):
+    batch = server.ended(server.batch(server.upload("no json\n")).id)
+    assert batch.status in ("failed", "completed")
+    if batch.status == "failed":
+        assert batch.errors.data[0].message
+    else:
+        assert batch.request_counts.failed == 1
+
+
+def test_who_has_not_the_key_or_is_a_page_of_a_browser_is_not_answered(server):
+    assert server.request("/v1/models")[0] == 200
+    assert server.request("/v1/models", Authorization="Bearer sk-wrong")[0] == 401
+    assert server.request("/v1/models", Authorization="")[0] == 401
+    assert server.request("/v1/models", Host="attacker.example")[0] == 403
+    assert server.request("/v1/models", Origin="http://attacker.example")[0] == 403
+    assert server.storage.key_path.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("name", ["..%2F..%2Fapi_key", "%2Fetc%2Fpasswd", "file-..", "file-" + "0" * 24])
+def test_only_ids_name_files(server, name):
+    assert server.request(f"/v1/files/{name}")[0] == 404
+    assert server.request(f"/v1/files/{name}/content")[0] == 404
+    assert server.request(f"/v1/batches/{name}")[0] == 404
+
+
+def test_a_directory_has_one_server_and_a_port_too(server, model, tmp_path):
+    with pytest.raises(InputError, match="serves --directory"):
+        Storage(tmp_path / "served")
+    other = Storage(tmp_path / "other")
+    try:
+        with pytest.raises(InputError, match="cannot be listened on"):
+            Endpoint(other, server.worker, "tiny", server.endpoint.port)
+    finally:
+        other.close()
+
+
+def test_a_server_that_was_killed_goes_on_with_its_batch(model, tmp_path):
+    lines = [line(number, max_tokens=24, ignore_eos=True) for number in range(400)]
+    with serving(model, tmp_path / "served") as server:
+        file_id = server.upload(lines)
+        # Made and not begun: the worker is at its end.
+        server.worker.close()
+        batch_id = server.worker.add_batch(file_id, CHAT_URL, "24h", {}).id
+    arguments = [
+        "serve-batches",
+        "--model",
+        model,
+        "--directory",
+        tmp_path / "served",
+        "--port",
+        0,
+        "--dtype",
+        "float32",
+    ]
+    process = start_batchgen([*arguments, "--flush-interval", "0.1s"], tmp_path / "log")
+    run_folder = tmp_path / "served" / "batches" / batch_id / "output.jsonl.batchgen"
+    while not list(run_folder.glob("parts/*")) and process.is_alive():
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    with serving(model, tmp_path / "served") as server:
+        batch = server.ended(batch_id)
+        assert batch.status == "completed" and batch.request_counts.completed == 400
+        answers = [json.loads(a) for a in server.client.files.content(batch.output_file_id).text.splitlines()]
+    wanted = [json.loads(w) for w in wanted_texts(model, tmp_path, lines)]
+    assert [a["response"]["body"]["choices"] for a in answers] == [w["response"]["body"]["choices"] for w in wanted]
+
+
+def test_the_command_of_the_page_serves_until_it_is_interrupted(model, tmp_path):
+    (command,) = (one for one in commands_of("docs/serving_batches.md") if one.text.startswith("batchgen"))
+    words = [{"demo": str(model), "served": str(tmp_path / "served")}.get(word, word) for word in command.words[1:]]
+    (tmp_path / "log").touch()
+    process = start_batchgen([*words, "--port", 0], tmp_path / "log")
+    while not (said := re.search(r"at (http://\S+/v1); the key is in (\S+)", (tmp_path / "log").read_text())):
+        assert process.is_alive()
+        time.sleep(0.02)
+    with openai.OpenAI(base_url=said[1], api_key=Path(said[2]).read_text().strip(), timeout=120) as client:
+        messages = [{"role": "user", "content": "a"}]
+        assert client.chat.completions.create(model="any", messages=messages, max_tokens=3).usage.completion_tokens > 0
+    os.kill(process.pid, signal.SIGINT)
+    process.join()
+    assert process.exitcode == 130
+    assert "batches go on when it is started again" in (tmp_path / "log").read_text()
