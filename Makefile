@@ -177,6 +177,7 @@ docs: develop
 	$(BIN)/python docs/describe_commands.py
 	$(BIN)/python docs/describe_packages.py
 	$(BIN)/python docs/describe_benchmarks.py
+	$(BIN)/python docs/describe_papers.py
 	$(BIN)/python docs/draw_sweep.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 

@@ -5,10 +5,10 @@
 A model of Llama-3.2-3B's shape runs within 3 GiB of memory, so that its weights are read from disk in each sweep.
 Random weights copy nothing, so some of them are built: embeddings are points on circles, one layer turns each circle by
 one step, and the model thereby says that token i + 1 follows token i. The matrices of all other layers stay random, but
-for those whose results are added to the residual: they are zero, and are read and multiplied like any others. A prompt has a run of tokens among random
-ones, and the last token is the first of that run: the answer is a span of the prompt, as in extraction. Nothing tells
-the drafts how the model was built. With `--copied` below 1 a part of the rows asks for a run that the prompt has not,
-and nothing can be looked up there.
+for those whose results are added to the residual: they are zero, and are read and multiplied like any others. A prompt
+has a run of tokens among random ones, and the last token is the first of that run: the answer is a span of the prompt,
+as in extraction. Nothing tells the drafts how the model was built. With `--copied` below 1 a part of the rows asks for
+a run that the prompt has not, and nothing can be looked up there.
 
 The second case is the demo model with restaurant entries under a JSON schema (benchmarks/structured_output.py), weights
 on disk; the third is the first model with 256 rows, and fewer layers, in RAM, where computation binds and drafts must
@@ -32,7 +32,7 @@ from structured_output import SCHEMA, conversations
 
 from batchgen.core.cache_folder import cache_dir
 from batchgen.core.device import Device
-from batchgen.core.dtypes import DEQUANTIZED
+from batchgen.core.dtypes import NATIVE
 from batchgen.core.plan import Policy
 from batchgen.core.request import Request, SamplingParams
 from batchgen.core.units import parse_bytes
@@ -52,8 +52,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--memory", type=parse_bytes, default=parse_bytes("3GiB"))
-    parser.add_argument("--prompt-tokens", type=int, default=256)
-    parser.add_argument("--output-tokens", type=int, default=48)
+    parser.add_argument("--prompt-tokens", type=int, default=160)
+    parser.add_argument("--output-tokens", type=int, default=96)
     parser.add_argument("--copied", type=float, default=1.0, help="part of the rows whose answer is in the prompt")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--cases", nargs="+", choices=["extraction", "json", "many rows"], default=None)
@@ -93,7 +93,7 @@ def extraction(args: argparse.Namespace, drafts: bool) -> tuple[dict[str, Any], 
 def many_rows(args: argparse.Namespace, drafts: bool) -> tuple[dict[str, Any], Any]:
     """256 rows with all weights of two layers in RAM: nothing is read, and a draft costs what a token costs."""
     path = counting_model(args.work_dir / "counting-2", 2)
-    requests = [Request(prompt(row, args, copied=True), sampling(args.output_tokens)) for row in range(512)]
+    requests = [Request(prompt(row, args, copied=True), sampling(args.output_tokens)) for row in range(256)]
     return generate(path, requests, 256, parse_bytes("8GiB"), args, drafts, streamed=False)
 
 
@@ -155,6 +155,7 @@ def load(model: Path | str, rows: int, memory: int, args: argparse.Namespace, *,
     files = resolve_model(str(model))
     config = read_config(files)
     layers = (0, 0, config.num_layers) if streamed else (0, config.num_layers, 0)
+    store = find_or_convert(files, args.work_dir / "stores", "bfloat16", NATIVE)
     longest = 1024 if str(model) == "demo" else args.prompt_tokens + args.output_tokens
     policy = Policy(
         admission="continuous",
@@ -165,14 +166,13 @@ def load(model: Path | str, rows: int, memory: int, args: argparse.Namespace, *,
         kv_block_size=16,
         kv_blocks={},
         share_prefixes=True,
-        weight_format="bfloat16",
+        weight_format=store.weight_format,
         kv_format="bfloat16",
         weight_layers=dict.fromkeys(config.layer_tensors, layers),
         head_tier="cpu",
         kv_seqs={"cpu": rows},
         activation_batches=(0, 1),
     )
-    store = find_or_convert(files, args.work_dir / "stores", "bfloat16", DEQUANTIZED)
     request = LoadRequest(
         files,
         config,

@@ -1,7 +1,4 @@
-"""The cost model against FlexGen's published measurements: their policies on their machines, cell by cell.
-
-    python benchmarks/flexgen_check.py              # the table, as Markdown
-    python benchmarks/flexgen_check.py --write      # into docs/flexgen_check.md
+"""The cost model for FlexGen's runtime, and the cells of its tables: their policies on their machines.
 
 Their policies are costed for their runtime (`FlexGenInputs`) on the placement their code makes of the printed
 percentages: whole weight matrices, by the midpoint of each within its layer.
@@ -9,7 +6,6 @@ percentages: whole weight matrices, by the midpoint of each within its layer.
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -270,37 +266,3 @@ def short_of(cell: Cell) -> str:
     inputs, _, placement = inputs_of(cell)
     over = {t: b / GIB for t, b in peak_bytes(inputs, placement).items() if b > 1.02 * inputs.budgets[t]}
     return ", ".join(f"{t} {gib:,.0f} GiB of {inputs.budgets[t] / GIB:,.0f}" for t, gib in over.items())
-
-
-def markdown(every: int = 1) -> str:
-    """The table of docs/flexgen_check.md. every: 1 for all cells, 2 for every second one, and so on."""
-    lines = [
-        "| table | machine | model | in + out | policy | 4-bit | measured | predicted | error | own plan | note |",
-        "|---|---|---|---|---|---|---:|---:|---:|---:|---|",
-    ]
-    for cell in read_cells()[::every]:
-        rate = predict(cell)
-        own = cell.max_num_seqs * cell.output / own_plan(cell).seconds
-        size, batches, *percent = cell.policy
-        short = short_of(cell)
-        note = "; ".join(part for part in (cell.note, f"does not fit: {short}" if short else "") if part)
-        machine = cell.machine + (
-            f", disk {cell.disk_read_bytes_per_s / 1e9:g} GB/s" if cell.disk_read_bytes_per_s else ""
-        )
-        lines.append(
-            f"| {cell.table}{' *' if cell.checked else ''} | {machine} | {cell.model} | {cell.prompt} + {cell.output} |"
-            f" {size}×{batches}, {' '.join(map(str, percent))} | {'yes' if cell.compressed else ''} |"
-            f" {cell.tokens_per_s:g} | {rate:.3g} | {rate / cell.tokens_per_s - 1:+.0%} | {own:.3g} | {note} |"
-        )
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--write", action="store_true", help="replace the table in docs/flexgen_check.md")
-    if not parser.parse_args().write:
-        print(markdown())
-    else:
-        page = HERE.parent / "docs" / "flexgen_check.md"
-        before, rest = page.read_text().split("<!-- table -->\n")[::2]
-        page.write_text(f"{before}<!-- table -->\n{markdown()}\n<!-- table -->\n{rest}")

@@ -220,6 +220,16 @@ def paper_gains(d: dict) -> str:
     return f"NEO up to {percent(best['NEO'])}, APEX up to {percent(best['APEX'])}"
 
 
+def papers(d: dict) -> str:
+    def is_close(row: dict) -> bool:
+        if row["published"] is None or row["predicted"] is None:
+            return row["published"] is row["predicted"]
+        return abs(row["predicted"] / row["published"] - 1) <= 0.25
+
+    rows = [row for of_paper in d["papers"].values() for row in of_paper]
+    return f"{sum(map(is_close, rows))} of {len(rows)} are off by at most a quarter"
+
+
 def lm_eval(d: dict) -> str:
     ours, theirs = (d[side][0]["wall_s"] for side in ("batchgen", "hf"))
     return f"{ours:.0f} s against {theirs:.0f} s: {d['ratio']:.2f} times as fast; the same scores"
@@ -499,6 +509,12 @@ TABLES: dict[str, list[Row]] = {
             "paper_gains",
             "paper_gains.py",
             paper_gains,
+        ),
+        Row(
+            "figures of FlexGen's tables, predicted ([beside theirs](papers.md))",
+            "papers",
+            "papers.py",
+            papers,
         ),
     ],
     "Scoring and structure": [

@@ -21,9 +21,9 @@ INTRODUCTION = """\
 
 This page is made from the program itself by `docs/describe_commands.py`. `batchgen COMMAND --help` prints the same.
 
-Every option of `run`, `plan`, `bench` and `serve-batches` may also stand in a TOML file, under its name with underscores.
-`--config FILE` reads it; options on the command line override the file. Sizes are written `14GiB`, durations `6h` or
-`90m`.
+Every option of `run`, `plan`, `bench` and `serve-batches` may also stand in a TOML file, under its name with
+underscores. `--config FILE` reads it; options on the command line override the file. Sizes are written `14GiB`,
+durations `6h` or `90m`.
 
 ## Exit codes
 

@@ -185,6 +185,17 @@ def test_gains_of_the_papers_are_those_of_their_file(monkeypatch):
     assert tables in (DOCS / "neo_apex_check.md").read_text()
 
 
+def test_the_tables_of_the_papers_are_those_of_their_file():
+    described = load(DOCS / "describe_papers.py").described()
+    assert (DOCS / "papers.md").read_text() == described, "run python docs/describe_papers.py"
+
+
+def test_a_prediction_that_is_far_off_has_a_reason_and_no_other_has(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    for rows in importlib.import_module("papers").read_rows().values():
+        assert rows and all(bool(row.reason) != row.is_close for row in rows)
+
+
 def test_the_import_graph_is_as_the_architecture_page_says():
     graph = load(ROOT / "benchmarks" / "import_graph.py")
     now = graph.count()

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +232,7 @@ class ComputeRates:
         return any(name in getattr(self, kind) for name in _stand_ins(dtype))
 
 
+@cache
 def _stand_ins(name: str) -> tuple[str, ...]:
     """Keys of a table that may stand for this one: the key itself, and the same with another dtype of 16 bits."""
     weights, _, dtype = name.rpartition(" ")  # of products with packed weights, the format of these comes first

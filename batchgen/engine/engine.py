@@ -136,6 +136,7 @@ class _Sweep:
         started_s: Time of time.perf_counter at which the sweep's scheduling began.
         has_prompts: Whether it has tokens of prompts.
         num_tokens: Tokens that go through its layers.
+        num_logits: Rows of logits.
     """
 
     result: SweepResult | None
@@ -143,6 +144,7 @@ class _Sweep:
     started_s: float
     has_prompts: bool = False
     num_tokens: int = 0
+    num_logits: int = 0
 
 
 @dataclass
@@ -312,7 +314,7 @@ class Engine:
         on_overlong: str = "error",
         chat_template: str | None = None,
         sampling: SamplingParams | None = None,
-        drafts: bool = True,
+        drafts: bool = False,
         on_load: Callable[[int, int], None] | None = None,
     ) -> None:
         from batchgen.models.tokenizers.loading import load_tokenizer
@@ -388,7 +390,7 @@ class Engine:
         on_overlong: str = "error",
         sampling: SamplingParams | None = None,
         longest_first: bool = False,
-        drafts: bool | Callable[[], Drafting] = True,
+        drafts: bool | Callable[[], Drafting] = False,
     ) -> Engine:
         """Make an engine from a model that is loaded already.
 
@@ -515,7 +517,8 @@ class Engine:
         # More tokens need more experts, which cost reading; several at once would all choose pages.
         dense = AttentionBudget.of(self.policy.attention_budget) is None
         if self._drafts and dense and not self.policy.on_demand_tokens:
-            scheduler.drafting = Drafting() if self._drafts is True else self._drafts()
+            on_gpu = self.parts.compute_tier == "gpu"
+            scheduler.drafting = Drafting(only_while_waiting=on_gpu) if self._drafts is True else self._drafts()
         self._generation = handler = Generation(self.parts, self._sampling, self._on_overlong, known)
         lengths = ExpectedLengths() if self._longest_first else None
         return self._run_all(handler, requests, scheduler, adaptation, should_stop, on_sweep, lengths)
@@ -674,7 +677,8 @@ class Engine:
         for sequence in complete(sequence for sequence, _ in scheduled):
             call.scheduler.finish(sequence)
         num_tokens = sum(batch.num_tokens for batch in batches)
-        return _Sweep(result, wait, started_s, stats.prefilled_tokens > prefilled, num_tokens)
+        num_logits = sum(len(batch.logits_rows) for batch in batches)
+        return _Sweep(result, wait, started_s, stats.prefilled_tokens > prefilled, num_tokens, num_logits)
 
     def _count(self, scheduled: list[ScheduledSequence]) -> None:
         """Count the tokens of a sweep that has been launched and not been committed."""
@@ -710,7 +714,7 @@ class Engine:
                 _adapt(call.adaptation, measured, finished)
             if drafting:
                 drafting.taken()
-                drafting.ran(sweep.num_tokens, measured.seconds, measured.busy_s, measured.stalled_s)
+                drafting.ran(sweep.num_tokens, sweep.num_logits, measured.seconds, measured.busy_s, measured.stalled_s)
                 stats.accepted_tokens = drafting.num_accepted
         return finished
 

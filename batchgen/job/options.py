@@ -385,7 +385,7 @@ class JobOptions:
         metavar="FILE|NAME",
         reads=FILE_OR_NAME,
         help="Plan with this profile's rates: a file of `batchgen profile`, or t4, a10g, rtx3090, a100, h100, h200,"
-        " zen4 [default: this machine's, measured once].",
+        " gh200, zen4 [default: this machine's, measured once].",
     )
     offload_dir: str | Path | None = _option(
         RESOURCES, f"{_COMMANDS} lm_eval helm serve-batches", metavar="DIR", help=_OFFLOAD_HELP

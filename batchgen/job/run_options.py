@@ -207,7 +207,7 @@ class RunOptions(TypedDict, total=False):
     """Disk budget [default: what is free, less 10%]; 0 is none."""
 
     hardware: str | None
-    """Plan with this profile's rates: a file of `batchgen profile`, or t4, a10g, rtx3090, a100, h100, h200, zen4
+    """Plan with this profile's rates: a file of `batchgen profile`, or t4, a10g, rtx3090, a100, h100, h200, gh200, zen4
     [default: this machine's, measured once].
     """
 

@@ -270,7 +270,7 @@ def decode_state_bytes(s: CostInputs, phase: Phase) -> float:
     return 2 * phase.decode_seqs * s.layer_state_bytes
 
 
-class _DiskBytes(NamedTuple):
+class DiskBytes(NamedTuple):
     """Bytes of one layer if all sequences were on disk, each (read, written).
 
     Attributes:
@@ -282,7 +282,7 @@ class _DiskBytes(NamedTuple):
     copied: tuple[float, float]
 
 
-def _disk_bytes(s: CostInputs, phase: Phase) -> _DiskBytes:
+def disk_bytes(s: CostInputs, phase: Phase) -> DiskBytes:
     """Bytes of one layer if all sequences were on disk.
 
     Every token rewrites its sequence's last block, prompts are written once, and a prefix that sequences of a
@@ -299,7 +299,7 @@ def _disk_bytes(s: CostInputs, phase: Phase) -> _DiskBytes:
     def moved(stored: float, reused: float) -> tuple[float, float]:  # what is reused comes with its new tokens
         return read * stored + (read + written) * reused + states_in, written * stored + states_out
 
-    return _DiskBytes(
+    return DiskBytes(
         on_disk=moved(sizes.mean_disk_block, sizes.mean_disk_reused_block),
         copied=moved(sizes.mean_block, sizes.mean_reused_block),
     )
@@ -318,8 +318,8 @@ def moved_bytes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
     kv_deferred = of_prompts * deferred_rows
     kv_prefilled = of_prompts - kv_deferred
     kv_new = kv_prefilled + phase.decode_seqs * (s.kv_token_bytes + s.layer_state_bytes)
-    disk_bytes = _disk_bytes(s, phase)
-    from_disk, to_disk = disk_bytes.on_disk
+    of_disk = disk_bytes(s, phase)
+    from_disk, to_disk = of_disk.on_disk
     skipped = 1 - sum(_experts_read_fracs(s, phase)) if reads_on_demand(s, phase) else 0.0
     weights_read = at.w_disk * s.layer_bytes - at.experts_disk * (skipped * s.all_expert_bytes)
     disk = {"disk_read": weights_read + at.kv_disk * from_disk, "disk_write": at.kv_disk * to_disk}
@@ -336,8 +336,8 @@ def moved_bytes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
     d2h = at.kv_cpu * delegated_out + at.kv_streamed * kv_new + activations * (1 - 1 / s.model.num_layers)
     d2h += phase.deferred_tokens * attention_input_bytes(s) + kv_deferred
     h2d += phase.deferred_tokens * query_bytes(s)
-    h2d += at.kv_disk * disk_bytes.copied[0]
-    d2h += at.kv_disk * disk_bytes.copied[1]
+    h2d += at.kv_disk * of_disk.copied[0]
+    d2h += at.kv_disk * of_disk.copied[1]
     return {"h2d": h2d + at.kv_cpu * (phase.decode_seqs * query_bytes(s)), "d2h": d2h} | disk
 
 
@@ -559,7 +559,7 @@ def _chains(
         chains["chain_first"] = first + phase_dequantize_s(s, phase) + share * delegated + copied
         chains["chain_second"] = second + (1 - share) * delegated + copied
     elif phase.decode_seqs:
-        staged = at.kv_streamed * streamed_bytes(s, phase) + at.kv_disk * _disk_bytes(s, phase).copied[0]
+        staged = at.kv_streamed * streamed_bytes(s, phase) + at.kv_disk * disk_bytes(s, phase).copied[0]
         staged = staged * (1 / batches / h2d)
         chains["chain_kv"] = weights + staged + before * (1 - 1 / batches) + only_if(at.stages)
     return chains

@@ -1,4 +1,4 @@
-"""Feasibility pruning: entries of the search space that do not fit are left out, without a MIP for each."""
+"""Feasibility pruning: the entries of the search space that fit are known without a MIP for each."""
 
 from __future__ import annotations
 
@@ -13,22 +13,32 @@ T = TypeVar("T")
 Size = tuple[int, int]
 
 
-def feasible(entries: Iterable[tuple[CostInputs, T]], fits: Callable[[CostInputs], bool]) -> list[tuple[CostInputs, T]]:
-    """Entries that fit, in their order.
+class Feasibility:
+    """The entries of the search space that fit.
 
     More sequences and more tokens take more memory in every tier, all else being equal. So among sizes that differ in
-    nothing else, a bisection finds which of them fit.
-
-    Args:
-        entries: inputs of the cost model, each with a value that goes with them.
-        fits: predicate, true if the budgets allow any placement of the inputs; it solves a MIP.
+    nothing else, a bisection finds which of them fit. It is made when one of them is asked for first.
     """
-    listed = list(entries)
-    of_kind: defaultdict[Hashable, dict[Size, CostInputs]] = defaultdict(dict)
-    for s, _ in listed:
-        of_kind[_kind(s)][_size(s)] = s
-    known = {kind: _known(sizes, fits) for kind, sizes in of_kind.items()}
-    return [(s, rest) for s, rest in listed if known[_kind(s)][_size(s)]]
+
+    def __init__(self, entries: Iterable[CostInputs], fits: Callable[[CostInputs], bool]) -> None:
+        """Prepare to look at entries.
+
+        Args:
+            entries: The inputs of the cost model that there are.
+            fits: Predicate, true if the budgets allow any placement of the inputs; it solves a MIP.
+        """
+        self._fits = fits
+        self._sizes: defaultdict[Hashable, dict[Size, CostInputs]] = defaultdict(dict)
+        for s in entries:
+            self._sizes[_kind(s)][_size(s)] = s
+        self._known: dict[Hashable, dict[Size, bool]] = {}
+
+    def __contains__(self, s: CostInputs) -> bool:
+        """True if an entry fits."""
+        kind = _kind(s)
+        if kind not in self._known:
+            self._known[kind] = _known(self._sizes[kind], self._fits)
+        return self._known[kind][_size(s)]
 
 
 def _kind(s: CostInputs) -> Hashable:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 from batchgen.core.errors import InputError
 from batchgen.core.quality import loss_of
-from batchgen.planner.problem import Problem
+from batchgen.planner.problem import CostInputs, Problem
 from batchgen.planner.search import TIE, BestFirst, search
-
-_Formats = tuple[str, str]
 
 
 def in_best_formats(problem: Problem) -> Problem:
@@ -23,28 +22,26 @@ def in_best_formats(problem: Problem) -> Problem:
     Raises:
         InputError: No plan fits in any of the formats.
     """
-    pairs = sorted(problem.formats, key=lambda pair: loss_of(*pair))
-    if len(pairs) < 2:
+    if len(list(problem.formats)) < 2:
         return problem
-    searches = {pair: BestFirst(replace(in_formats(problem, *pair), coarse=True)) for pair in pairs}
-    job_s: dict[_Formats, float] = {}
-
-    def is_within(pair: _Formats, limit_s: float) -> bool:
-        """True if the fastest plan in two formats takes no longer; it is searched for no further than that."""
-        if pair not in job_s:
-            with contextlib.suppress(InputError):
-                fastest = searches[pair].fastest(lambda seconds: seconds > limit_s)
-                if fastest is not None:
-                    job_s[pair] = fastest.job_s
-        return pair in job_s and job_s[pair] <= limit_s
-
-    best_s = math.inf
-    for pair in sorted(pairs, key=lambda pair: searches[pair].bound_s):
-        if is_within(pair, best_s):
-            best_s = job_s[pair]
-    if not job_s:
+    entries = BestFirst(replace(problem, coarse=True))
+    try:
+        chosen = entries.fastest()
+    except InputError:
         search(problem)  # which says what is short
-    return in_formats(problem, *next(pair for pair in pairs if is_within(pair, TIE * best_s)))
+        raise
+    assert chosen is not None  # nothing was pruned
+    limit_s, inputs = TIE * chosen.job_s, chosen.inputs
+    with contextlib.suppress(InputError):  # nothing is left
+        while (other := entries.fastest(lambda seconds: seconds > limit_s, _loses_less(inputs))) is not None:
+            inputs = other.inputs
+    return in_formats(problem, inputs.weight_format, inputs.kv_format)
+
+
+def _loses_less(than: CostInputs) -> Callable[[CostInputs], bool]:
+    """A predicate of inputs, true for those in formats that lose less than the given ones."""
+    loss = loss_of(than.weight_format, than.kv_format)
+    return lambda inputs: loss_of(inputs.weight_format, inputs.kv_format) < loss
 
 
 def in_formats(problem: Problem, weight_format: str, kv_format: str) -> Problem:

@@ -1,8 +1,8 @@
-"""The plan that another `--quality` would give, beside the plan of a job."""
+"""The time that a job would take with another `--quality`, beside its plan."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan
@@ -16,11 +16,11 @@ from batchgen.planner.problem import Problem
 
 @dataclass(frozen=True)
 class OtherQuality:
-    """Another quality than the plan's, with the plan that it would give.
+    """Another quality than the plan's, with a plan that may have it.
 
     Attributes:
         quality: A value of `--quality`: "small" beside a plan in the formats without a choice, "exact" beside others.
-        plan: The plan with it; None: no plan fits.
+        plan: A plan with it, of the coarse problem; None: no plan fits.
     """
 
     quality: str
@@ -41,7 +41,7 @@ def other_quality(plan: Plan, problem: Problem) -> OtherQuality | None:
     try:
         best = in_best_formats(others)
         same = (best.weight_formats, best.kv_formats) == tuple((name,) for name in formats_of(plan.policy))
-        return OtherQuality(quality, plan if same else plan_problem(best))
+        return OtherQuality(quality, plan if same else plan_problem(replace(best, coarse=True)))
     except InputError:
         return OtherQuality(quality, None)
 

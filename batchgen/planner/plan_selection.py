@@ -26,6 +26,8 @@ from batchgen.planner.sweep_times import with_sweep_times
 # The most kinds of plans that are looked at; most are pruned early, as not even the cost model has them faster than the
 # best one.
 _MOST_KINDS = 6
+# Kinds of a coarse problem.
+_MOST_COARSE_KINDS = 3
 # The cost model may be slower by this factor than the simulator, which has whole sweeps where it has averages.
 _MODEL_ABOVE = 1.05
 # With several micro-batches sweeps take longer than the cost model says, in each order by a factor of its own. It is at
@@ -98,7 +100,8 @@ def simulate_candidates(problem: Problem) -> list[Simulated]:
     """Simulate the candidates that may be the fastest, the cost model's fastest first.
 
     A candidate whose memory plan does not hold it is left out. Where none is left, the cost model's fastest stands with
-    its modelled time, and its job will say what is short.
+    its modelled time, and its job will say what is short. A coarse problem has few candidates, which are not simulated
+    for longer.
 
     Raises:
         InputError: No plan fits.
@@ -112,8 +115,9 @@ def simulate_candidates(problem: Problem) -> list[Simulated]:
         return _is_slower(inputs, order, seconds, startup_s, simulated)
 
     fastest: Candidate | None = None
-    searched = candidates(problem, _MOST_KINDS, prune, prune_order)
-    for candidate in itertools.chain(searched, added_candidates(problem, prune)):
+    searched = candidates(problem, _MOST_COARSE_KINDS if problem.coarse else _MOST_KINDS, prune, prune_order)
+    added = () if problem.coarse else added_candidates(problem, prune)
+    for candidate in itertools.chain(searched, added):
         fastest = fastest or candidate
         inputs = candidate.inputs
         if prune_order(inputs, inputs.batch_order, candidate.seconds, candidate.startup_s):
@@ -122,7 +126,8 @@ def simulate_candidates(problem: Problem) -> list[Simulated]:
             run = simulate_sampled(plan_of(problem, candidate), candidate)
             simulated.append(Simulated(candidate, run.seconds, run.whole))
     assert fastest is not None  # or it would have been an InputError
-    return _settled(problem, simulated) or [Simulated(fastest, fastest.seconds)]
+    settled = simulated if problem.coarse else _settled(problem, simulated)
+    return settled or [Simulated(fastest, fastest.seconds)]
 
 
 def _settled(problem: Problem, simulated: list[Simulated]) -> list[Simulated]:

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 from batchgen.core.errors import InputError
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.planner.balance import with_unequal_batches
-from batchgen.planner.bound import lower_bound_s
+from batchgen.planner.bound import LowerBounds
 from batchgen.planner.costs import job_seconds
 from batchgen.planner.experts import on_demand_tokens
-from batchgen.planner.feasibility import feasible
+from batchgen.planner.feasibility import Feasibility
 from batchgen.planner.infeasible import check_budgets, explain_infeasible
 from batchgen.planner.mip import Solution, fits, solve, with_embeddings
 from batchgen.planner.phases import Phase
@@ -144,9 +144,10 @@ def candidates(
 class BestFirst:
     """Entries of the search space, the most promising first.
 
-    An entry is known by a bound that needs no solver, then by the LP, which is a bound on integer placements, and then
-    by its integer placement. Whatever has the least of these seconds is worked out next. So no LP and no integer
-    MIP is solved that the answer does not depend on.
+    An entry is known by a bound of a few products, then by a closer one that needs no solver either, then by the LP,
+    which is a bound on integer placements, and then by its integer placement. Whatever has the least of these seconds
+    is worked out next. So no bound is computed, and no LP and no integer MIP solved, that the answer does not depend
+    on.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -155,22 +156,38 @@ class BestFirst:
         self._problem = problem
         self._too_slow = False
         self._kinds: dict[tuple[int, int], _Relaxed] = {}
-        space = feasible(search_space(problem), lambda s: fits(s, problem.allowed))
-        entries = [_Entry(_bound_s(s, phases), i, s, phases) for i, (s, phases) in enumerate(space)]
-        self._heap = [entry for entry in entries if entry.seconds < math.inf]
+        self._bounds = LowerBounds()
+        self._heap = [
+            _Entry(least_startup_s(s) + self._bounds.quick_s(s, phases), i, s, phases)
+            for i, (s, phases) in enumerate(search_space(problem))
+        ]
         heapq.heapify(self._heap)
+        self._feasible = Feasibility((entry.inputs for entry in self._heap), lambda s: fits(s, problem.allowed))
 
-    @property
-    def bound_s(self) -> float:
-        """Seconds of the job that no entry that is left beats; infinite where none is left."""
-        return self._heap[0].seconds if self._heap else math.inf
+    def fastest(
+        self, prune: Prune = prune_nothing, is_wanted: Callable[[CostInputs], bool] = lambda inputs: True
+    ) -> Candidate | None:
+        """The fastest integer placement that is left.
 
-    def fastest(self, prune: Prune = prune_nothing) -> Candidate | None:
-        """The fastest integer placement; None where it is pruned. Raises InputError where none fits."""
+        Args:
+            prune: Prune predicate.
+            is_wanted: Predicate of inputs; entries for which it is false are left out.
+
+        Returns:
+            The placement with its inputs; None where it is pruned.
+
+        Raises:
+            InputError: None fits, or none is left.
+        """
         while self._heap:
             if prune(self._heap[0].seconds):
                 return None
             entry = heapq.heappop(self._heap)
+            if not is_wanted(entry.inputs):
+                continue
+            if not entry.bounded:
+                self._bound(entry)
+                continue
             if entry.relaxed is not None:
                 self._kinds.setdefault(_kind(entry.inputs), (entry.relaxed, entry.inputs, entry.phases))
                 if entry.incumbent is not None:
@@ -190,14 +207,25 @@ class BestFirst:
             kind = _kind(entry.inputs)
             if kind in self._kinds or (len(self._kinds) >= most and kind[0] in {number for number, _ in self._kinds}):
                 continue
-            if entry.relaxed is not None:
+            if not entry.bounded:
+                if worked_out[kind] < _MOST_OF_KIND:
+                    self._bound(entry)
+            elif entry.relaxed is not None:
                 self._kinds[kind] = entry.relaxed, entry.inputs, entry.phases
             elif worked_out[kind] < _MOST_OF_KIND:
                 worked_out[kind] += self._work_out(entry)
         return self._kinds
 
+    def _bound(self, entry: _Entry) -> None:
+        """Put an entry back with its closer bound, unless that says that it does not fit."""
+        seconds = least_startup_s(entry.inputs) + self._bounds.bound_s(entry.inputs, entry.phases)
+        if seconds < math.inf:
+            heapq.heappush(self._heap, replace(entry, seconds=seconds, bounded=True))
+
     def _work_out(self, entry: _Entry) -> bool:
         """Solve the entry; return true if it is back in the heap, as something fits and its blocks are fast enough."""
+        if entry.relaxed is None and entry.inputs not in self._feasible:
+            return False
         solution = solve(entry.inputs, entry.phases, self._problem.allowed, integer=entry.relaxed is not None)
         if solution is None:
             return False
@@ -217,19 +245,25 @@ class BestFirst:
 
 @dataclass(frozen=True, order=True)
 class _Entry:
-    """seconds: of the job, as far as they are known. number: decides between equal ones."""
+    """An entry of the search space.
+
+    Attributes:
+        seconds: Seconds of the job, as far as they are known.
+        number: A number that decides between entries of equal seconds.
+        inputs: The inputs of the cost model.
+        phases: The job's sweeps under them.
+        bounded: Whether `seconds` is at least the bound of `LowerBounds`; otherwise it is the quick one.
+        relaxed: The optimum of the LP, once it is solved.
+        incumbent: The integer placement, once it is found.
+    """
 
     seconds: float
     number: int
     inputs: CostInputs = field(compare=False)
     phases: tuple[Phase, ...] = field(compare=False)
+    bounded: bool = field(default=False, compare=False)
     relaxed: Solution | None = field(default=None, compare=False)
     incumbent: Solution | None = field(default=None, compare=False)
-
-
-def _bound_s(s: CostInputs, phases: tuple[Phase, ...]) -> float:
-    """Seconds of the job that no placement can beat."""
-    return least_startup_s(s) + lower_bound_s(s, phases)
 
 
 def _with_experts_on_demand(

@@ -11,7 +11,7 @@ from batchgen.planner.packed_products import packed_tokens
 from batchgen.planner.phases import Phase, phases_of_each
 from batchgen.planner.problem import CostInputs, Loading, Problem
 
-_MICRO_BATCHES, _COARSE_MICRO_BATCHES = (1, 2, 4, 8, 16), (1, 4)
+_MICRO_BATCHES, _COARSE_MICRO_BATCHES = (1, 2, 4, 8, 16), (1, 2, 4)
 # Sizes of each doubling, in eighths.
 _EIGHTHS, _COARSE_EIGHTHS = range(8, 16), (8, 12)
 # Fewer tokens than this leave matmuls far from their best rate.

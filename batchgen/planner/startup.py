@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from batchgen.core.dtypes import FORMAT_BYTES, NATIVE_FORMATS, weight_row_bytes
 from batchgen.core.hardware import HardwareProfile
 from batchgen.models.config import ModelConfig
@@ -17,13 +19,13 @@ _GGUF_WEIGHT_BYTES = 0.6
 
 def startup_s(s: CostInputs, at: Placement) -> Linear:
     """Seconds to read the weights that do not stay on disk, to write a weight store, and to touch the host's KV."""
-    reading_s = s.loading.read_s * (1 - at.w_disk * _layers_frac(s))
+    reading_s = s.loading.read_s * (1 - at.w_disk * _layers_frac(s.model))
     return reading_s + at.needs_store * _store_s(s) + (at.kv_cpu + at.kv_streamed) * _first_touch_s(s)
 
 
 def least_startup_s(s: CostInputs) -> float:
     """Seconds of the start-up that no placement can beat."""
-    on_disk_s = s.loading.read_s * (1 - _layers_frac(s)) + _store_s(s)
+    on_disk_s = s.loading.read_s * (1 - _layers_frac(s.model)) + _store_s(s)
     return on_disk_s if s.must_write_store else min(s.loading.read_s, on_disk_s)
 
 
@@ -54,9 +56,10 @@ def loading_s(
     return seconds + native_bytes / rate
 
 
-def _layers_frac(s: CostInputs) -> float:
+@lru_cache(maxsize=64)
+def _layers_frac(model: ModelConfig) -> float:
     """The part of all weights that the layers have."""
-    return s.model.layer_params / s.model.held_params
+    return model.layer_params / model.held_params
 
 
 def _store_s(s: CostInputs) -> float:

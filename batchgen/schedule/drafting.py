@@ -2,11 +2,13 @@
 
 A sweep lasts as long as its computation or as what it reads, whichever is longer. A draft costs computation alone, so
 it is free while the sweep reads. Beyond that it is worth its seconds where these, spent on drafts, give more tokens
-than a sweep does on average. Acceptance and seconds are measured.
+than a sweep does on average. Acceptance and seconds are measured. Where drafts seem not to be worth it, a sweep now and
+then has some all the same, to see.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass
@@ -16,12 +18,16 @@ from batchgen.schedule.finished_rows_proposer import FinishedRowsProposer
 from batchgen.schedule.grammar_proposer import GrammarProposer
 from batchgen.schedule.lookup_proposer import LookupProposer
 from batchgen.schedule.sequence import Sequence
-from batchgen.schedule.sweep_line import SweepLine
+from batchgen.schedule.sweep_fit import SweepFit
 
 _MOST = 16  # drafts of a sequence in a sweep
 _MARGIN = 1.2  # by which drafts must be worth more than they cost
 _HIGHEST, _LOWEST = 0.95, 0.02  # chance of acceptance that is thought possible, and below which nothing is drafted
 _PRIOR = 4.0  # drafts that what is thought at first counts as
+_WAITS = 1.25  # times its computation that a sweep takes which waits
+_TRIAL_EVERY, _TRIAL_PART = 64, 2  # sweeps; part of a sweep's tokens that is drafted to see what that costs
+_RECENT = 0.8  # weight of earlier sweeps in what choosing drafts costs, and in what they save
+_JUDGED_AFTER = 12  # sweeps with drafts until that counts
 _KEPT = 0.998  # of what was measured of acceptance, after each sweep: texts change
 
 
@@ -69,19 +75,31 @@ class Drafting:
         num_accepted: Drafts of them that were accepted.
     """
 
-    def __init__(self, proposers: List[Proposer] | None = None, *, always: int | None = None) -> None:
+    def __init__(
+        self,
+        proposers: List[Proposer] | None = None,
+        *,
+        always: int | None = None,
+        only_while_waiting: bool = False,
+    ) -> None:
         """Have measured nothing.
 
         Args:
             proposers: Proposers, in order of preference; None: a grammar's, lookup's, and that of rows that have ended.
             always: Drafts that each sequence has in each sweep, whatever they cost; None: as many as are worth it.
+            only_while_waiting: Whether there are drafts only while computation waits for weights or KV: where the next
+                sweep is launched before the tokens of this one are known, drafts hold it up.
         """
         self._proposers = proposers or [GrammarProposer(), LookupProposer(), FinishedRowsProposer()]
-        self._always = always
-        self._line = SweepLine()
-        self._worth = _Worth(self._line, 0, 0)
+        self._always, self._only_while_waiting = always, only_while_waiting
+        self._pause = 0  # sweeps
+        self._cost_s = self._saved_s = 0.0  # of the last sweeps with drafts
+        self._fit = SweepFit()
+        self._worth = _Worth(self._fit, 0, 0)
+        self._until_trial = _TRIAL_EVERY
         self._acceptance: dict[tuple[int, int], _Acceptance] = {}
         self._under_way: dict[Sequence, _Drafted] = {}
+        self._on_trial = self._last_accepted = self._num_active = 0
         self.active = always is not None
         self.num_drafted = self.num_accepted = 0
 
@@ -92,9 +110,17 @@ class Drafting:
             num_tokens: Tokens of the sweep without drafts.
             num_rows: Sequences in it.
         """
-        self._worth = _Worth(self._line, num_tokens, num_rows)
-        self.active = self._always is not None or (self._line.is_known and self._worth.is_enough(_HIGHEST))
-        return self.active
+        self._worth = _Worth(self._fit, num_tokens, num_rows)
+        self._pause = max(0, self._pause - 1)
+        self.active = self._always is not None or (not self._pause and self._may_be_worth_it())
+        self._until_trial = _TRIAL_EVERY if self.active or not self._until_trial else self._until_trial - 1
+        self._on_trial = num_tokens // _TRIAL_PART if not self._until_trial else 0
+        return self.active or self._on_trial > 0
+
+    def _may_be_worth_it(self) -> bool:
+        if not self._fit.is_known or (self._only_while_waiting and not self._worth.waits):
+            return False
+        return self._worth.is_enough(_HIGHEST)
 
     def choose(self, rooms: Mapping[Sequence, int], budget: int) -> dict[Sequence, list[int]]:
         """The drafts of the sweep that has begun, by sequence.
@@ -103,20 +129,26 @@ class Drafting:
             rooms: Sequences that decode in it, each with the most drafts that it may have.
             budget: Most drafts of the sweep.
         """
-        proposals = {s: best for s, room in rooms.items() if (best := self._best(s, min(_MOST, room))) is not None}
+        started = time.perf_counter()
+        with_room = [(sequence, min(_MOST, room)) for sequence, room in rooms.items() if room > 0]
+        proposals = {s: best for s, room in with_room if (best := self._best(s, room)) is not None}
         if self._always is not None:
-            counts = self._first(proposals, budget)
+            counts = self._first(proposals, budget, self._always)
+        elif self._on_trial:
+            counts = self._first(proposals, min(budget, self._on_trial), _MOST)
         else:
             counts = self._worth_most(proposals, budget, self._worth)
         for sequence, count in counts.items():
             self._under_way[sequence] = _Drafted(proposals[sequence][0], count, len(sequence.tokens))
             self.num_drafted += count
+        self._cost_s += (1 - _RECENT) * (time.perf_counter() - started - self._cost_s)
         return {sequence: proposals[sequence][1].tokens[:count] for sequence, count in counts.items()}
 
     def taken(self) -> None:
         """Measure acceptance by the sweeps whose tokens have been taken."""
         for acceptance in self._acceptance.values():
             acceptance.accepted, acceptance.judged = _KEPT * acceptance.accepted, _KEPT * acceptance.judged
+        before = self.num_accepted
         judged = [sequence for sequence in self._under_way if not sequence.drafts]
         for sequence in judged:
             drafted = self._under_way.pop(sequence)
@@ -125,14 +157,28 @@ class Drafting:
             acceptance = self._of(drafted.kind)
             acceptance.accepted += accepted
             acceptance.judged += accepted + (accepted < drafted.num_drafts)
+        self._last_accepted = self.num_accepted - before
 
     def withdraw(self, sequence: Sequence) -> None:
         """Count drafts of a sequence that were chosen just now as never made."""
         self.num_drafted -= self._under_way.pop(sequence).num_drafts
 
-    def ran(self, num_tokens: int, seconds: float, busy_s: Mapping[str, float], stalled_s: Mapping[str, float]) -> None:
-        """Take the times of a sweep, as `SweepLine.add` does."""
-        self._line.add(num_tokens, seconds, busy_s, stalled_s)
+    def ran(
+        self,
+        num_tokens: int,
+        num_logits: int,
+        seconds: float,
+        busy_s: Mapping[str, float],
+        stalled_s: Mapping[str, float],
+    ) -> None:
+        """Take the times of a sweep, as `SweepFit.add` does."""
+        self._fit.add(num_tokens, num_logits, seconds, busy_s, stalled_s)
+        if self.active and self._always is None:
+            # Accepted drafts would have taken sweeps like this one, with all rows in each.
+            self._saved_s += (1 - _RECENT) * (seconds * self._last_accepted / max(1, num_logits) - self._saved_s)
+            self._num_active += 1
+            if self._num_active >= _JUDGED_AFTER and self._saved_s < self._cost_s:
+                self._pause, self._num_active = _TRIAL_EVERY, 0
 
     def ended(self, sequences: List[Sequence]) -> None:
         """Note that sequences have ended."""
@@ -161,12 +207,12 @@ class Drafting:
         return best
 
     def _first(
-        self, proposals: Mapping[Sequence, tuple[tuple[int, int], Proposal]], budget: int
+        self, proposals: Mapping[Sequence, tuple[tuple[int, int], Proposal]], budget: int, most: int
     ) -> dict[Sequence, int]:
-        """Numbers of drafts, `always` for each sequence within the budget."""
+        """Numbers of drafts, at most so many for each sequence, of the first sequences within the budget."""
         counts = {}
         for sequence, (_, proposal) in proposals.items():
-            count = min(len(proposal.tokens), self._always or 0, budget)
+            count = min(len(proposal.tokens), most, budget)
             if count > 0:
                 counts[sequence] = count
                 budget -= count
@@ -191,26 +237,34 @@ class Drafting:
 
 
 class _Worth:
-    """The seconds of a sweep and the tokens expected of it, while drafts are added."""
+    """The seconds of a sweep and the tokens expected of it, while drafts are added.
 
-    def __init__(self, line: SweepLine, num_tokens: int, num_rows: int) -> None:
-        self._compute, self._moved = line.seconds()
-        self._num_tokens, self._expected = num_tokens, float(num_rows)
-        self._now_s = self._seconds(num_tokens)
+    An accepted draft saves a token of a later sweep, so it is worth what a token costs in a sweep without prompts.
+    """
 
-    def _seconds(self, num_tokens: int) -> float:
-        return max(start + slope * num_tokens for start, slope in (self._compute, self._moved))
+    def __init__(self, fit: SweepFit, num_tokens: int, num_rows: int) -> None:
+        sweep_s, token_s, row_s = fit.compute_s
+        self._moved_s, self._draft_s = fit.moved_s, token_s + row_s
+        self._compute_s = sweep_s + num_tokens * token_s + num_rows * row_s
+        self._alone_s = sweep_s + num_rows * self._draft_s
+        self._expected = float(num_rows)
+
+    @property
+    def waits(self) -> bool:
+        """Tell whether computation waits in the sweep for a good part of it."""
+        return self._moved_s > _WAITS * self._compute_s
 
     def is_enough(self, expected: float) -> bool:
         """Tell whether one more draft, of which so many accepted tokens are expected, is worth its seconds."""
-        added_s = self._seconds(self._num_tokens + 1) - self._now_s
-        return expected * self._now_s >= _MARGIN * added_s * self._expected
+        now_s = max(self._moved_s, self._compute_s)
+        added_s = max(now_s, self._compute_s + self._draft_s) - now_s
+        return expected * max(self._moved_s, self._alone_s) >= _MARGIN * added_s * self._expected
 
     def add(self, expected: float) -> None:
         """Count one more draft."""
-        self._num_tokens += 1
+        self._compute_s += self._draft_s
+        self._alone_s += self._draft_s
         self._expected += expected
-        self._now_s = self._seconds(self._num_tokens)
 
 
 def _expected(chance: float, num_drafts: int) -> float:

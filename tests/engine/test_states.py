@@ -269,7 +269,7 @@ def test_an_engine_has_no_more_sequences_in_flight_than_memory_holds_states_of(t
         seq_state_bytes = parts["state"] // engine.parts.memory.state_slots["cpu"]
     spare = 100 * seq_state_bytes  # bytes for states and KV, some of which what the process has grown by takes
     budget = sum(parts.values()) - parts["state"] - parts["KV"] + spare
-    with pytest.raises(InputError, match="state .*give at least .*, or a smaller --max-num-seqs"):
+    with pytest.raises(InputError, match=r"state .*give at least .*, or a smaller --max-num-seqs"):
         Engine(str(path), dtype="float32", cpu_memory=budget, max_model_len=64, max_num_seqs=1000)
     with Engine(str(path), dtype="float32", cpu_memory=budget, max_model_len=64) as engine:
         assert 4 <= engine.policy.max_num_seqs <= 100

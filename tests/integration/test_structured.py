@@ -204,13 +204,13 @@ def test_masks_are_made_while_the_next_sweep_computes(model, monkeypatch):
     computing, too_late = threading.Event(), []
     make = Grammars._advance
 
-    def make_while_computing(self, steps):
+    def make_while_computing(self, steps, ahead):
         if not computing.wait(timeout=60):
             too_late.append(steps)
-        make(self, steps)
+        make(self, steps, ahead)
 
     monkeypatch.setattr(Grammars, "_advance", make_while_computing)
-    engine = make_engine(model)
+    engine = make_engine(model, drafts=False)  # which are chosen when masks are there
     run = engine.parts.executor.run
 
     def run_and_tell(batches, on_logits, **options):

@@ -14,8 +14,8 @@ from batchgen.models.hf.config import config_of_hf
 from batchgen.models.store.layout import layer_groups
 from batchgen.planner import search as searching
 from batchgen.planner import sizes
-from batchgen.planner.bound import lower_bound_s
-from batchgen.planner.feasibility import feasible, halving
+from batchgen.planner.bound import LowerBounds
+from batchgen.planner.feasibility import Feasibility, halving
 from batchgen.planner.mip import fits, solve
 from batchgen.planner.problem import Allowed, Problem
 from batchgen.planner.search import block_latency_s, candidates, search, search_unless_pruned
@@ -115,15 +115,16 @@ def test_what_is_left_out_fits_nowhere(name):
     hardware = shipped_profile("t4")
     formats = FORMATS | {"weight_formats": (weights,)}
     problem = Problem(hardware, config, Workload.uniform(*job), budgets(hardware), **formats, num_gpu_batches=2)
-    space = list(search_space(problem))
+    space = [s for s, _ in search_space(problem)]
     asked = []
 
     def asking(s):
         asked.append(s)
         return fits(s, IN_SWEEPS)
 
-    kept = feasible(space, asking)
-    assert [id(s) for s, _ in kept] == [id(s) for s, _ in space if fits(s, IN_SWEEPS)]
+    feasible = Feasibility(space, asking)
+    assert not asked
+    assert [s in feasible for s in space] == [fits(s, IN_SWEEPS) for s in space]
     assert len(asked) <= 40, "a few of some hundreds"
 
 
@@ -140,10 +141,15 @@ def test_no_programme_beats_the_bound(name):
     hardware = shipped_profile("t4")
     formats = FORMATS | {"weight_formats": (weights,)}
     problem = Problem(hardware, config, Workload.uniform(*job), budgets(hardware), **formats)
-    kept = feasible(search_space(problem), lambda s: fits(s, IN_SWEEPS))
+    space = list(search_space(problem))
+    feasible = Feasibility((s for s, _ in space), lambda s: fits(s, IN_SWEEPS))
+    kept = [(s, phases) for s, phases in space if s in feasible]
+    bounds = LowerBounds()
     for s, phases in kept[:: max(1, len(kept) // 40)]:
         found = solve(s, phases, IN_SWEEPS, integer=False)
-        assert lower_bound_s(s, phases) <= found.seconds * (1 + 1e-6), (s.num_gpu_batches, s.max_num_seqs)
+        bound_s = bounds.bound_s(s, phases)
+        assert bound_s <= found.seconds * (1 + 1e-6), (s.num_gpu_batches, s.max_num_seqs)
+        assert bounds.quick_s(s, phases) <= bound_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("hardware", [gpu_box(), cpu_box(cpu_memory_bytes=6 << 30)], ids=lambda h: h.name)
