@@ -106,6 +106,7 @@ def load_engine(
         on_overlong=options.on_overlong,
         sampling=options.sampling,
         longest_first=streaming_binds(plan),
+        drafts=options.drafts,
     )
 
 

@@ -436,6 +436,15 @@ class JobOptions:
         type=bool,
         help="Compute a prompt prefix that rows share once [default: on].",
     )
+    drafts: bool = _option(
+        RESOURCES,
+        "run lm_eval helm serve-batches engine",
+        "--drafts/--no-drafts",
+        default=False,
+        type=bool,
+        help="Check several drafted tokens of a sequence in a sweep where that saves time: while weights or KV stream."
+        " It changes no text, but for rounding in 16 bits [default: no drafts].",
+    )
     pipeline: int = _option(
         RESOURCES,
         f"{_ROWS} lm_eval helm",

@@ -236,6 +236,11 @@ class RunOptions(TypedDict, total=False):
     share_prefixes: bool
     """Compute a prompt prefix that rows share once [default: on]."""
 
+    drafts: bool
+    """Check several drafted tokens of a sequence in a sweep where that saves time: while weights or KV stream. It
+    changes no text, but for rounding in 16 bits [default: no drafts].
+    """
+
     pipeline: int
     """Split the layers into N stages, each a process with its part of cores and memory budgets: started on this host,
     or by torchrun. Default: 1.

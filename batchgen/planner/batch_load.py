@@ -203,6 +203,12 @@ def _on_disk(scheduled: ScheduledSequence) -> bool:
     return scheduled.sequence.kv_placement is KVPlacement.DISK
 
 
+def _blocks_of(scheduled: ScheduledSequence) -> np.ndarray:
+    """The KV blocks of a sequence, int32. Those on disk have numbers that no block of host memory has."""
+    table = np.array(scheduled.sequence.block_table, dtype=np.int32)
+    return -1 - table if _on_disk(scheduled) else table
+
+
 def _blocks(tokens: int, kv_block_size: int) -> int:
     return -(-tokens // kv_block_size)
 
@@ -219,14 +225,7 @@ def _attended(members: Sequence[ScheduledSequence], kv_block_size: int, *, shari
     shared_tokens = [0] * len(members)
     shared = []
     if sharing and any(s.sequence.num_matched_blocks for s in members):
-        slices = [
-            SequenceSlice(
-                s.num_tokens,
-                s.sequence.num_computed,
-                np.array([] if _on_disk(s) else s.sequence.block_table, dtype=np.int32),
-            )
-            for s in members
-        ]
+        slices = [SequenceSlice(s.num_tokens, s.sequence.num_computed, _blocks_of(s)) for s in members]
         matched = np.array([s.sequence.num_matched_blocks for s in members])
         for group in find_shared_groups(SweepTables.of(slices), matched, kv_block_size):
             shared.append((sum(members[i].num_tokens for i in group.members), group.num_blocks * kv_block_size))

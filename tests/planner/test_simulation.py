@@ -624,3 +624,19 @@ def test_bytes_and_flows_are_those_of_the_engine(case, model_path, tmp_path, mon
             bytes_of["h2d"] += bytes_of.pop("d2h")
     assert simulated == pytest.approx(moved)
     assert {lane for lane, seconds in run.busy_s.items() if seconds} == {lane for lane, s in busy.items() if s}
+
+
+def test_prefixes_are_shared_on_disk_too_and_with_no_block_of_host_memory():
+    def scheduled(number, placement):
+        sequence = Sequence(number, number, 0, [1] * 200, SamplingParams(max_tokens=8), kv_placement=placement)
+        sequence.num_computed, sequence.num_matched_blocks = 160, 8
+        sequence.block_table.extend([*range(8), *range(100 * (number + 1), 100 * (number + 1) + 5)])
+        return ScheduledSequence(sequence, 40)
+
+    for placements, groups in (
+        ([KVPlacement.DISK] * 4, ((160, 128),)),
+        ([KVPlacement.DISK, KVPlacement.STREAMED] * 4, ((160, 128), (160, 128))),
+    ):
+        batch = [scheduled(number, placement) for number, placement in enumerate(placements)]
+        load = load_of(batch, kv_block_size=16, compute_tier="gpu")
+        assert load.attended[KVPlacement.STREAMED].shared == groups
