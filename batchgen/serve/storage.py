@@ -154,15 +154,25 @@ class Storage:
         os.close(self._lock)
 
     def key(self) -> str:
-        """The key that clients have to give: that of the directory, which is made if it is not there."""
+        """The key that clients have to give: that of the directory, which is made if it is not there.
+
+        Raises:
+            InputError: The file has no key, or others may read it.
+        """
         path = self.key_path
         if not path.exists():
             write_atomically(path, f"sk-{secrets.token_urlsafe(32)}\n".encode(), mode=0o600)
-        return path.read_text().strip()
+        status = path.stat()
+        if status.st_mode & 0o077 or status.st_uid != os.geteuid():
+            raise InputError(f"{path} is not this user's alone: remove it, and a new key is made")
+        key = path.read_text(errors="replace").strip()
+        if not key or not key.isascii() or not key.isprintable():
+            raise InputError(f"{path} has no key: remove it, and a new one is made")
+        return key
 
     def new_file_path(self) -> tuple[str, Path]:
         """The id of a new file, and the path that it is to be written to before `add_file`."""
-        file_id = f"file-{secrets.token_hex(12)}"
+        file_id = f"file-{_new_digits()}"
         return file_id, self.content_path(file_id)
 
     def content_path(self, file_id: str) -> Path:
@@ -182,7 +192,7 @@ class Storage:
     def files(self) -> list[StoredFile]:
         """All files, the newest first."""
         found = (self.file(path.stem) for path in (self._directory / "files").glob("*.json"))
-        return sorted((one for one in found if one), key=lambda one: (-one.created_at, one.id))
+        return sorted((one for one in found if one), key=lambda one: one.id, reverse=True)
 
     def remove_file(self, file_id: str) -> None:
         self._of_file(file_id).unlink(missing_ok=True)
@@ -192,7 +202,7 @@ class Storage:
         self, input_file_id: str, endpoint: str, completion_window: str, metadata: Mapping[str, str]
     ) -> Batch:
         """Make a batch, which waits for its turn."""
-        batch_id = f"batch_{secrets.token_hex(12)}"
+        batch_id = f"batch_{_new_digits()}"
         (self._directory / "batches" / batch_id).mkdir(mode=0o700)
         batch = Batch(batch_id, input_file_id, endpoint, completion_window, time.time_ns() // 10**9, metadata)
         self.put(batch)
@@ -209,7 +219,7 @@ class Storage:
     def batches(self) -> list[Batch]:
         """All batches, the newest first."""
         found = (self.batch(path.name) for path in (self._directory / "batches").iterdir())
-        return sorted((one for one in found if one), key=lambda one: (-one.created_at, one.id))
+        return sorted((one for one in found if one), key=lambda one: one.id, reverse=True)
 
     def waiting(self) -> Iterator[Batch]:
         """The batches that have not ended, the oldest first."""
@@ -226,7 +236,7 @@ class Storage:
         for name, path in (("output_file_id", output), ("error_file_id", errors_path(output))):
             if path.exists() and path.stat().st_size:
                 file_id, target = self.new_file_path()
-                os.link(path, target)  # not moved: killed here, the job of the batch is found complete again
+                _link_or_copy(path, target)  # not moved: killed here, the job of the batch is found complete again
                 self.add_file(file_id, f"{batch.id}_{path.name}", "batch_output")
                 ids[name] = file_id
         return replace(batch, **ids)
@@ -236,6 +246,18 @@ class Storage:
 
     def _of_batch(self, batch_id: str) -> Path:
         return self._directory / "batches" / batch_id / "batch.json"
+
+
+def _new_digits() -> str:
+    """The 24 hexadecimal digits of a new id; later ones are greater."""
+    return f"{time.time_ns():016x}{secrets.token_hex(4)}"
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # the filesystem has no hard links
+        shutil.copyfile(source, target)
 
 
 def _read(path: Path, kind: type) -> Any:
