@@ -96,7 +96,7 @@ recipe-throughput: install
 recipe-helm: $(HELM_VENV)/.installed
 	$(HELM_VENV)/bin/python recipes/helm/run.py --priority 1 $(RECIPE_OPTIONS)
 
-# What passes before every change: seven minutes on two idle cores. PYTEST_OPTIONS adds to it (--durations=40).
+# What passes before every change: fifteen minutes on two idle cores. PYTEST_OPTIONS adds to it (--durations=40).
 test: develop
 	$(BIN)/python -m pytest -n auto --dist worksteal $(PYTEST_OPTIONS)
 

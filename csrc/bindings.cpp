@@ -169,13 +169,14 @@ PYBIND11_MODULE(_kernels, m) {
              [](AttentionPlan& plan, int start, int stop, const Array<int32_t>& blocks) {
                  plan.add_shared(start, stop, blocks.data(), int(blocks.size()));
              })
-        .def("add_chosen",
-             [](AttentionPlan& plan, const Array<int64_t>& tokens, const Array<int32_t>& table,
-                const Array<int64_t>& num_keys) {
-                 for (py::ssize_t i = 0; i < tokens.size(); i++)
-                     plan.add_chosen(int(tokens.at(i)), table.data(i, 0), int(num_keys.at(i)));
-             },
-             py::keep_alive<1, 3>())
+        .def(
+            "add_chosen",
+            [](AttentionPlan& plan, const Array<int64_t>& tokens, const Array<int32_t>& table,
+               const Array<int64_t>& num_keys) {
+                for (py::ssize_t i = 0; i < tokens.size(); i++)
+                    plan.add_chosen(int(tokens.at(i)), table.data(i, 0), int(num_keys.at(i)));
+            },
+            py::keep_alive<1, 3>())
         .def("finish", &AttentionPlan::finish)
         .def_readwrite("isa", &AttentionPlan::isa);
 
@@ -189,30 +190,30 @@ PYBIND11_MODULE(_kernels, m) {
 
     m.attr("FIRST_PAGES") = kFirstPages;
     m.attr("RECENT_PAGES") = kRecentPages;
-    m.def("summarise_pages", [](Address kv, int kv_type, int block_size, int kv_heads, int head_dim,
-                                const Array<int64_t>& blocks, const Array<int64_t>& targets, Address out, int type,
-                                const std::string& isa) {
-        const PageSummaries args{make_kv(kv, kv_type, block_size, kv_heads, head_dim), blocks.data(), targets.data(),
-                                 at(out), Type(type)};
-        const Kernels& kernels = kernels_of(isa);
-        const int64_t count = blocks.size();
-        py::gil_scoped_release release;
-        over_rows(count, int64_t(block_size) * kv_heads * head_dim,
-                  [&](int64_t page, int64_t stop) { kernels.summarise_pages(args, page, stop); });
-    });
-    m.def("choose_pages", [](Address q, int64_t q_stride, int type, int heads, int kv_heads, int head_dim,
-                             Address summaries, int summary_type, const Array<int64_t>& tokens,
-                             const Array<int32_t>& summary_blocks, const Array<int32_t>& blocks,
-                             const Array<int64_t>& starts, const Array<int64_t>& num_pages, Array<int32_t> table,
-                             const std::string& isa) {
-        const PageScores scores{at(q), q_stride, Type(type), heads, kv_heads, head_dim, at(summaries),
-                                Type(summary_type)};
-        const PageChoice choice{tokens.size(), tokens.data(), summary_blocks.data(), blocks.data(), starts.data(),
-                                num_pages.data(), table.mutable_data(), table.shape(1)};
-        const Kernels& kernels = kernels_of(isa);
-        py::gil_scoped_release release;
-        choose_pages(kernels, scores, choice);
-    });
+    m.def("summarise_pages",
+          [](Address kv, int kv_type, int block_size, int kv_heads, int head_dim, const Array<int64_t>& blocks,
+             const Array<int64_t>& targets, Address out, int type, const std::string& isa) {
+              const PageSummaries args{make_kv(kv, kv_type, block_size, kv_heads, head_dim), blocks.data(),
+                                       targets.data(), at(out), Type(type)};
+              const Kernels& kernels = kernels_of(isa);
+              const int64_t count = blocks.size();
+              py::gil_scoped_release release;
+              over_rows(count, int64_t(block_size) * kv_heads * head_dim,
+                        [&](int64_t page, int64_t stop) { kernels.summarise_pages(args, page, stop); });
+          });
+    m.def("choose_pages",
+          [](Address q, int64_t q_stride, int type, int heads, int kv_heads, int head_dim, Address summaries,
+             int summary_type, const Array<int64_t>& tokens, const Array<int32_t>& summary_blocks,
+             const Array<int32_t>& blocks, const Array<int64_t>& starts, const Array<int64_t>& num_pages,
+             Array<int32_t> table, const std::string& isa) {
+              const PageScores scores{at(q),    q_stride, Type(type),    heads,
+                                      kv_heads, head_dim, at(summaries), Type(summary_type)};
+              const PageChoice choice{tokens.size(), tokens.data(),    summary_blocks.data(), blocks.data(),
+                                      starts.data(), num_pages.data(), table.mutable_data(),  table.shape(1)};
+              const Kernels& kernels = kernels_of(isa);
+              py::gil_scoped_release release;
+              choose_pages(kernels, scores, choice);
+          });
 
     m.def("packed_bytes", [](int64_t n, int64_t k, int type, bool int8, int activation, const std::string& isa) {
         Linear args{};

@@ -80,7 +80,10 @@ class LongestFirst(PromptOrder[P]):
 
     def _wait(self, prompt: bytes, number: int, request: P) -> None:
         super()._wait(prompt, number, request)
-        heapq.heappush(self._longest, (-self._length(request), prompt, number))
+        if len(self._longest) >= 2 * self._most_requests:  # half of them have started, and their prompts take memory
+            self.learn()
+        else:
+            heapq.heappush(self._longest, (-self._length(request), prompt, number))
 
     def _next_position(self) -> int:
         position = super()._next_position()

@@ -78,7 +78,7 @@ class RowFlow:
         self._changed = threading.Condition()
         self._closed = False
 
-    def requests(self) -> Iterator[Request | None]:
+    def requests(self) -> Generator[Request | None, None, None]:
         """Yield the requests of all steps; None while answers are waited for."""
         for first, batch in self._source.batches(self._done.next_unfinished(0) // len(self._steps)):
             for start in range(0, batch.num_rows, _ROWS_AT_ONCE):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -521,13 +521,14 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
     rows = FailedRows(limit, state.done_rows.failed, total_rows, results_per_row=per_row)
     finished_tokens = 0
     stopped: str | None = None
+    ending = False
     warned_of_beginning = False
 
     def should_stop() -> bool:
         nonlocal stopped
         if stopped is None and job.must_stop():
             stopped = _DEADLINE
-        return stopped is not None
+        return ending or stopped is not None
 
     def show(stats: EngineStats) -> None:
         nonlocal warned_of_beginning
@@ -558,11 +559,15 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
     learner = Learner(job.resolved, plan, planned, job.progress.say, job.origin.started_s)
     run = _engine_call(job, engine)
     flow = None
-    left = requests_left(job.source, state, engine.policy.max_num_seqs * 5 // 4, should_stop, in_order=in_order)
+    ahead = engine.policy.max_num_seqs * 5 // 4
+    left: Generator[Any, None, None]
+    left = requests_left(job.source, state, ahead, should_stop, rows.watch, in_order=in_order)
+    watched: Iterator[Any] = left
     if isinstance(job.source, SteppedSource) and isinstance(state, Run):
         flow = RowFlow(job.source, state.done_rows, state.parts_dir, should_stop)
         left = flow.requests()
-    requests = going_on(watch_chats(rows.watch(left), job.tokenizer), state)
+        watched = rows.watch(left)
+    requests = going_on(watch_chats(watched, job.tokenizer), state)
     if not options.share:  # a worker claims more rows as its rows come out: none may be held back
         requests = job.deduplication.unique(requests)
     results = job.deduplication.with_duplicates(run(requests, should_stop=should_stop, on_sweep=show))
@@ -584,7 +589,10 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
                     stopped = too_many
                     break
         finally:
+            ending = True
             results.close()
+            with contextlib.suppress(ValueError):  # its thread is still in it, and ends by itself
+                left.close()
             job.row_sizes.stop()
             learner.keep()
     return None if state.is_done(total_rows) else stopped

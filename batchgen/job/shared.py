@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from batchgen.core.request import Request, ScoreRequest
 from batchgen.engine.prompt_order import MOST_REQUESTS
 from batchgen.job.append_resume import appended_to
 from batchgen.job.options import JobOptions, seconds
-from batchgen.job.sorted_requests import NoSpace, SortedRequests, in_order_of_texts, sort_requests
+from batchgen.job.sorted_requests import NoSpace, SortedRequests, SortStopped, in_order_of_texts, sort_requests
 from batchgen.job.source import RequestSource
 from batchgen.output.row_map import DoneRows
 from batchgen.output.run_directory import SORTED_FOLDER, Run, open_run
@@ -74,8 +73,14 @@ def open_output(
 
 
 def requests_left(
-    source: RequestSource, state: Run | SharedRun, ahead: int, should_stop: Callable[[], bool], *, in_order: bool
-) -> Iterator[Request | ScoreRequest | None]:
+    source: RequestSource,
+    state: Run | SharedRun,
+    ahead: int,
+    should_stop: Callable[[], bool],
+    watch: Callable[[Iterable[Any]], Iterator[Any]],
+    *,
+    in_order: bool,
+) -> Generator[Request | ScoreRequest | None, None, None]:
     """Yield the requests of the rows that this process must run.
 
     In a worker, None is yielded while it waits until it can claim rows.
@@ -84,21 +89,29 @@ def requests_left(
         source: The job's input.
         state: The job's run directory.
         ahead: Number of rows that a worker claims before it needs them.
-        should_stop: Function that returns true when a worker is to claim no more rows.
+        should_stop: Function that returns true when a worker is to claim no more rows, and nothing more be sorted.
+        watch: Function that passes on requests, which it sees in the order of the input.
         in_order: Whether requests come in the order of their prompts' texts, where they are more than can wait.
     """
     if isinstance(state, Run):
-        requests = partial(source.requests, state.done_rows)
-        yield from in_order_of_texts(requests, state.directory / SORTED_FOLDER) if in_order else requests()
+
+        def requests() -> Iterator[Any]:
+            return watch(source.requests(state.done_rows))
+
+        folder = state.directory / SORTED_FOLDER
+        yield from in_order_of_texts(requests, folder, should_stop) if in_order else requests()
         return
     with contextlib.ExitStack() as stack:
-        ordered = _order_of_workers(source, state, stack, wanted=in_order)
+        try:
+            ordered = _order_of_workers(source, state, stack, should_stop, watch, wanted=in_order)
+        except SortStopped:
+            return
         reader = _Reader(source)
         for rows in state.claims(ahead, should_stop):
             if rows is None:
                 yield None
             elif ordered is None:
-                yield from reader.requests(rows)
+                yield from watch(reader.requests(rows))
             else:
                 needed, positions = set(rows), (state.worker.position_of(rows[0]), state.worker.position_of(rows[-1]))
                 for request in ordered.read(positions[0], positions[1] + 1):
@@ -107,7 +120,13 @@ def requests_left(
 
 
 def _order_of_workers(
-    source: RequestSource, state: SharedRun, stack: contextlib.ExitStack, *, wanted: bool
+    source: RequestSource,
+    state: SharedRun,
+    stack: contextlib.ExitStack,
+    should_stop: Callable[[], bool],
+    watch: Callable[[Iterable[Any]], Iterator[Any]],
+    *,
+    wanted: bool,
 ) -> SortedRequests | None:
     """The requests of all workers in one order, of which ranges are claimed from now on; None: that of the input.
 
@@ -117,10 +136,13 @@ def _order_of_workers(
         source: The job's input.
         state: The job's run directory.
         stack: Stack that removes the sorted requests.
+        should_stop: Function that returns true when the job ends.
+        watch: Function that passes on requests, which it sees in the order of the input.
         wanted: Whether this worker would sort.
 
     Raises:
         BatchgenError: The workers have come to different orders, or this one cannot sort.
+        SortStopped: The job has ended.
     """
     if state.order is None and (not wanted or source.dataset.count_rows() <= MOST_REQUESTS):
         state.record_order(_OF_INPUT)
@@ -129,7 +151,7 @@ def _order_of_workers(
     folder = Path(tempfile.mkdtemp(prefix="batchgen-sorted-"))
     stack.callback(shutil.rmtree, folder, ignore_errors=True)
     try:
-        ordered = sort_requests(source.requests(DoneRows()), folder)
+        ordered = sort_requests(watch(source.requests(DoneRows())), folder, should_stop)
     except NoSpace as error:
         state.record_order(_OF_INPUT)
         if state.order not in (None, _OF_INPUT):

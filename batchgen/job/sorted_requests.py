@@ -47,6 +47,10 @@ class NoSpace(Exception):
     """The disk has no space for an input's requests."""
 
 
+class SortStopped(Exception):
+    """The job has ended before its requests were sorted."""
+
+
 class _Keyed(NamedTuple):
     """A request, the text that it is sorted by, and the number of its row, by which equal texts are sorted."""
 
@@ -63,20 +67,28 @@ class SortedRequests:
         shared_part: The part of all bytes of the texts with which a text begins as the one before it, 0 to 1.
     """
 
-    def __init__(self, requests: Iterable[_Request], folder: Path, run_bytes: int = _RUN_BYTES) -> None:
+    def __init__(
+        self,
+        requests: Iterable[_Request],
+        folder: Path,
+        run_bytes: int = _RUN_BYTES,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Sort requests.
 
         Args:
             requests: Requests with the numbers of their rows.
             folder: Folder for the files, which is made anew, and removed by `close`.
             run_bytes: Bytes of texts that are sorted in memory at once.
+            should_stop: Function that returns true when the job ends.
 
         Raises:
             NoSpace: The disk has no space for them.
+            SortStopped: The job has ended.
         """
         self.rows = array("q")
         self.shared_part = 0.0
-        self._folder, self._run_bytes = folder, run_bytes
+        self._folder, self._run_bytes, self._should_stop = folder, run_bytes, should_stop
         self._shared: list[Any] = []
         self._num_files = 0
         self._first_of_chunk, self._offset_of_chunk = array("q"), array("q")
@@ -161,6 +173,8 @@ class SortedRequests:
         written = 0
         with path.open("wb") as file:
             for chunk in _chunked(requests):
+                if self._should_stop():
+                    raise SortStopped
                 if is_last:
                     self._first_of_chunk.append(written)
                     self._offset_of_chunk.append(file.tell())
@@ -185,20 +199,23 @@ def sorts_rows(plan: Plan) -> bool:
     return plan.policy.share_prefixes and _SORT_FRAC * seconds_per_row >= _SORT_S
 
 
-def sort_requests(requests: Iterable[_Request], folder: Path) -> SortedRequests:
-    """Sort requests, and say so. Raises NoSpace (`SortedRequests`)."""
+def sort_requests(requests: Iterable[_Request], folder: Path, should_stop: Callable[[], bool]) -> SortedRequests:
+    """Sort requests, and say so. Raises NoSpace and SortStopped (`SortedRequests`)."""
     started_s = time.monotonic()
-    ordered = SortedRequests(requests, folder)
+    ordered = SortedRequests(requests, folder, should_stop=should_stop)
     logger.info(_SORTED.format(len(ordered.rows), time.monotonic() - started_s, ordered.shared_part))
     return ordered
 
 
-def in_order_of_texts(requests: Callable[[], Iterator[_Request]], folder: Path) -> Iterator[_Request]:
+def in_order_of_texts(
+    requests: Callable[[], Iterator[_Request]], folder: Path, should_stop: Callable[[], bool] = lambda: False
+) -> Iterator[_Request]:
     """Yield requests in the order of their prompts' texts, or as they come where all of them may wait anyway.
 
     Args:
         requests: Function that gives the requests in the order of the input.
         folder: Folder for the sorted requests, which is removed at the end.
+        should_stop: Function that returns true when the job ends, even in the middle of sorting.
     """
     given = requests()
     first = list(itertools.islice(given, MOST_REQUESTS + 1))
@@ -206,7 +223,9 @@ def in_order_of_texts(requests: Callable[[], Iterator[_Request]], folder: Path) 
         yield from first
         return
     try:
-        ordered = sort_requests(itertools.chain(first, given), folder)
+        ordered = sort_requests(itertools.chain(first, given), folder, should_stop)
+    except SortStopped:
+        return
     except NoSpace as error:
         logger.warning("rows start in the order of the input, as they cannot be sorted (%s)", error)
         yield from requests()

@@ -99,7 +99,8 @@ def measure_workload(
         output_len=outputs,
         max_output_len=max(limits),
         shared_prefix_len=prompt_len.mean * shared.part,
-        scored_len=sum(scored) / len(scored) if len(scored) == len(sequences) else None,
+        # Lengths are rounded: where all tokens are scored, their mean may be above that of the prompts.
+        scored_len=min(sum(scored) / len(scored), prompt_len.mean) if len(scored) == len(sequences) else None,
         prefix_seqs=shared.num_seqs,
     )
     tokens = tuple((row, sum(len(sequence.tokens) for sequence in of_row)) for row, of_row in numbered.items())

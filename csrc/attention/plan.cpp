@@ -71,7 +71,9 @@ void AttentionPlan::add_decode(int start, int sequences, const int32_t* blocks, 
     }
 }
 
-void AttentionPlan::add_chosen(int token, const int32_t* blocks, int num_keys) { add_query(token, blocks, 0, num_keys); }
+void AttentionPlan::add_chosen(int token, const int32_t* blocks, int num_keys) {
+    add_query(token, blocks, 0, num_keys);
+}
 
 // Adds a query that sees `count` keys from `first` on, in parts.
 void AttentionPlan::add_query(int token, const int32_t* blocks, int first, int count) {

@@ -98,3 +98,19 @@ def test_fields_without_equal_values_or_rows_keep_their_order():
     fields = ("stars", "brand", "review")
     assert FieldValues.of([unique], fields).best_order(fields) == fields
     assert FieldValues.of([], fields).best_order(fields) == fields
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array([["a", "b"], ["c"], None, ["c"]]),
+        pa.array([{"x": 1}, {"x": 2}, None, {"x": 2}]),
+        pa.array(["a", "b", None, "b"]).dictionary_encode(),
+    ],
+    ids=["lists", "structs", "categories"],
+)
+def test_values_of_any_type_are_counted(column):
+    batch = pa.record_batch({"review": column, "brand": [1, 2, 3, 4]})
+    values = FieldValues.of([batch], ["review", "brand"])
+    assert values.distinct[frozenset(["review"])] == 3
+    assert values.best_order(["brand", "review"]) == ("review", "brand")

@@ -2,6 +2,7 @@
 
 import heapq
 import random
+import tracemalloc
 from array import array
 from dataclasses import dataclass
 from itertools import pairwise
@@ -125,3 +126,28 @@ def test_lengths_of_a_heavy_tail_end_sooner_by_a_tenth_or_more(seqs):
         return max(ends)
 
     assert sweeps(lengths) >= 1.1 * sweeps(int(request.length) for request in order_of(requests))
+
+
+def test_memory_does_not_grow_with_the_requests_that_have_started():
+    def endless(count):
+        rng = random.Random(0)
+        for k in range(count):
+            yield Waiting(array("i", [k] * 500), rng.uniform(100, 109))
+
+    class Endless:
+        ready = True
+
+        def __init__(self, count):
+            self._requests = endless(count)
+
+        def __next__(self):
+            return next(self._requests)
+
+    peaks = []
+    for count in (1000, 8000):
+        tracemalloc.start()
+        order = LongestFirst(Endless(count), lambda request: request.length, most_requests=64)
+        assert sum(1 for _ in order) == count
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.5 * peaks[0]

@@ -159,3 +159,12 @@ def test_the_plan_says_what_is_scored(tiny_models, tmp_path):
     plan = json.loads(invoke(*lengths, "--task", "score", "--json"))
     assert plan["workload"]["scored_len"] == 20 and plan["workload"]["prompt_len"]["values"] == [119]
     assert "scored tokens/s" in invoke(*lengths, "--task", "score", "--frontier")
+
+
+def test_whole_prompts_of_any_lengths_can_be_planned(tokenizer, tmp_path):
+    """The model's beginning-of-text token stands before them, so that all their tokens are scored."""
+    for seed in range(8):
+        rng = random.Random(seed)
+        table = {"prompt": ["a" * rng.randrange(1, 90) for _ in range(200)]}
+        workload, *_ = measured(table, tokenizer, tmp_path)
+        assert workload.scored_len == pytest.approx(workload.prompt_len.mean, abs=1)

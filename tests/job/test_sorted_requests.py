@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from command_line import invoke
 
+from batchgen.cli import commands
 from batchgen.core.errors import BatchgenError
 from batchgen.core.request import ChatOptions, Request, SamplingParams, ScoreRequest
 from batchgen.engine import prompt_order
@@ -216,3 +217,41 @@ def test_a_job_that_is_cut_short_leaves_whole_groups_of_prompts_done(tiny_models
     rows = [row for part in parts for row in pq.read_table(part)["row"].to_pylist()]
     groups = Counter(row % 40 for row in rows)
     assert len(rows) == 150 and sum(count < 8 for count in groups.values()) <= 3
+
+
+def test_rows_that_fail_at_once_end_a_sorted_job_only_if_they_come_first_in_the_input(
+    tiny_models, tmp_path, small_window
+):
+    model, source = tiny_models("llama")[0], tmp_path / "in.jsonl"
+    rows = [f"{k} ferry" if k < 100 or k % 2 else None for k in range(320)]
+    source.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
+    for name, options in (("alone", ()), ("shared", ("--share",))):
+        code, report, said = run(model, source, tmp_path / f"{name}.jsonl", *options)
+        assert code == 0 and report["rows_failed"] == 110 and "sorted" in said, said
+    rows[:100] = [None] * 100
+    source.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
+    code, _, said = run(model, source, tmp_path / "first.jsonl")
+    assert code == 4 and "the first 100 rows all failed" in said, said
+
+
+@pytest.mark.parametrize("share", [(), ("--share",)])
+def test_a_job_that_fails_leaves_no_sorted_rows(share, tiny_models, tmp_path, small_window, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    model, source, output = tiny_models("llama")[0], tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows = [None if k == 3 else f"{k} ferry" for k in range(3000)]
+    source.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
+    with pytest.raises(BatchgenError) as caught:  # which keeps what was under way, as a report of it does
+        commands.cli.main(
+            ["run", "-m", str(model), "-i", str(source), "-o", str(output), "--on-error", "fail", *share],
+            standalone_mode=False,
+        )
+    assert "row 3" in str(caught.value)
+    assert not list(tmp_path.glob("**/sorted.tmp")) and not list((tmp_path / "temporary").glob("*sorted*"))
+
+
+def test_a_job_that_ends_while_it_sorts_stops_sorting(tmp_path, monkeypatch):
+    monkeypatch.setattr(sorted_requests, "MOST_REQUESTS", WINDOW)
+    stops = itertools.chain([False] * 3, itertools.repeat(True))
+    assert not list(in_order_of_texts(lambda: requests(5000), tmp_path / "sorted", lambda: next(stops)))
+    assert not (tmp_path / "sorted").exists()
