@@ -114,7 +114,7 @@ def read_lora(path: Path) -> Lora:
             replaced[within] = info
         else:
             raise InputError(f"{info.path} has the tensor {name}, which is no LoRA of a linear layer: {MERGE}")
-    deltas = {}
+    deltas: dict[str, Delta] = {}
     for module, of_module in matrices.items():
         if len(of_module) < 2:
             raise InputError(f"{path / WEIGHTS_FILE} has only one of the two matrices of {module}: fetch it again")

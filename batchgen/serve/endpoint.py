@@ -141,7 +141,8 @@ class Endpoint:
         purpose, filename = None, None
         file_id, path = self._storage.new_file_path()
         try:
-            async for part in await request.multipart():
+            form = await request.multipart()
+            while (part := await form.next()) is not None:
                 if not isinstance(part, BodyPartReader):
                     raise _Refused(400, "a part of the form has parts itself")
                 if part.name == "purpose":
@@ -211,9 +212,13 @@ class Endpoint:
             raise _Refused(400, "stream is not supported: a whole batch is answered at once")
         future: asyncio.Future[tuple[int, dict[str, Any]]] = self._loop.create_future()
 
+        def set_answer(status: int, answered: dict[str, Any]) -> None:
+            if not future.done():
+                future.set_result((status, answered))
+
         def answer(status: int, answered: dict[str, Any]) -> None:
             with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
-                self._loop.call_soon_threadsafe(lambda: future.done() or future.set_result((status, answered)))
+                self._loop.call_soon_threadsafe(set_answer, status, answered)
 
         self._worker.add_chat(Chat(request.path, body, answer, lambda: not future.done()))
         status, answered = await future

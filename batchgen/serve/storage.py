@@ -6,6 +6,7 @@ A batch and its output are written whole or not at all, so that a server that wa
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import secrets
@@ -17,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.atomic_file import write_atomically
-from batchgen.core.errors import InputError
+from batchgen.core.errors import InputError, one_line
 from batchgen.core.file_lock import LockHeld, lock_file
 from batchgen.core.private_files import why_untrusted
-from batchgen.core.typed_json import read_typed
+from batchgen.core.typed_json import parse_json, read_typed
 from batchgen.output.run_directory import errors_path
+
+logger = logging.getLogger(__name__)
 
 ENDED = ("completed", "failed", "cancelled")
 _KEY = "api_key"
@@ -144,6 +147,7 @@ class Storage:
         except OSError as error:
             raise InputError(f"--directory {directory} cannot be written: {error.strerror}") from error
         self._directory = directory
+        self._broken: set[Path] = set()  # that a warning has named
         self.key_path = directory / _KEY
         self.chats = directory / "chats"  # of requests that are gathered, for as long as they run
         for stale in self.chats.iterdir():
@@ -187,7 +191,7 @@ class Storage:
 
     def file(self, file_id: str) -> StoredFile | None:
         """A file by its id; None: there is none."""
-        return _read(self._of_file(file_id), StoredFile) if _FILE_ID.fullmatch(file_id) else None
+        return self._read(self._of_file(file_id), StoredFile) if _FILE_ID.fullmatch(file_id) else None
 
     def files(self) -> list[StoredFile]:
         """All files, the newest first."""
@@ -214,7 +218,7 @@ class Storage:
 
     def batch(self, batch_id: str) -> Batch | None:
         """A batch by its id; None: there is none."""
-        return _read(self._of_batch(batch_id), Batch) if _BATCH_ID.fullmatch(batch_id) else None
+        return self._read(self._of_batch(batch_id), Batch) if _BATCH_ID.fullmatch(batch_id) else None
 
     def batches(self) -> list[Batch]:
         """All batches, the newest first."""
@@ -232,7 +236,7 @@ class Storage:
     def keep_outputs(self, batch: Batch) -> Batch:
         """Make files of what the job of a batch has written; returns the batch with their ids."""
         output = self.output_path(batch.id)
-        ids = {}
+        ids: dict[str, Any] = {}
         for name, path in (("output_file_id", output), ("error_file_id", errors_path(output))):
             if path.exists() and path.stat().st_size:
                 file_id, target = self.new_file_path()
@@ -240,6 +244,18 @@ class Storage:
                 self.add_file(file_id, f"{batch.id}_{path.name}", "batch_output")
                 ids[name] = file_id
         return replace(batch, **ids)
+
+    def _read(self, path: Path, kind: type) -> Any:
+        """What a file of the directory says; None: it is not there, or broken, and is left alone."""
+        try:
+            return read_typed(kind, parse_json(path.read_bytes()))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except ValueError as error:
+            if path not in self._broken:
+                self._broken.add(path)
+                logger.warning("%s is broken, and left out: %s", path, one_line(error))
+            return None
 
     def _of_file(self, file_id: str) -> Path:
         return self._directory / "files" / f"{file_id}.json"
@@ -258,10 +274,3 @@ def _link_or_copy(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:  # the filesystem has no hard links
         shutil.copyfile(source, target)
-
-
-def _read(path: Path, kind: type) -> Any:
-    try:
-        return read_typed(kind, json.loads(path.read_bytes()))
-    except (FileNotFoundError, NotADirectoryError):
-        return None

@@ -267,8 +267,15 @@ class Worker:
             return error.report
 
     def _put(self, batch: Batch) -> None:
+        """Keep the state of a batch. One that was cancelled meanwhile is so until it ends."""
         with self._changed:
+            if batch.id in self._cancelled:
+                if batch.status not in ENDED:
+                    return
+                stored = self._storage.batch(batch.id) or batch
+                batch = replace(batch, times={**stored.times, **batch.times})
             self._storage.put(batch)
+            self._cancelled.discard(batch.id)
 
 
 def _answers_in(path: Path) -> dict[str, tuple[int, dict[str, Any]]]:

@@ -429,3 +429,54 @@ def test_outputs_are_kept_where_there_are_no_hard_links(server, monkeypatch):
     monkeypatch.setattr(os, "link", refuses)
     batch = server.ended(server.batch(server.upload([line(1)])).id)
     assert len(server.client.files.content(batch.output_file_id).text.splitlines()) == 1
+
+
+def test_a_batch_that_is_cancelled_as_it_begins_is_cancelling_until_it_ends(server, monkeypatch):
+    begun = server.worker._run_batch
+
+    def cancelled_first(batch):
+        server.worker.cancel(batch)
+        begun(batch)
+
+    monkeypatch.setattr(server.worker, "_run_batch", cancelled_first)
+    batch = server.ended(server.batch(server.upload([line(number) for number in range(50)])).id)
+    assert batch.status == "cancelled" and batch.cancelling_at is not None
+
+
+def test_broken_files_of_the_directory_are_left_out_and_the_server_goes_on(server, caplog):
+    folder = server.storage.key_path.parent
+    (folder / "batches" / f"batch_{'0' * 24}").mkdir()
+    (folder / "batches" / f"batch_{'0' * 24}" / "batch.json").write_text("{}")
+    (folder / "files" / f"file-{'0' * 24}.json").write_text("no json")
+    batch = server.ended(server.batch(server.upload([line(1)])).id)
+    assert batch.status == "completed"
+    assert [one.id for one in server.client.batches.list()] == [batch.id]
+    assert f"file-{'0' * 24}" not in {one.id for one in server.client.files.list()}
+    assert caplog.text.count("is broken, and left out") == 2
+
+
+def test_an_interrupt_while_a_chat_runs_ends_the_server_and_says_nothing_of_its_rows(model, tmp_path):
+    (tmp_path / "log").touch()
+    words = ["serve-batches", "--model", model, "--directory", tmp_path / "served", "--port", 0]
+    process = start_batchgen(words, tmp_path / "log")
+    while not (said := re.search(r"at (http://\S+/v1); the key is in (\S+)", (tmp_path / "log").read_text())):
+        assert process.is_alive()
+        time.sleep(0.02)
+    with (
+        openai.OpenAI(
+            base_url=said[1], api_key=Path(said[2]).read_text().strip(), max_retries=0, timeout=120
+        ) as client,
+        ThreadPoolExecutor(1) as clients,
+    ):
+        many = {"max_tokens": 400, "n": 128, "extra_body": {"ignore_eos": True}}
+        chat = clients.submit(client.chat.completions.create, model="any", messages=CHAT["messages"], **many)
+        while not list((tmp_path / "served" / "chats").glob("*/output.jsonl.batchgen")):
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGINT)
+        process.join()
+        assert isinstance(chat.exception(), openai.APIConnectionError)
+    assert process.exitcode == 130
+    log = (tmp_path / "log").read_text()
+    assert "interrupted; batches go on when it is started again" in log and "output.jsonl" not in log
+    with serving(model, tmp_path / "served") as server:
+        assert not list(server.storage.chats.iterdir())
