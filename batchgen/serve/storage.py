@@ -246,7 +246,7 @@ class Storage:
         return replace(batch, **ids)
 
     def _read(self, path: Path, kind: type) -> Any:
-        """What a file of the directory says; None: it is not there, or broken, and is left alone."""
+        """The value of a file of the directory; None: it is not there, or is broken and left alone."""
         try:
             return read_typed(kind, parse_json(path.read_bytes()))
         except (FileNotFoundError, NotADirectoryError):
