@@ -435,9 +435,11 @@ def _unnamed_output(job: _Job, fingerprint: dict[str, Any]) -> Path:
 
 
 def _kept(job: _Job, state: Run | SharedRun) -> str:
-    """Save finished rows; returns a text with their number."""
+    """Save finished rows; returns a text with their number, or the session's."""
     job.publisher.publish(state="interrupted", seconds_left=None, rows_per_s=0.0)
     rows, name = state.save(), state.output_path.name
+    if job.session is not None:
+        return job.session.kept
     if not rows and state.partials:
         return f"no rows of {name} are finished, {len(state.partials):,} are begun, the same command goes on from there"
     if not rows:

@@ -23,9 +23,11 @@ class Session:
     Attributes:
         should_stop: Function that is called before each sweep. When it returns true, the job stops, as at a deadline.
         loads: Number of times that a model was loaded.
+        kept: End of the sentence that is shown when a signal ends the process, and that says what is kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kept: str = "") -> None:
+        self.kept = kept
         self.should_stop: Callable[[], bool] = lambda: False
         self.loads = 0
         self._engine: Engine | None = None

@@ -18,6 +18,7 @@ from batchgen.models.hf.config_files import read_json_object
 from batchgen.models.tensor_files.headers import TensorInfo, read_safetensors_header
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_PICKLE = "adapter_model.bin"  # of PEFT before 0.7
 _ROOT = "base_model.model."  # of every name in the file
 # What class a model was trained in decides where its text model is: names count from there.
 _PREFIXES = (
@@ -91,6 +92,11 @@ def read_lora(path: Path) -> Lora:
     Raises:
         InputError: A file is missing or broken, or the adapter is more than a sum of products of two matrices.
     """
+    if (path / _PICKLE).is_file() and not (path / WEIGHTS_FILE).exists():
+        raise InputError(
+            f"--lora {path}: {_PICKLE} is a pickle, which may run any code and is not read: load it with peft, and pass"
+            " what its save_pretrained then writes"
+        )
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (path / name).is_file():
             raise InputError(f"--lora {path} has no {name}: give the directory that PEFT's save_pretrained has written")
@@ -104,10 +110,11 @@ def read_lora(path: Path) -> Lora:
         if found := _MATRICES.fullmatch(name.removeprefix(_ROOT)):
             matrices.setdefault(found[1], {})[found[2]] = name, info
         elif within.endswith((".weight", ".bias")) and ".lora_" not in within:
+            _check_new(within, replaced, info)
             replaced[within] = info
         else:
             raise InputError(f"{info.path} has the tensor {name}, which is no LoRA of a linear layer: {MERGE}")
-    deltas = {}
+    deltas: dict[str, Delta] = {}
     for module, of_module in matrices.items():
         if len(of_module) < 2:
             raise InputError(f"{path / WEIGHTS_FILE} has only one of the two matrices of {module}: fetch it again")
@@ -117,7 +124,9 @@ def read_lora(path: Path) -> Lora:
                 f"{path / WEIGHTS_FILE} has {module} with matrices {list(of_module['A'][1].shape)}, and its"
                 f" {CONFIG_FILE} states rank {rank}: fetch both again"
             )
-        deltas[_within_text_model(module)] = Delta(of_module["A"], of_module["B"], factor)
+        within = _within_text_model(module)
+        _check_new(within, deltas, of_module["A"][1])
+        deltas[within] = Delta(of_module["A"], of_module["B"], factor)
     if not deltas:
         raise InputError(f"{path / WEIGHTS_FILE} has no LoRA matrices: give another --lora")
     return Lora(path, deltas, replaced)
@@ -132,6 +141,12 @@ def _within_text_model(name: str) -> str:
     """A tensor's name without what the class that was trained puts before the names of the text model."""
     bare = name.removeprefix(_ROOT)
     return next((bare.removeprefix(prefix) for prefix in _PREFIXES if bare.startswith(prefix)), bare)
+
+
+def _check_new(within: str, known: Mapping[str, Any], info: TensorInfo) -> None:
+    """Raise InputError if a matrix or tensor of the text model is known by another name in the file already."""
+    if within in known:
+        raise InputError(f"{info.path} has {within} twice, by two names: {MERGE}")
 
 
 def _check_config(path: Path, config: Mapping[str, Any]) -> None:
@@ -158,7 +173,8 @@ def _rank_and_factor(config: Mapping[str, Any], module: str) -> tuple[int, float
     """
     rank = _of_module(config.get("rank_pattern"), module, config.get("r"))
     alpha = _of_module(config.get("alpha_pattern"), module, config.get("lora_alpha"))
-    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
+    largest = 1 << 31
+    if type(rank) is not int or not 1 <= rank < largest or type(alpha) not in (int, float) or abs(alpha) > largest:
         raise InputError(
             f"{CONFIG_FILE} states r {one_line(repr(rank))} and lora_alpha {one_line(repr(alpha))} for {module}: fetch"
             " it again"

@@ -176,6 +176,7 @@ class PartWriter:
             self._save(results)
         except OSError as error:
             self._failure = storage_error(error, f"write a part in {self._parts_dir}", len(self._done_rows))
+            self._failure.__cause__ = error
         except BaseException as error:  # a bug: the caller must hear of it, and still get answers
             self._failure = error
 

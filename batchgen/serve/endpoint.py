@@ -10,22 +10,27 @@ import asyncio
 import contextlib
 import hmac
 import json
+import logging
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import BodyPartReader, web
 
-from batchgen.core.errors import InputError
+from batchgen.core.errors import InputError, one_line
 from batchgen.dataset.openai_batch import CHAT_URL, COMPLETIONS_URL
 from batchgen.serve.storage import Batch, Storage
-from batchgen.serve.worker import Chat, Worker
+from batchgen.serve.worker import Chat, Worker, refusal
+
+logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 _HOSTS = (HOST, "localhost", "[::1]")
 _MOST_BODY_BYTES = 64 << 20  # of a request that is no upload
 _CHUNK_BYTES = 1 << 20
 _WINDOW = "24h"
+# What is raised where a body is not what its headers say.
+_UNREADABLE = (ValueError, LookupError, RecursionError, web.RequestPayloadError)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -91,7 +96,8 @@ class Endpoint:
                 web.post(COMPLETIONS_URL, self._complete),
             ]
         )
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        # The handler of a client that has gone is cancelled: its chat is not run.
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
         await runner.setup()
         site = web.TCPSite(runner, HOST, port)
         try:
@@ -108,7 +114,7 @@ class Endpoint:
         if host not in _HOSTS or "Origin" in request.headers:
             return _error(403, "only programs of this machine are answered, at 127.0.0.1 or localhost")
         given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        if not hmac.compare_digest(given.encode(), self._key):
+        if not hmac.compare_digest(given.encode(errors="surrogateescape"), self._key):
             return _error(401, "the key is wrong: it is in the file api_key of the server's --directory")
         try:
             return await handler(request)
@@ -116,6 +122,14 @@ class Endpoint:
             return _error(refused.status, str(refused))
         except web.HTTPException as error:
             return _error(error.status, error.reason)
+        except ConnectionError:  # the client has gone
+            raise
+        except OSError as error:
+            logger.warning("%s %s failed: %s", request.method, one_line(request.path), error)
+            return _error(500, f"the server's directory cannot be used: {error.strerror or error}")
+        except Exception:
+            logger.exception("%s %s failed", request.method, one_line(request.path))
+            return _error(500, "the server has a fault, and its log has the details")
 
     async def _models(self, request: web.Request) -> web.Response:
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "batchgen"}
@@ -127,24 +141,30 @@ class Endpoint:
         purpose, filename = None, None
         file_id, path = self._storage.new_file_path()
         try:
-            async for part in await request.multipart():
+            form = await request.multipart()
+            while (part := await form.next()) is not None:
                 if not isinstance(part, BodyPartReader):
                     raise _Refused(400, "a part of the form has parts itself")
                 if part.name == "purpose":
                     purpose = (await part.text())[:100]
                 elif part.name == "file":
+                    if filename is not None:
+                        raise _Refused(400, "the form has several files: upload one at a time")
                     filename = part.filename or "input.jsonl"
-                    with path.open("xb") as file:
+                    with path.open("xb") as content:
                         while chunk := await part.read_chunk(_CHUNK_BYTES):
-                            file.write(chunk)
+                            content.write(chunk)
             if filename is None:
                 raise _Refused(400, "the form has no file")
             if purpose != "batch":
                 raise _Refused(400, f"purpose must be batch, not {purpose!r}")
-        except BaseException:
+            file = self._storage.add_file(file_id, filename, purpose)
+        except BaseException as error:
             path.unlink(missing_ok=True)
+            if isinstance(error, _UNREADABLE):
+                raise _Refused(400, f"the form cannot be read: {one_line(error)}") from error
             raise
-        return web.json_response(self._storage.add_file(file_id, filename, purpose).to_openai())
+        return web.json_response(file.to_openai())
 
     async def _list_files(self, request: web.Request) -> web.Response:
         purpose = request.query.get("purpose")
@@ -192,9 +212,13 @@ class Endpoint:
             raise _Refused(400, "stream is not supported: a whole batch is answered at once")
         future: asyncio.Future[tuple[int, dict[str, Any]]] = self._loop.create_future()
 
+        def set_answer(status: int, answered: dict[str, Any]) -> None:
+            if not future.done():
+                future.set_result((status, answered))
+
         def answer(status: int, answered: dict[str, Any]) -> None:
             with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
-                self._loop.call_soon_threadsafe(lambda: future.done() or future.set_result((status, answered)))
+                self._loop.call_soon_threadsafe(set_answer, status, answered)
 
         self._worker.add_chat(Chat(request.path, body, answer, lambda: not future.done()))
         status, answered = await future
@@ -222,7 +246,7 @@ class _Refused(Exception):
 async def _json(request: web.Request) -> dict[str, Any]:
     try:
         body = json.loads(await request.text())
-    except (ValueError, RecursionError):
+    except _UNREADABLE:
         raise _Refused(400, "the body is not valid JSON") from None
     if not isinstance(body, dict):
         raise _Refused(400, "the body is not a JSON object")
@@ -232,7 +256,7 @@ async def _json(request: web.Request) -> dict[str, Any]:
 def _listed(request: web.Request, objects: list[dict[str, Any]]) -> web.Response:
     """A page of a list, by the parameters `after` and `limit`."""
     after, limit = request.query.get("after"), request.query.get("limit", "100")
-    if not limit.isdecimal() or not 0 < int(limit) <= 10_000:
+    if not limit.isdecimal() or len(limit) > 5 or not 0 < int(limit) <= 10_000:
         raise _Refused(400, f"limit must be between 1 and 10000, not {limit!r}")
     ids = [one["id"] for one in objects]
     begin = ids.index(after) + 1 if after in ids else 0
@@ -243,5 +267,5 @@ def _listed(request: web.Request, objects: list[dict[str, Any]]) -> web.Response
 
 
 def _error(status: int, message: str) -> web.Response:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return web.json_response({"error": {"message": message, "type": kind, "param": None, "code": None}}, status=status)
+    status, body = refusal(status, message)
+    return web.json_response(body, status=status)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from batchgen.core.cache_folder import cache_dir
-from batchgen.core.errors import InputError
+from batchgen.core.errors import InputError, naming_files
 from batchgen.core.screen import say
 from batchgen.job.job import resolve_job
 from batchgen.job.options import ServeOptions
@@ -27,14 +27,15 @@ def serve(options: ServeOptions) -> None:
         raise InputError(f"serve-batches needs {error.name}: pip install '.[serve]' in the checkout") from error
     job = resolve_job(options.job, resolve_model(options.job.model, options.job.lora))
     # Later jobs find less memory free than the first, as the model is in it.
-    shared = replace(options.job, cpu_memory=job.budgets["cpu"], progress="none", on_error="record")
+    shared = replace(options.job, cpu_memory=job.budgets["cpu"])
     storage = Storage(Path(options.directory or cache_dir() / "serve").expanduser().absolute())
     try:
         worker = Worker(shared, storage)
         endpoint = Endpoint(storage, worker, job.files.name, options.port)
         say(f"serving {job.files.name} at {endpoint.url}; the key is in {storage.key_path}")
         try:
-            worker.run()
+            with naming_files():
+                worker.run()
         finally:
             endpoint.close()
     finally:

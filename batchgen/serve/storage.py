@@ -6,6 +6,7 @@ A batch and its output are written whole or not at all, so that a server that wa
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import secrets
@@ -17,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.atomic_file import write_atomically
-from batchgen.core.errors import InputError
+from batchgen.core.errors import InputError, one_line
 from batchgen.core.file_lock import LockHeld, lock_file
 from batchgen.core.private_files import why_untrusted
-from batchgen.core.typed_json import read_typed
+from batchgen.core.typed_json import parse_json, read_typed
 from batchgen.output.run_directory import errors_path
+
+logger = logging.getLogger(__name__)
 
 ENDED = ("completed", "failed", "cancelled")
 _KEY = "api_key"
@@ -144,6 +147,7 @@ class Storage:
         except OSError as error:
             raise InputError(f"--directory {directory} cannot be written: {error.strerror}") from error
         self._directory = directory
+        self._broken: set[Path] = set()  # that a warning has named
         self.key_path = directory / _KEY
         self.chats = directory / "chats"  # of requests that are gathered, for as long as they run
         for stale in self.chats.iterdir():
@@ -154,15 +158,25 @@ class Storage:
         os.close(self._lock)
 
     def key(self) -> str:
-        """The key that clients have to give: that of the directory, which is made if it is not there."""
+        """The key that clients have to give: that of the directory, which is made if it is not there.
+
+        Raises:
+            InputError: The file has no key, or others may read it.
+        """
         path = self.key_path
         if not path.exists():
             write_atomically(path, f"sk-{secrets.token_urlsafe(32)}\n".encode(), mode=0o600)
-        return path.read_text().strip()
+        status = path.stat()
+        if status.st_mode & 0o077 or status.st_uid != os.geteuid():
+            raise InputError(f"{path} is not this user's alone: remove it, and a new key is made")
+        key = path.read_text(errors="replace").strip()
+        if not key or not key.isascii() or not key.isprintable():
+            raise InputError(f"{path} has no key: remove it, and a new one is made")
+        return key
 
     def new_file_path(self) -> tuple[str, Path]:
         """The id of a new file, and the path that it is to be written to before `add_file`."""
-        file_id = f"file-{secrets.token_hex(12)}"
+        file_id = f"file-{_new_digits()}"
         return file_id, self.content_path(file_id)
 
     def content_path(self, file_id: str) -> Path:
@@ -177,12 +191,12 @@ class Storage:
 
     def file(self, file_id: str) -> StoredFile | None:
         """A file by its id; None: there is none."""
-        return _read(self._of_file(file_id), StoredFile) if _FILE_ID.fullmatch(file_id) else None
+        return self._read(self._of_file(file_id), StoredFile) if _FILE_ID.fullmatch(file_id) else None
 
     def files(self) -> list[StoredFile]:
         """All files, the newest first."""
         found = (self.file(path.stem) for path in (self._directory / "files").glob("*.json"))
-        return sorted((one for one in found if one), key=lambda one: (-one.created_at, one.id))
+        return sorted((one for one in found if one), key=lambda one: one.id, reverse=True)
 
     def remove_file(self, file_id: str) -> None:
         self._of_file(file_id).unlink(missing_ok=True)
@@ -192,7 +206,7 @@ class Storage:
         self, input_file_id: str, endpoint: str, completion_window: str, metadata: Mapping[str, str]
     ) -> Batch:
         """Make a batch, which waits for its turn."""
-        batch_id = f"batch_{secrets.token_hex(12)}"
+        batch_id = f"batch_{_new_digits()}"
         (self._directory / "batches" / batch_id).mkdir(mode=0o700)
         batch = Batch(batch_id, input_file_id, endpoint, completion_window, time.time_ns() // 10**9, metadata)
         self.put(batch)
@@ -204,12 +218,12 @@ class Storage:
 
     def batch(self, batch_id: str) -> Batch | None:
         """A batch by its id; None: there is none."""
-        return _read(self._of_batch(batch_id), Batch) if _BATCH_ID.fullmatch(batch_id) else None
+        return self._read(self._of_batch(batch_id), Batch) if _BATCH_ID.fullmatch(batch_id) else None
 
     def batches(self) -> list[Batch]:
         """All batches, the newest first."""
         found = (self.batch(path.name) for path in (self._directory / "batches").iterdir())
-        return sorted((one for one in found if one), key=lambda one: (-one.created_at, one.id))
+        return sorted((one for one in found if one), key=lambda one: one.id, reverse=True)
 
     def waiting(self) -> Iterator[Batch]:
         """The batches that have not ended, the oldest first."""
@@ -222,14 +236,26 @@ class Storage:
     def keep_outputs(self, batch: Batch) -> Batch:
         """Make files of what the job of a batch has written; returns the batch with their ids."""
         output = self.output_path(batch.id)
-        ids = {}
+        ids: dict[str, Any] = {}
         for name, path in (("output_file_id", output), ("error_file_id", errors_path(output))):
             if path.exists() and path.stat().st_size:
                 file_id, target = self.new_file_path()
-                os.link(path, target)  # not moved: killed here, the job of the batch is found complete again
+                _link_or_copy(path, target)  # not moved: killed here, the job of the batch is found complete again
                 self.add_file(file_id, f"{batch.id}_{path.name}", "batch_output")
                 ids[name] = file_id
         return replace(batch, **ids)
+
+    def _read(self, path: Path, kind: type) -> Any:
+        """The value of a file of the directory; None: it is not there, or is broken and left alone."""
+        try:
+            return read_typed(kind, parse_json(path.read_bytes()))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except ValueError as error:
+            if path not in self._broken:
+                self._broken.add(path)
+                logger.warning("%s is broken, and left out: %s", path, one_line(error))
+            return None
 
     def _of_file(self, file_id: str) -> Path:
         return self._directory / "files" / f"{file_id}.json"
@@ -238,8 +264,13 @@ class Storage:
         return self._directory / "batches" / batch_id / "batch.json"
 
 
-def _read(path: Path, kind: type) -> Any:
+def _new_digits() -> str:
+    """The 24 hexadecimal digits of a new id; later ones are greater."""
+    return f"{time.time_ns():016x}{secrets.token_hex(4)}"
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
     try:
-        return read_typed(kind, json.loads(path.read_bytes()))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+        os.link(source, target)
+    except OSError:  # the filesystem has no hard links
+        shutil.copyfile(source, target)

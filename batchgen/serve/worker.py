@@ -5,6 +5,7 @@ It runs in the main thread, so that an interrupt ends a job as it ends any other
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import secrets
@@ -18,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.digest import json_sha256
-from batchgen.core.errors import BatchgenError, TooManyFailed
+from batchgen.core.errors import BatchgenError, InputError, TooManyFailed, reason_of
 from batchgen.core.interrupts import keep
+from batchgen.dataset.readers.json import looks_like_openai
 from batchgen.job.options import JobOptions
 from batchgen.job.run import run_job
 from batchgen.job.session import Session
@@ -33,6 +35,9 @@ _SETTLED_S = 0.05  # without a further chat: those that are there are run
 _MOST_GATHERED_S = 1.0
 _MOST_CHATS = 4096  # in a job
 _TURN_S = 10.0  # that a batch has before it makes way for chats
+_RETRY_S = 10.0  # until a batch is tried again that a full disk has stopped
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_KEPT = "batches go on when it is started again"
 
 
 @dataclass(frozen=True)
@@ -70,12 +75,15 @@ class Worker:
             options: Options of all jobs, without input and output.
             storage: Files and batches.
         """
-        self._options, self._storage = options, storage
-        self._session = Session()
+        # A request that cannot be run fails, and others go on; progress is in the batch.
+        self._options = replace(options, progress="none", on_error="record", on_bad_line="skip")
+        self._storage = storage
+        self._session = Session(_KEPT)
         self._changed = threading.Condition()
         self._chats: list[Chat] = []
         self._newest_s = self._oldest_s = 0.0  # time.monotonic of the newest and the oldest waiting chat
         self._cancelled: set[str] = set()
+        self._batches_from_s = 0.0  # time.monotonic before which no batch is run
         self._closed = False
 
     @property
@@ -126,12 +134,12 @@ class Worker:
         """Do what there is to do until the worker is closed."""
         try:
             while True:
-                keep(lambda: "batches go on when it is started again")  # between jobs, each of which says its own
+                keep(lambda: _KEPT)  # between jobs, each of which saves its rows first
                 chats, batch = self._next()
                 if chats:
                     self._run_chats(chats)
                 elif batch is not None:
-                    self._run_batch(batch)
+                    self._run_or_delay(batch)
                 else:
                     return
         finally:
@@ -157,50 +165,61 @@ class Worker:
                         return chats, None
                     self._changed.wait(left_s)
                     continue
-                if (batch := next(self._storage.waiting(), None)) is not None:
+                due = time.monotonic() >= self._batches_from_s
+                if due and (batch := next(self._storage.waiting(), None)) is not None:
                     return [], batch
                 self._changed.wait(1.0)  # and not for ever: signals are seen between
             return [], None
 
     def _run_chats(self, chats: list[Chat]) -> None:
-        """Run chats as one job, and answer them."""
-        folder = self._storage.chats / f"{time.time_ns()}"
-        folder.mkdir(mode=0o700)
+        """Run chats as one job, and answer them. Where one of them lets the job be refused, the others are run."""
+        answers: dict[str, tuple[int, dict[str, Any]]] = {}
+        unanswered = refusal(400, "the request cannot be read")
         try:
-            answers = self._answers_of(folder, chats)
-        except BatchgenError as error:
-            logger.warning("%d chats have no answer: %s", len(chats), error)
-            answers = {}
-            failure = {"error": {"message": str(error), "type": "server_error", "param": None, "code": None}}
-        else:
-            failure = {}
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            answers = self._answers_of(chats)
+        except InputError as error:
+            if len(chats) > 1:
+                self._run_chats(chats[: len(chats) // 2])
+                self._run_chats(chats[len(chats) // 2 :])
+                return
+            unanswered = refusal(400, str(error))
+        except (BatchgenError, OSError) as error:
+            logger.warning("%d chats have no answer: %s", len(chats), reason_of(error))
+            unanswered = refusal(500, reason_of(error))
+        except Exception as error:
+            logger.exception("%d chats have no answer", len(chats))
+            unanswered = refusal(500, reason_of(error))
         for chat in chats:
-            status, body = answers.get(chat.row_id, (500, failure))
+            status, body = answers.get(chat.row_id, unanswered)
             if status == 200:  # a batch's are the same whenever it is run, a server's are not
                 kind = body["id"].partition("-")[0]
                 now = {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time())}
                 body = body | now | {"model": chat.body.get("model") or body["model"]}
             chat.answer(status, body)
 
-    def _answers_of(self, folder: Path, chats: list[Chat]) -> dict[str, tuple[int, dict[str, Any]]]:
+    def _answers_of(self, chats: list[Chat]) -> dict[str, tuple[int, dict[str, Any]]]:
         """The status and the body of the answer to each chat, by its row id."""
-        source, output = folder / "input.jsonl", folder / "output.jsonl"
-        with source.open("w") as file:
-            for chat in {chat.row_id: chat for chat in chats}.values():
-                line = {"custom_id": chat.row_id, "method": "POST", "url": chat.url, "body": chat.body}
-                file.write(json.dumps(line) + "\n")
-        self._session.should_stop = lambda: False
-        self._run_job(source, output)
-        answers = {}
-        for path in (output, errors_path(output)):
-            if path.exists():
-                with path.open() as file:
-                    for text in file:
-                        line = json.loads(text)
-                        answers[line["custom_id"]] = line["response"]["status_code"], line["response"]["body"]
-        return answers
+        folder = self._storage.chats / f"{time.time_ns()}"
+        folder.mkdir(mode=0o700)
+        try:
+            source, output = folder / "input.jsonl", folder / "output.jsonl"
+            with source.open("w") as file:
+                for chat in {chat.row_id: chat for chat in chats}.values():
+                    line = {"custom_id": chat.row_id, "method": "POST", "url": chat.url, "body": chat.body}
+                    file.write(json.dumps(line) + "\n")
+            self._session.should_stop = lambda: False
+            self._run_job(source, output)
+            return _answers_in(output) | _answers_in(errors_path(output))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _run_or_delay(self, batch: Batch) -> None:
+        """Run a batch; where the disk is full, it is tried again later."""
+        try:
+            self._run_batch(batch)
+        except OSError as error:
+            logger.warning("%s waits, and is tried again every %.0f s: %s", batch.id, _RETRY_S, reason_of(error))
+            self._batches_from_s = time.monotonic() + _RETRY_S
 
     def _run_batch(self, batch: Batch) -> None:
         """Run a batch, until it ends or makes way for chats."""
@@ -210,18 +229,29 @@ class Worker:
         if batch.status != "in_progress":
             batch = batch.becomes("in_progress")
             self._put(batch)
-        started_s = time.monotonic()
+        began_s: float | None = None
 
         def should_stop() -> bool:
-            makes_way = bool(self._chats) and time.monotonic() - started_s >= _TURN_S
+            nonlocal began_s
+            if began_s is None:  # not before: it has loaded the model, and computed nothing
+                began_s = time.monotonic()
+            makes_way = bool(self._chats) and time.monotonic() - began_s >= _TURN_S
             return makes_way or batch.id in self._cancelled or self._closed
 
         self._session.should_stop = should_stop
         source, output = self._storage.content_path(batch.input_file_id), self._storage.output_path(batch.id)
         try:
+            if not looks_like_openai(str(source), self._options.on_bad_line):
+                raise InputError("no line of the file is a request with custom_id, method, url and body")
             report = self._run_job(source, output)
-        except BatchgenError as error:
-            self._put(batch.becomes("failed", error=str(error)))
+        except OSError:
+            raise
+        except Exception as error:
+            if isinstance(cause := error.__cause__, OSError) and cause.errno in _DISK_FULL:
+                raise cause from None
+            if not isinstance(error, BatchgenError):
+                logger.exception("%s failed", batch.id)
+            self._put(batch.becomes("failed", error=reason_of(error)))
             return
         batch = replace(batch, total=report["rows"], completed=report["rows_ok"], failed=report["rows_failed"])
         if report["state"] != "stopped":
@@ -237,5 +267,27 @@ class Worker:
             return error.report
 
     def _put(self, batch: Batch) -> None:
+        """Keep the state of a batch. One that was cancelled meanwhile is so until it ends."""
         with self._changed:
+            if batch.id in self._cancelled:
+                if batch.status not in ENDED:
+                    return
+                stored = self._storage.batch(batch.id) or batch
+                batch = replace(batch, times={**stored.times, **batch.times})
             self._storage.put(batch)
+            self._cancelled.discard(batch.id)
+
+
+def _answers_in(path: Path) -> dict[str, tuple[int, dict[str, Any]]]:
+    """The status and the body of each answer in a file of answers or of errors, by its custom_id."""
+    if not path.exists():
+        return {}
+    with path.open() as file:
+        lines = map(json.loads, file)
+        return {line["custom_id"]: (line["response"]["status_code"], line["response"]["body"]) for line in lines}
+
+
+def refusal(status: int, message: str) -> tuple[int, dict[str, Any]]:
+    """The status and the body of the answer to a request that was not run, in OpenAI's form."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return status, {"error": {"message": message, "type": kind, "param": None, "code": None}}

@@ -250,3 +250,90 @@ def test_a_job_with_an_adapter_gives_the_texts_of_the_merged_model_and_keeps_to_
     assert job_texts(llama, tmp_path, overwrite=True, device="emulated:gpu-memory=2GiB") == wanted
     with pytest.raises(InputError, match="lora"):
         job_texts(llama, tmp_path, lora=None)
+
+
+def test_two_names_of_one_matrix_are_refused(llama):
+    tensors = load_file(llama.lora / "adapter_model.safetensors")
+    name = next(name for name in tensors if ".lora_A." in name)
+    twins = {which: name.replace(".lora_A.", f".lora_{which}.") for which in "AB"}
+    other = {twin.replace("model.model.model.", "model.model.", 1): tensors[twin].clone() for twin in twins.values()}
+    save_file(tensors | other, llama.lora / "adapter_model.safetensors")
+    with pytest.raises(InputError, match="twice"):
+        resolve_model(str(llama.base), str(llama.lora))
+
+
+def test_two_names_of_one_whole_tensor_are_refused(llama):
+    tensors = load_file(llama.lora / "adapter_model.safetensors")
+    norm = torch.ones(64)
+    both = {f"base_model.model.{prefix}norm.weight": norm.clone() for prefix in ("", "model.")}
+    save_file(tensors | both, llama.lora / "adapter_model.safetensors")
+    with pytest.raises(InputError, match="twice"):
+        resolve_model(str(llama.base), str(llama.lora))
+
+
+def test_an_adapter_in_a_pickle_is_refused_with_the_way_to_save_it_anew(llama):
+    (llama.lora / "adapter_model.safetensors").unlink()
+    (llama.lora / "adapter_model.bin").write_bytes(b"a pickle")
+    with pytest.raises(InputError, match=r"adapter_model\.bin is a pickle"):
+        resolve_model(str(llama.base), str(llama.lora))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"lora_alpha": 10**400}, {"lora_alpha": -(10**400), "use_rslora": True}, {"r": 10**400}]
+)
+def test_an_adapter_of_a_factor_that_is_no_number_is_refused(llama, changes):
+    edited(llama.lora, **changes)
+    with pytest.raises(InputError, match=r"lora_alpha|rank"):
+        resolve_model(str(llama.base), str(llama.lora))
+
+
+def test_a_configuration_of_an_older_peft_is_read(llama):
+    path = llama.lora / "adapter_config.json"
+    config = json.loads(path.read_text())
+    older = {
+        "auto_mapping", "base_model_name_or_path", "bias", "inference_mode", "lora_alpha", "lora_dropout", "peft_type",
+        "r", "target_modules", "task_type",
+    }  # fmt: skip
+    added = {
+        "enable_lora": None, "fan_in_fan_out": False, "init_lora_weights": True, "layers_pattern": None,
+        "layers_to_transform": None, "megatron_config": None, "megatron_core": "megatron.core", "merge_weights": False,
+        "modules_to_save": None, "revision": None,
+    }  # fmt: skip
+    path.write_text(json.dumps({key: config[key] for key in older} | added))
+    assert engine_tokens(llama.base, llama.lora) == llama.tokens()
+
+
+def test_whole_tensors_of_an_adapter_are_refused_for_a_gguf(tiny_models, tmp_path):
+    path, model = tiny_models("gemma3")  # whose GGUFs have other numbers in their norms
+    file = write_tiny_gguf(model, tmp_path / "model.gguf", tokenizer=make_tiny_tokenizer(path))
+    adapted = adapt(file, model, tmp_path / "lora", target_modules=["v_proj"], modules_to_save=["input_layernorm"])
+    with pytest.raises(InputError, match="possible in safetensors alone"):
+        Engine(str(file), lora=str(adapted.lora), dtype="float32")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_adapters_of_other_dtypes_are_merged(llama, dtype):
+    tensors = load_file(llama.lora / "adapter_model.safetensors")
+    rounded = {name: values.to(torch.float16).to(torch.bfloat16) for name, values in tensors.items()}
+    save_file(rounded, llama.lora / "adapter_model.safetensors")
+    wanted = engine_tokens(llama.base, llama.lora)
+    save_file({name: values.to(dtype) for name, values in rounded.items()}, llama.lora / "adapter_model.safetensors")
+    assert engine_tokens(llama.base, llama.lora) == wanted
+
+
+def test_an_adapter_of_whole_numbers_is_refused(llama):
+    tensors = load_file(llama.lora / "adapter_model.safetensors")
+    tensors = {name: (values * 9).to(torch.int8) for name, values in tensors.items()}
+    save_file(tensors, llama.lora / "adapter_model.safetensors")
+    with pytest.raises(InputError, match="is I8; supported"):
+        engine_tokens(llama.base, llama.lora)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_an_adapter_of_single_experts_is_refused_where_they_are_fused(llama, tiny_models, family):
+    tensors = {}
+    for which, shape in {"A": (4, 64), "B": (64, 4)}.items():
+        tensors[f"base_model.model.model.layers.0.mlp.experts.0.down_proj.lora_{which}.weight"] = torch.ones(shape)
+    save_file(tensors, llama.lora / "adapter_model.safetensors")
+    with pytest.raises(InputError, match=r"no such matrix of its own|its config asks for"):
+        Engine(str(tiny_models(family)[0]), lora=str(llama.lora), dtype="float32")

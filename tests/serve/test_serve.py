@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import json
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,9 +22,11 @@ from doc_commands import commands_of
 from processes import start_batchgen
 
 import batchgen
+from batchgen.core.atomic_file import storage_error
 from batchgen.core.errors import InputError
 from batchgen.core.request import SamplingParams
 from batchgen.job.options import JobOptions
+from batchgen.output import part_writer
 from batchgen.serve import worker as work
 from batchgen.serve.endpoint import Endpoint
 from batchgen.serve.storage import Storage
@@ -42,17 +46,17 @@ class Server:
     worker: Worker
     storage: Storage
 
-    def request(self, path: str, method: str = "GET", **headers: str) -> tuple[int, str]:
+    def request(self, path: str, method: str = "GET", body: bytes | None = None, **headers: str) -> tuple[int, str]:
         """The status and the body of the answer to a request with these headers; `_` stands for a hyphen."""
         connection = http.client.HTTPConnection("127.0.0.1", self.endpoint.port, timeout=30)
         given = {name.replace("_", "-"): value for name, value in headers.items()}
-        connection.request(method, path, headers={"Authorization": f"Bearer {self.storage.key()}", **given})
+        connection.request(method, path, body, headers={"Authorization": f"Bearer {self.storage.key()}", **given})
         answer = connection.getresponse()
         return answer.status, answer.read().decode()
 
     def upload(self, lines: list[dict] | str) -> str:
         text = lines if isinstance(lines, str) else "".join(json.dumps(line) + "\n" for line in lines)
-        return self.client.files.create(file=("rows.jsonl", text.encode()), purpose="batch").id
+        return self.client.files.create(file=("rows.jsonl", text.encode("latin-1")), purpose="batch").id
 
     def batch(self, file_id: str, **more) -> openai.types.Batch:
         given = {"input_file_id": file_id, "endpoint": CHAT_URL, "completion_window": "24h", **more}
@@ -189,15 +193,6 @@ def test_a_cancelled_batch_ends_and_its_file_can_be_deleted(server):
     assert server.client.files.delete(file_id).deleted
 
 
-def test_a_batch_whose_file_is_no_batch_fails_with_the_reason(server):
-    batch = server.ended(server.batch(server.upload("no json\n")).id)
-    assert batch.status in ("failed", "completed")
-    if batch.status == "failed":
-        assert batch.errors.data[0].message
-    else:
-        assert batch.request_counts.failed == 1
-
-
 def test_who_has_not_the_key_or_is_a_page_of_a_browser_is_not_answered(server):
     assert server.request("/v1/models")[0] == 200
     assert server.request("/v1/models", Authorization="Bearer sk-wrong")[0] == 401
@@ -272,3 +267,216 @@ def test_the_command_of_the_page_serves_until_it_is_interrupted(model, tmp_path)
     process.join()
     assert process.exitcode == 130
     assert "batches go on when it is started again" in (tmp_path / "log").read_text()
+
+
+CHAT = {"messages": [{"role": "user", "content": "a"}], **GREEDY}
+OF_FORM = {"Content_Type": "multipart/form-data; boundary=x"}
+PART = b'--x\r\nContent-Disposition: form-data; name="%s"; filename="a"\r\n\r\n%s\r\n'
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers"),
+    [
+        (CHAT_URL, b"{}", {"Content_Type": "application/json; charset=none-such"}),
+        (CHAT_URL, b"{}", {"Content_Encoding": "gzip"}),
+        (CHAT_URL, b'{"messages": "\xff"}', {}),
+        (CHAT_URL, b"[" * 100_000, {}),
+        ("/v1/files", b"", {"Content_Type": "multipart/form-data"}),
+        ("/v1/files", b"", OF_FORM),
+        ("/v1/files", (PART % (b"file", b"abc"))[:-4], OF_FORM),
+        ("/v1/files", PART % (b"file", b"abc") + PART % (b"file", b"abc") + b"--x--\r\n", OF_FORM),
+        ("/v1/files", PART % (b"purpose", b"\xff") + PART % (b"file", b"abc") + b"--x--\r\n", OF_FORM),
+    ],
+)
+def test_a_body_that_is_not_what_its_headers_say_is_refused_and_leaves_no_file(server, path, body, headers):
+    status, answer = server.request(path, "POST", body, **headers)
+    assert status == 400 and json.loads(answer)["error"]["message"]
+    assert not list((server.storage.key_path.parent / "files").iterdir())
+    assert server.request("/v1/models", Authorization="Bearer \xff")[0] == 401
+    assert server.request(f"/v1/files?limit={'9' * 5000}")[0] == 400
+
+
+def test_a_chat_whose_client_has_gone_is_not_run(server, monkeypatch):
+    asked = []
+    monkeypatch.setattr(work, "_SETTLED_S", 0.5)
+    monkeypatch.setattr(server.worker, "_run_job", lambda source, output: asked.append(source.read_text()))
+    body = json.dumps(CHAT)
+    with socket.create_connection(("127.0.0.1", server.endpoint.port)) as client:
+        head = f"POST {CHAT_URL} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {server.storage.key()}\r\n"
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        while not server.worker._chats:
+            time.sleep(0.001)
+    while server.worker._chats:
+        time.sleep(0.01)
+    assert asked == []
+
+
+def test_a_chat_that_lets_a_job_be_refused_fails_alone(server, monkeypatch):
+    run = server.worker._run_job
+
+    def refuses(source, output):
+        if "huge" in source.read_text():
+            raise InputError("there is no room for it")
+        return run(source, output)
+
+    monkeypatch.setattr(work, "_SETTLED_S", 0.3)
+    monkeypatch.setattr(server.worker, "_run_job", refuses)
+    with ThreadPoolExecutor(5) as clients:
+        good = [clients.submit(server.chat, f"row {number}") for number in range(4)]
+        with pytest.raises(openai.BadRequestError, match="there is no room for it"):
+            server.chat("huge")
+        assert all(isinstance(one.result(), str) for one in good)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), ZeroDivisionError("a fault")])
+def test_a_fault_while_chats_run_is_answered_and_the_server_goes_on(server, monkeypatch, error):
+    def fails(*_):
+        raise error
+
+    with monkeypatch.context() as patched, pytest.raises(openai.InternalServerError, match=r"No space|a fault"):
+        patched.setattr(work, "run_job", fails)
+        server.chat("a")
+    assert isinstance(server.chat("a"), str)
+
+
+def test_a_batch_waits_while_the_disk_is_full(server, monkeypatch):
+    run, tries, no_space = work.run_job, [], OSError(errno.ENOSPC, "No space left on device")
+
+    def full(*given):
+        tries.append(given)
+        if len(tries) == 1:
+            raise no_space
+        if len(tries) == 2:
+            raise storage_error(no_space, "write a part") from no_space
+        return run(*given)
+
+    monkeypatch.setattr(work, "_RETRY_S", 0.1)
+    monkeypatch.setattr(work, "run_job", full)
+    batch = server.ended(server.batch(server.upload([line(1)])).id)
+    assert batch.status == "completed" and len(tries) == 3
+
+
+def test_a_full_disk_within_a_job_of_a_batch_lets_it_wait(server, monkeypatch):
+    write, tries = part_writer.write_part, []
+
+    def full(*given, **more):
+        tries.append(given)
+        if len(tries) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(*given, **more)
+
+    monkeypatch.setattr(work, "_RETRY_S", 0.1)
+    monkeypatch.setattr(part_writer, "write_part", full)
+    batch = server.ended(server.batch(server.upload([line(1)])).id)
+    assert batch.status == "completed" and len(tries) > 1
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", '{"prompt": "a"}\n', "no json\n", "\xff"])
+def test_a_file_without_a_request_fails_its_batch(server, text):
+    batch = server.ended(server.batch(server.upload(text)).id)
+    assert batch.status == "failed" and "no line of the file is a request" in batch.errors.data[0].message
+
+
+def test_a_line_that_is_no_json_fails_alone(server):
+    batch = server.ended(server.batch(server.upload(json.dumps(line(1)) + "\nno json\n")).id)
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 1)
+    assert "not valid JSON" in server.client.files.content(batch.error_file_id).text
+
+
+def test_batches_run_in_the_order_in_which_they_came(server, monkeypatch):
+    order = []
+    begun = server.worker._run_batch
+    monkeypatch.setattr(server.worker, "_run_batch", lambda batch: (order.append(batch.id), begun(batch)))
+    file_id = server.upload([line(1)])
+    batches = [server.batch(file_id).id for _ in range(8)]
+    for batch_id in batches:
+        server.ended(batch_id)
+    assert order == batches
+    assert [one.id for one in server.client.batches.list()] == batches[::-1]
+
+
+def test_a_batch_that_took_long_to_load_has_its_turn_before_it_makes_way(server, monkeypatch):
+    stops = []
+
+    def loads_long(source, output):
+        time.sleep(0.3)
+        server.worker._chats.append(work.Chat(CHAT_URL, CHAT, lambda *_: None, lambda: True))
+        stops.append(server.worker._session.should_stop())
+        raise InputError("enough")
+
+    monkeypatch.setattr(work, "_TURN_S", 0.2)
+    monkeypatch.setattr(server.worker, "_run_job", loads_long)
+    server.ended(server.batch(server.upload([line(1)])).id)
+    assert stops[0] is False
+
+
+@pytest.mark.parametrize(("key", "mode", "reason"), [("", 0o600, "has no key"), ("sk-mine", 0o644, "user's alone")])
+def test_a_key_that_others_know_is_refused(tmp_path, key, mode, reason):
+    storage = Storage(tmp_path / "served")
+    try:
+        storage.key_path.write_text(key)
+        storage.key_path.chmod(mode)
+        with pytest.raises(InputError, match=reason):
+            storage.key()
+    finally:
+        storage.close()
+
+
+def test_outputs_are_kept_where_there_are_no_hard_links(server, monkeypatch):
+    def refuses(*_):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuses)
+    batch = server.ended(server.batch(server.upload([line(1)])).id)
+    assert len(server.client.files.content(batch.output_file_id).text.splitlines()) == 1
+
+
+def test_a_batch_that_is_cancelled_as_it_begins_is_cancelling_until_it_ends(server, monkeypatch):
+    begun = server.worker._run_batch
+
+    def cancelled_first(batch):
+        server.worker.cancel(batch)
+        begun(batch)
+
+    monkeypatch.setattr(server.worker, "_run_batch", cancelled_first)
+    batch = server.ended(server.batch(server.upload([line(number) for number in range(50)])).id)
+    assert batch.status == "cancelled" and batch.cancelling_at is not None
+
+
+def test_broken_files_of_the_directory_are_left_out_and_the_server_goes_on(server, caplog):
+    folder = server.storage.key_path.parent
+    (folder / "batches" / f"batch_{'0' * 24}").mkdir()
+    (folder / "batches" / f"batch_{'0' * 24}" / "batch.json").write_text("{}")
+    (folder / "files" / f"file-{'0' * 24}.json").write_text("no json")
+    batch = server.ended(server.batch(server.upload([line(1)])).id)
+    assert batch.status == "completed"
+    assert [one.id for one in server.client.batches.list()] == [batch.id]
+    assert f"file-{'0' * 24}" not in {one.id for one in server.client.files.list()}
+    assert caplog.text.count("is broken, and left out") == 2
+
+
+def test_an_interrupt_while_a_chat_runs_ends_the_server_and_says_nothing_of_its_rows(model, tmp_path):
+    (tmp_path / "log").touch()
+    words = ["serve-batches", "--model", model, "--directory", tmp_path / "served", "--port", 0]
+    process = start_batchgen(words, tmp_path / "log")
+    while not (said := re.search(r"at (http://\S+/v1); the key is in (\S+)", (tmp_path / "log").read_text())):
+        assert process.is_alive()
+        time.sleep(0.02)
+    with (
+        openai.OpenAI(
+            base_url=said[1], api_key=Path(said[2]).read_text().strip(), max_retries=0, timeout=120
+        ) as client,
+        ThreadPoolExecutor(1) as clients,
+    ):
+        many = {"max_tokens": 400, "n": 128, "extra_body": {"ignore_eos": True}}
+        chat = clients.submit(client.chat.completions.create, model="any", messages=CHAT["messages"], **many)
+        while not list((tmp_path / "served" / "chats").glob("*/output.jsonl.batchgen")):
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGINT)
+        process.join()
+        assert isinstance(chat.exception(), openai.APIConnectionError)
+    assert process.exitcode == 130
+    log = (tmp_path / "log").read_text()
+    assert "interrupted; batches go on when it is started again" in log and "output.jsonl" not in log
+    with serving(model, tmp_path / "served") as server:
+        assert not list(server.storage.chats.iterdir())
