@@ -5,6 +5,7 @@ Rows are streamed. The content of the file depends on the rows alone, not on how
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from batchgen.core.errors import InputError
 from batchgen.output.columns import ONE_SAMPLE, Columns
 from batchgen.output.formats import FORMATS, json_line
 from batchgen.output.parts import PartIndex
+from batchgen.output.regrouped_results import RegroupedResults, is_worth_regrouping
 from batchgen.output.result_counts import ResultCounter, ResultCounts
 
 _WINDOW_INPUT_BYTES = 16 << 20
@@ -151,11 +153,33 @@ def _with_results(
         per_row: Number of results of each row.
     """
     index = PartIndex(parts_dir)
+    with contextlib.ExitStack() as stack:
+        read = index.read
+        if is_worth_regrouping(index):
+            with contextlib.suppress(OSError):  # no space: every window is read from the parts, which takes longer
+                regrouped = RegroupedResults(index, parts_dir)
+                stack.callback(regrouped.close)
+                read = regrouped.read
+        yield from _in_windows(dataset, index, read, per_row)
+
+
+def _in_windows(
+    dataset: Dataset, index: PartIndex, read: Callable[[int, int], pa.RecordBatch], per_row: int
+) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]:
+    """Yield each batch of input rows together with its results.
+
+    Args:
+        dataset: The input.
+        index: Index of the part files.
+        read: Function that reads the results of rows (number of the first one, number of results).
+        per_row: Number of results of each row.
+    """
     window: list[pa.RecordBatch] = []
     window_first = window_rows = window_bytes = 0
 
     def read_window() -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]:
-        results = index.read(window_first * per_row, window_rows * per_row)
+        index.check(window_first * per_row, window_rows * per_row)
+        results = read(window_first * per_row, window_rows * per_row)
         offset = 0
         for batch in window:
             yield batch, results.slice(offset, batch.num_rows * per_row)

@@ -160,8 +160,7 @@ def newest_results(paths: Sequence[Path], columns: Sequence[str]) -> Iterator[pa
     for path in reversed(paths):
         table = part_columns(path, ["row", *columns])
         rows = table.column("row").to_numpy()
-        first = int(rows.min())
-        newest = seen.get(first, int(rows.max()) + 1 - first)[rows - first] == 0
+        newest = seen.at(rows) == 0
         seen.put(rows, 1)
         yield table if newest.all() else table.filter(pa.array(newest))
 
@@ -215,9 +214,38 @@ class PartIndex:
                 groups.append((part, group.number, group.rows[0], group.rows[-1]))
                 bytes_per_row = max(bytes_per_row, group.size_bytes / len(group.rows))
         self._groups = np.array(groups, np.int64).reshape(-1, 4)  # part, row group, first row, last row
-        # Reading wide windows keeps the work linear even where every part spans all rows, since a row group
-        # is decoded once for each window that it overlaps.
         self.window_rows = int(min(_WINDOW_ROWS, max(1024, _WINDOW_BYTES / bytes_per_row)))
+
+    @property
+    def times_decoded(self) -> float:
+        """How often each row group is decoded, on average, if windows of rows are read one after the other."""
+        if not len(self._groups):
+            return 0.0
+        windows = self._groups[:, 2:] // self.window_rows
+        return float((windows[:, 1] - windows[:, 0]).mean()) + 1.0
+
+    def newest(self) -> Iterator[pa.Table]:
+        """Yield the newest results of all rows in tables, in the order of the part files.
+
+        Raises:
+            BatchgenError: A part file is damaged.
+        """
+        for part, path in enumerate(self._paths):
+            numbers = self._groups[self._groups[:, 0] == part, 1].tolist()
+            for table in _reporting_damage(path, _read_groups(path, numbers)):
+                newest = self._part_of_row.at(table.column("row").to_numpy()) == part + 1
+                yield table if newest.all() else table.filter(pa.array(newest))
+
+    def check(self, first_row: int, count: int) -> np.ndarray[Any, Any]:
+        """The part of each of consecutive rows, counted from 1. Raises BatchgenError where a row has no result."""
+        part_of_row = self._part_of_row.get(first_row, count)
+        if not part_of_row.all():
+            missing = np.flatnonzero(part_of_row == 0)
+            raise BatchgenError(
+                f"{len(missing)} rows from row {first_row + missing[0]} on have no result yet: "
+                "run the same command again"
+            )
+        return part_of_row
 
     def read(self, first_row: int, count: int) -> pa.RecordBatch:
         """Read the newest results of consecutive rows, in order.
@@ -229,13 +257,7 @@ class PartIndex:
         Raises:
             BatchgenError: A row has no result, or a part file is damaged.
         """
-        part_of_row = self._part_of_row.get(first_row, count)
-        if not part_of_row.all():
-            missing = np.flatnonzero(part_of_row == 0)
-            raise BatchgenError(
-                f"{len(missing)} rows from row {first_row + missing[0]} on have no result yet: "
-                "run the same command again"
-            )
+        part_of_row = self.check(first_row, count)
         overlap = (self._groups[:, 2] < first_row + count) & (self._groups[:, 3] >= first_row)
         overlap &= np.isin(self._groups[:, 0], np.unique(part_of_row) - 1)
         wanted = self._groups[overlap]
@@ -249,9 +271,14 @@ class PartIndex:
                 newest = np.zeros(len(offsets), bool)
                 newest[inside] = part_of_row[offsets[inside]] == part + 1
                 pieces.append(table.filter(pa.array(newest)))
-        table = pa.concat_tables(pieces, promote_options="default")  # some parts may have reasoning, and others none
-        order = np.argsort(table.column("row").to_numpy(), kind="stable")
-        return table.take(pa.array(order)).combine_chunks().to_batches()[0]
+        return in_order_of_rows(pieces)
+
+
+def in_order_of_rows(tables: Sequence[pa.Table]) -> pa.RecordBatch:
+    """Put tables of results together, sorted by row; some may have reasoning, and others none."""
+    table = pa.concat_tables(tables, promote_options="default")
+    order = np.argsort(table.column("row").to_numpy(), kind="stable")
+    return table.take(pa.array(order)).combine_chunks().to_batches()[0]
 
 
 def _read_groups(path: Path, numbers: list[int]) -> Iterator[pa.Table]:

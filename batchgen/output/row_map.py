@@ -57,6 +57,15 @@ class RowMap:
             out[low - first_row : end - first_row] = held[low - first : end - first]
         return out
 
+    def at(self, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """The numbers of some rows, [n]. rows: Row indices in any order, int64 [n]."""
+        first, held = self._span
+        places = rows - first
+        inside = (places >= 0) & (places < len(held))
+        out = np.zeros(len(rows), held.dtype)
+        out[inside] = held[places[inside]]
+        return out
+
     def __getitem__(self, row: int) -> int:
         first, held = self._span
         return int(held[row - first]) if first <= row < first + len(held) else 0

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from thorough import quick_or
 
 from batchgen.core.errors import BatchgenError, InputError
-from batchgen.output import formats, parts
+from batchgen.output import formats, parts, regrouped_results
 from batchgen.output.columns import ONE_SAMPLE, SampleColumns, ScoreColumns
 from batchgen.output.formats import check_writable, output_format
 from batchgen.output.join import join, join_formatted, output_schema
@@ -363,3 +363,45 @@ def test_a_million_rows_join_in_flat_memory(tmp_path):
         result = result_of((777_700 + offset) % 1000, fail_every=13)
         expected = {"id": f"id-{777_700 + offset}", "text": result.text[0] if result.text else None}
         assert row == expected | {"error": result.error}
+
+
+# ---- rows that were not run in the order of the input
+
+
+def write_shuffled_parts(parts_dir, count, rows_of_part=50):
+    rows = list(range(count))
+    random.Random(0).shuffle(rows)
+    rows = rows[: count // 5] + rows  # the first fifth has older results
+    for number, first in enumerate(range(0, len(rows), rows_of_part)):
+        of_part = {row: result_of(row, fail_every=7) for row in rows[first : first + rows_of_part]}
+        write_part(parts_dir, number, of_part)
+
+
+@pytest.mark.parametrize("has_space", [True, False])
+def test_the_output_does_not_depend_on_the_order_in_which_rows_ran(tmp_path, monkeypatch, has_space):
+    monkeypatch.setattr(parts, "_WINDOW_ROWS", 64)
+    monkeypatch.setattr(regrouped_results, "_RUN_BYTES", 1)
+    if not has_space:
+        full = OSError(28, "No space left on device")
+        monkeypatch.setattr(regrouped_results.tempfile, "TemporaryFile", mock.Mock(side_effect=full))
+    count = 1000
+    for name in ("in order", "shuffled"):
+        (tmp_path / name).mkdir()
+    write_part(tmp_path / "in order", 0, {row: result_of(row, fail_every=7) for row in range(count)})
+    write_shuffled_parts(tmp_path / "shuffled", count)
+    content, totals = joined(FakeDataset(count), tmp_path / "in order")
+    assert joined(FakeDataset(count), tmp_path / "shuffled") == (content, totals)
+    assert {path.suffix for path in (tmp_path / "shuffled").iterdir()} == {".parquet"}
+
+
+def test_the_work_of_joining_grows_with_the_rows_whatever_their_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "_WINDOW_ROWS", 64)
+    read, decoded = parts._read, []
+    monkeypatch.setattr(parts, "_read", lambda *args: [decoded.append(len(table := read(*args))), table][1])
+    for count in (1000, 4000):
+        decoded.clear()
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        write_shuffled_parts(folder, count)
+        joined(FakeDataset(count), folder)
+        assert sum(decoded) <= 3 * 1.2 * count  # once for the index, once for the results

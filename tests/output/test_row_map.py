@@ -42,3 +42,10 @@ def test_a_few_rows_far_up_take_their_span_alone():
     for start in (10**9 + 50, 10**9 + 20, 10**9):
         rows.put(np.arange(start, start + BLOCK), 1)
     assert len(rows._span[1]) < 1000 and rows.count(1) == 3 * BLOCK
+
+
+def test_numbers_of_rows_in_any_order():
+    numbers = RowMap(np.int32)
+    assert numbers.at(np.array([5, 0])).tolist() == [0, 0]
+    numbers.put(np.arange(10, 20), np.arange(10, 20))
+    assert numbers.at(np.array([19, 3, 10, 500, 12])).tolist() == [19, 0, 10, 0, 12]
