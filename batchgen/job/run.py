@@ -216,6 +216,8 @@ def _run_job(
             source.output_names(options)
         files = resolve_model(options.model, options.lora)
         versions = model_versions(files)
+        if session is not None:
+            session.expect(versions)
         resolved = resolve_job(options, files)
         resolved = replace(resolved, shares=tuple(map(frozenset, shares)))
         tokenizer = background.submit(_load_tokenizer, resolved.files, options)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from batchgen.core.plan import Plan
 from batchgen.engine.engine import Engine
 from batchgen.job.workload import EstimatedWorkload
+from batchgen.models.model_versions import ModelVersions
 from batchgen.schedule.from_policy import longest_sequence
 
 # Rows that a plan is made for where fewer are at hand: more are expected of other jobs.
@@ -32,6 +33,17 @@ class Session:
         self.loads = 0
         self._engine: Engine | None = None
         self._plan: Plan | None = None
+        self._versions: ModelVersions = {}
+
+    def expect(self, versions: ModelVersions) -> None:
+        """Close the loaded model if it was loaded from other files than the next job's.
+
+        Args:
+            versions: Versions of the model's files when the next job began.
+        """
+        if versions != self._versions:
+            self.close()
+        self._versions = versions
 
     def plan(
         self, estimate: Callable[[], EstimatedWorkload], make: Callable[[Callable[[], EstimatedWorkload]], Plan]

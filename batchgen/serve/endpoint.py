@@ -28,6 +28,7 @@ HOST = "127.0.0.1"
 _HOSTS = (HOST, "localhost", "[::1]")
 _MOST_BODY_BYTES = 64 << 20  # of a request that is no upload
 _CHUNK_BYTES = 1 << 20
+_MOST_METADATA = 1 << 14  # characters; 16 texts of 512, as OpenAI takes them, are fewer
 _WINDOW = "24h"
 # What is raised where a body is not what its headers say.
 _UNREADABLE = (ValueError, LookupError, RecursionError, web.RequestPayloadError)
@@ -194,7 +195,9 @@ class Endpoint:
         metadata = body.get("metadata") or {}
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
             raise _Refused(400, "metadata must be an object of texts")
-        window = str(body.get("completion_window") or _WINDOW)
+        if len(json.dumps(metadata)) > _MOST_METADATA:
+            raise _Refused(400, f"metadata must have at most {_MOST_METADATA:,} characters")
+        window = str(body.get("completion_window") or _WINDOW)[:100]
         return web.json_response(self._worker.add_batch(file_id, endpoint, window, metadata).to_openai())
 
     async def _list_batches(self, request: web.Request) -> web.Response:

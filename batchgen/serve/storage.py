@@ -22,7 +22,7 @@ from batchgen.core.errors import InputError, one_line
 from batchgen.core.file_lock import LockHeld, lock_file
 from batchgen.core.private_files import why_untrusted
 from batchgen.core.typed_json import parse_json, read_typed
-from batchgen.output.run_directory import errors_path
+from batchgen.output.run_directory import errors_path, run_directory
 
 logger = logging.getLogger(__name__)
 
@@ -150,8 +150,12 @@ class Storage:
         self._broken: set[Path] = set()  # that a warning has named
         self.key_path = directory / _KEY
         self.chats = directory / "chats"  # of requests that are gathered, for as long as they run
+        self._ended: dict[str, Batch] = {}  # which change no more, and are not read again and again
         for stale in self.chats.iterdir():
             shutil.rmtree(stale, ignore_errors=True)
+        for content in (directory / "files").glob("*.jsonl"):
+            if not self._of_file(content.stem).exists():  # the server was killed while it came
+                content.unlink()
 
     def close(self) -> None:
         """Let another server have the directory."""
@@ -215,10 +219,17 @@ class Storage:
     def put(self, batch: Batch) -> None:
         """Keep the state of a batch."""
         write_atomically(self._of_batch(batch.id), json.dumps(asdict(batch)).encode())
+        if batch.status in ENDED:
+            self._ended[batch.id] = batch
 
     def batch(self, batch_id: str) -> Batch | None:
         """A batch by its id; None: there is none."""
-        return self._read(self._of_batch(batch_id), Batch) if _BATCH_ID.fullmatch(batch_id) else None
+        if batch_id in self._ended or not _BATCH_ID.fullmatch(batch_id):
+            return self._ended.get(batch_id)
+        batch: Batch | None = self._read(self._of_batch(batch_id), Batch)
+        if batch is not None and batch.status in ENDED:
+            self._ended[batch_id] = batch
+        return batch
 
     def batches(self) -> list[Batch]:
         """All batches, the newest first."""
@@ -244,6 +255,13 @@ class Storage:
                 self.add_file(file_id, f"{batch.id}_{path.name}", "batch_output")
                 ids[name] = file_id
         return replace(batch, **ids)
+
+    def remove_job(self, batch_id: str) -> None:
+        """Remove what the job of a batch has written, which its files keep or nobody wants."""
+        output = self.output_path(batch_id)
+        for path in (output, errors_path(output)):
+            path.unlink(missing_ok=True)
+        shutil.rmtree(run_directory(output), ignore_errors=True)
 
     def _read(self, path: Path, kind: type) -> Any:
         """The value of a file of the directory; None: it is not there, or is broken and left alone."""

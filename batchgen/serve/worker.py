@@ -276,6 +276,8 @@ class Worker:
                 batch = replace(batch, times={**stored.times, **batch.times})
             self._storage.put(batch)
             self._cancelled.discard(batch.id)
+        if batch.status in ("completed", "cancelled"):
+            self._storage.remove_job(batch.id)
 
 
 def _answers_in(path: Path) -> dict[str, tuple[int, dict[str, Any]]]:

@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import threading
@@ -480,3 +481,49 @@ def test_an_interrupt_while_a_chat_runs_ends_the_server_and_says_nothing_of_its_
     assert "interrupted; batches go on when it is started again" in log and "output.jsonl" not in log
     with serving(model, tmp_path / "served") as server:
         assert not list(server.storage.chats.iterdir())
+
+
+def test_a_model_whose_files_were_replaced_is_loaded_anew(tiny_models, model, tmp_path):
+    other = tiny_models("llama", seed=1)[0]
+    for name, source in {"first": model, "second": other}.items():
+        shutil.copytree(source, tmp_path / name)
+    lines, place = [line(1, max_tokens=12, ignore_eos=True)], tmp_path / "first"
+    wanted = {}
+    for name in ("first", "second"):
+        (text,) = wanted_texts(tmp_path / name, tmp_path / name, lines)
+        wanted[name] = json.loads(text)["response"]["body"]["choices"][0]["message"]["content"]
+    assert wanted["first"] != wanted["second"]
+    with serving(place, tmp_path / "served") as server:
+        how = {"max_tokens": 12, "extra_body": {"ignore_eos": True}}
+        assert server.chat("row 1", **how) == wanted["first"]
+        shutil.copy(tmp_path / "second" / "model.safetensors", place / "new")
+        os.replace(place / "new", place / "model.safetensors")
+        assert server.chat("row 1", **how) == wanted["second"]
+        assert server.worker.loads == 2
+
+
+def test_what_a_batch_wrote_is_gone_when_its_files_are_deleted(server):
+    file_id = server.upload([line(1), {**line(2), "body": {}}])
+    batch = server.ended(server.batch(file_id).id)
+    for one in (file_id, batch.output_file_id, batch.error_file_id):
+        server.client.files.delete(one)
+    folder = server.storage.key_path.parent
+    assert list((folder / "files").iterdir()) == []
+    while [path.name for path in (folder / "batches" / batch.id).iterdir()] != ["batch.json"]:  # just after it ended
+        time.sleep(0.01)
+
+
+def test_an_upload_that_a_kill_cut_short_is_removed_at_the_next_start(model, tmp_path):
+    with serving(model, tmp_path / "served") as server:
+        file_id = server.upload([line(1)])
+        _, cut_short = server.storage.new_file_path()
+        cut_short.write_text("{")
+    with serving(model, tmp_path / "served") as server:
+        assert [one.id for one in server.client.files.list()] == [file_id]
+        assert server.client.files.content(file_id).text
+        assert not cut_short.exists()
+
+
+def test_metadata_of_any_length_is_not_kept(server):
+    with pytest.raises(openai.BadRequestError, match="metadata must have at most"):
+        server.batch(server.upload([line(1)]), metadata={"a": "x" * 100_000})
