@@ -6,18 +6,13 @@ options name these formats, so its fingerprint has them too.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from batchgen.core.errors import BatchgenError
 from batchgen.core.quality import EXACT, KV_LOSSES, WEIGHT_LOSSES, allowed
+from batchgen.job.earlier_rows import earlier_fingerprint
 from batchgen.job.job import USUAL_FORMATS, Job
-from batchgen.output.manifest import Manifest
-from batchgen.output.run_directory import MANIFEST, SHARE_FOLDER, run_directory, target_path
-from batchgen.share.files import DirectoryFiles
-from batchgen.share.run import SharedJob
 
 
 def leaves_formats_open(job: Job) -> bool:
@@ -65,13 +60,10 @@ def job_of_output(job: Job, output: Path) -> Job | None:
         job: The job.
         output: The output file.
     """
-    directory = run_directory(target_path(output))
-    held: SharedJob | Manifest | None = None
-    with contextlib.suppress(BatchgenError, OSError):  # which opening the output reports
-        held = SharedJob.read(DirectoryFiles(directory / SHARE_FOLDER)) or Manifest.read(directory / MANIFEST)
-    if held is None:
+    fingerprint = earlier_fingerprint(output)
+    if fingerprint is None:
         return None
-    formats = held.fingerprint.get("formats", USUAL_FORMATS)
+    formats = fingerprint.get("formats", USUAL_FORMATS)
     return next((possible for possible in possible_jobs(job) if possible.deciding_formats == formats), None)
 
 

@@ -16,6 +16,7 @@ from batchgen.core.units import parse_shard
 from batchgen.dataset import Dataset, open_dataset
 from batchgen.dataset.continuations import ContinuationSpec
 from batchgen.job.default_output import default_output
+from batchgen.job.earlier_rows import earlier_fingerprint
 from batchgen.job.row_sizes import SCAN_ROWS
 from batchgen.job.run_command import run_command
 from batchgen.job.standard_input import StandardInput, is_standard_input
@@ -27,6 +28,7 @@ from batchgen.output.join import output_schema
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from batchgen.dataset.field_order import FreeLines
     from batchgen.dataset.prompts import CompiledPrompts, NoPromptColumn, PromptSpec
     from batchgen.job.options import JobOptions
     from batchgen.models.config import ModelConfig
@@ -208,6 +210,8 @@ def open_source(options: JobOptions, dataset: Dataset) -> RequestSource:
 def _with_reordered_fields(options: JobOptions, dataset: Dataset) -> JobOptions:
     """The options with the lines of the template in the order in which most of them begins alike.
 
+    An output with rows keeps the order that these have, though more rows of a grown input would ask for another.
+
     Raises:
         InputError: A field is no column, or its line cannot change places.
     """
@@ -215,12 +219,26 @@ def _with_reordered_fields(options: JobOptions, dataset: Dataset) -> JobOptions:
 
     names = [name.strip() for name in str(options.reorder_fields).split(",")]
     free = free_lines(str(options.prompt_template), names, dataset.schema)
+    if (kept := _kept_order(options, free)) is not None:
+        logger.info(f"--reorder-fields: the prompts have {', '.join(kept)}, in the order of the output's rows")
+        return replace(options, prompt_template=free.arranged(kept), reorder_fields=",".join(kept))
     values = FieldValues.of((batch for _, batch in dataset.batches(0, SCAN_ROWS, names)), names)
     order = values.best_order(free.fields)
     if values.num_rows:
         counts = ", ".join(f"{name} ({values.distinct[frozenset([name])]:,} values)" for name in order)
         logger.info(f"--reorder-fields: the prompts have {counts}, in this order")
     return replace(options, prompt_template=free.arranged(order), reorder_fields=",".join(order))
+
+
+def _kept_order(options: JobOptions, free: FreeLines) -> tuple[str, ...] | None:
+    """The order of fields in the prompts of an output's rows; None where it has none, or none of this template."""
+    if options.output is None or options.overwrite:
+        return None
+    prompt = (earlier_fingerprint(Path(options.output)) or {}).get("prompt", {})
+    order = tuple(str(prompt.get("reorder_fields", "")).split(","))
+    if sorted(order) != sorted(free.fields) or prompt.get("template") != free.arranged(order):
+        return None
+    return order
 
 
 def check_output_schema(options: JobOptions, source: RequestSource) -> None:

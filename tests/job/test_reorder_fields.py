@@ -41,6 +41,29 @@ def test_rows_of_another_order_are_not_mixed_in(tiny_models, reviews, tmp_path):
     assert code == 2 and "prompt.reorder_fields" in said
 
 
+@pytest.mark.parametrize("share", [(), ("--share",)])
+def test_an_output_keeps_its_order_when_the_input_grows(share, tiny_models, tmp_path):
+    model, source, output = tiny_models("llama")[0], tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+
+    def write(rows):
+        source.write_text("".join(json.dumps({"product": p, "review": r}) + "\n" for p, r in rows))
+
+    rows = [(f"a long name of a product {k % 3}", f"number {k}") for k in range(12)]
+    write(rows)
+    options = ("--reorder-fields", "review,product", *share)
+    code, _, said = run(model, source, output, TEMPLATE, *options)
+    assert code == 0 and "product (3 values), review (12 values)" in said
+    rows += [(f"lamp {k}", "as good as all the others that I had before") for k in range(200)]
+    write(rows)
+    code, _, said = run(model, source, output, TEMPLATE, *options)
+    assert code == 0 and "product, review, in the order of the output's rows" in said, said
+    arranged = "Product: {{ product }}\nReview: {{ review }}\nGood?"
+    assert run(model, source, tmp_path / "wanted.jsonl", arranged)[0] == 0
+    assert output.read_bytes() == (tmp_path / "wanted.jsonl").read_bytes()
+    code, _, said = run(model, source, output, TEMPLATE, "--reorder-fields", "review,product", "--overwrite")
+    assert code == 0 and "review (13 values), product (203 values), in this order" in said, said
+
+
 def test_contexts_that_are_scored_are_arranged_too(tiny_models, reviews, tmp_path):
     code, _, said = invoke(
         "run", "-m", tiny_models("llama")[0], "-i", reviews, "-o", tmp_path / "out.parquet", "--task", "score",
