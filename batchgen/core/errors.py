@@ -30,6 +30,10 @@ class InputError(BatchgenError):
     exit_code = 2
 
 
+class OtherSettings(InputError):
+    """The output has finished rows of other settings, which may not be mixed with rows of these."""
+
+
 class JobStopped(BatchgenError):
     """The job stopped before it was complete, without a fault: a deadline passed, or it must continue elsewhere.
 

@@ -25,7 +25,7 @@ from typing import Any
 from batchgen._version import __version__
 from batchgen.core.atomic_file import replace_durably, staged, storage_error, sync_directory
 from batchgen.core.digest import json_sha256
-from batchgen.core.errors import BatchgenError, InputError
+from batchgen.core.errors import BatchgenError, InputError, OtherSettings
 from batchgen.core.file_lock import LockHeld, lock_file
 from batchgen.core.kernel_choice import KernelChoice
 from batchgen.core.partial import PartialCompletion
@@ -557,7 +557,7 @@ class Run:
         rows = held.totals["rows"] if held.totals and is_intact else len(self.done_rows)
         changes = describe_changes(held.fingerprint, self._manifest.fingerprint, self._describe_files)
         if changes and rows:
-            raise InputError(
+            raise OtherSettings(
                 f"{self._where(is_intact)} has {rows} rows made {self._unlike(held)}: {changes}. "
                 "Give another --output, or the old settings to go on, or --overwrite to start again"
             )

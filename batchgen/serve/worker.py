@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.digest import json_sha256
-from batchgen.core.errors import BatchgenError, InputError, TooManyFailed, reason_of
+from batchgen.core.errors import BatchgenError, InputError, OtherSettings, TooManyFailed, reason_of
 from batchgen.core.interrupts import keep
 from batchgen.dataset.readers.json import looks_like_openai
 from batchgen.job.options import JobOptions
@@ -83,6 +83,7 @@ class Worker:
         self._chats: list[Chat] = []
         self._newest_s = self._oldest_s = 0.0  # time.monotonic of the newest and the oldest waiting chat
         self._cancelled: set[str] = set()
+        self._of_other_settings: set[str] = set()  # batches that only a server with those goes on with
         self._batches_from_s = 0.0  # time.monotonic before which no batch is run
         self._closed = False
 
@@ -166,10 +167,13 @@ class Worker:
                     self._changed.wait(left_s)
                     continue
                 due = time.monotonic() >= self._batches_from_s
-                if due and (batch := next(self._storage.waiting(), None)) is not None:
+                if due and (batch := next(filter(self._can_run, self._storage.waiting()), None)) is not None:
                     return [], batch
                 self._changed.wait(1.0)  # and not for ever: signals are seen between
             return [], None
+
+    def _can_run(self, batch: Batch) -> bool:
+        return batch.id not in self._of_other_settings or batch.status == "cancelling"
 
     def _run_chats(self, chats: list[Chat]) -> None:
         """Run chats as one job, and answer them. Where one of them lets the job be refused, the others are run."""
@@ -246,6 +250,11 @@ class Worker:
             report = self._run_job(source, output)
         except OSError:
             raise
+        except OtherSettings as error:
+            advice = "start the server with the old settings to go on with it, or cancel it"
+            logger.warning("%s waits: %s: %s", batch.id, advice, reason_of(error))
+            self._of_other_settings.add(batch.id)
+            return
         except Exception as error:
             if isinstance(cause := error.__cause__, OSError) and cause.errno in _DISK_FULL:
                 raise cause from None

@@ -540,3 +540,21 @@ def test_pages_of_a_list_go_on_after_a_file_that_was_deleted(server):
     second = json.loads(server.request(f"/v1/files?limit=2&after={first['last_id']}")[1])
     assert [one["id"] for one in second["data"]] == ids[2:4] and second["has_more"]
     assert [one.id for one in server.client.files.list(limit=1)] == [ids[0], *ids[2:]]
+
+
+def test_a_batch_that_another_model_has_begun_waits_for_it_and_others_run(
+    tiny_models, model, tmp_path, caplog, monkeypatch
+):
+    monkeypatch.setitem(OPTIONS, "flush_interval", "0.1s")
+    with serving(model, tmp_path / "served") as server:
+        lines = [line(number, max_tokens=200, ignore_eos=True) for number in range(1500)]
+        begun = server.batch(server.upload(lines)).id
+        while not list((tmp_path / "served" / "batches" / begun).glob("output.jsonl.batchgen/parts/*")):
+            time.sleep(0.02)
+    with serving(tiny_models("llama", seed=1)[0], tmp_path / "served") as server:
+        assert server.ended(server.batch(server.upload([line(1)])).id).status == "completed"
+        assert server.client.batches.retrieve(begun).status == "in_progress"
+        assert "start the server with the old settings" in caplog.text
+    with serving(model, tmp_path / "served") as server:
+        batch = server.ended(begun)
+        assert batch.status == "completed" and batch.request_counts.completed == 1500
