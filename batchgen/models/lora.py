@@ -154,7 +154,7 @@ def _check_config(path: Path, config: Mapping[str, Any]) -> None:
         raise InputError(f"{path} is of {one_line(repr(config.get('peft_type')))}, and only LORA is merged: {MERGE}")
     if name := next((name for name in _MUST_BE_UNSET if config.get(name)), None):
         raise InputError(f"{path} has {name}, which is more than LoRA's sum: {MERGE}")
-    if config.get("bias", "none") != "none":
+    if config.get("bias") not in (None, "none"):
         raise InputError(f"{path} has trained biases (bias {one_line(repr(config['bias']))}): {MERGE}")
     initial = str(config.get("init_lora_weights", "")).lower()
     if initial.startswith(_CHANGES_BASE):

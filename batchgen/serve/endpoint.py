@@ -48,8 +48,10 @@ class Endpoint:
             port: Port of the loopback interface; 0: any free one.
 
         Raises:
-            InputError: The port is taken.
+            InputError: The port is taken, or is none.
         """
+        if not 0 <= port < 1 << 16:
+            raise InputError(f"--port must be between 0 and 65535, not {port}")
         self._storage, self._worker, self._model = storage, worker, model
         self._key = storage.key().encode()
         self._loop = asyncio.new_event_loop()
@@ -262,7 +264,8 @@ def _listed(request: web.Request, objects: list[dict[str, Any]]) -> web.Response
     if not limit.isdecimal() or len(limit) > 5 or not 0 < int(limit) <= 10_000:
         raise _Refused(400, f"limit must be between 1 and 10000, not {limit!r}")
     ids = [one["id"] for one in objects]
-    begin = ids.index(after) + 1 if after in ids else 0
+    # The newest are first, and later ids are greater: the one that is named may have been deleted.
+    begin = 0 if after is None else sum(one >= after for one in ids)
     page = objects[begin : begin + int(limit)]
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
     more = begin + len(page) < len(objects)

@@ -291,11 +291,11 @@ def test_a_configuration_of_an_older_peft_is_read(llama):
     path = llama.lora / "adapter_config.json"
     config = json.loads(path.read_text())
     older = {
-        "auto_mapping", "base_model_name_or_path", "bias", "inference_mode", "lora_alpha", "lora_dropout", "peft_type",
+        "auto_mapping", "base_model_name_or_path", "inference_mode", "lora_alpha", "lora_dropout", "peft_type",
         "r", "target_modules", "task_type",
     }  # fmt: skip
     added = {
-        "enable_lora": None, "fan_in_fan_out": False, "init_lora_weights": True, "layers_pattern": None,
+        "bias": None, "enable_lora": None, "fan_in_fan_out": False, "init_lora_weights": True, "layers_pattern": None,
         "layers_to_transform": None, "megatron_config": None, "megatron_core": "megatron.core", "merge_weights": False,
         "modules_to_save": None, "revision": None,
     }  # fmt: skip

@@ -217,6 +217,9 @@ def test_a_directory_has_one_server_and_a_port_too(server, model, tmp_path):
     try:
         with pytest.raises(InputError, match="cannot be listened on"):
             Endpoint(other, server.worker, "tiny", server.endpoint.port)
+        for port in (-1, 65536):
+            with pytest.raises(InputError, match="--port must be between"):
+                Endpoint(other, server.worker, "tiny", port)
     finally:
         other.close()
 
@@ -527,3 +530,13 @@ def test_an_upload_that_a_kill_cut_short_is_removed_at_the_next_start(model, tmp
 def test_metadata_of_any_length_is_not_kept(server):
     with pytest.raises(openai.BadRequestError, match="metadata must have at most"):
         server.batch(server.upload([line(1)]), metadata={"a": "x" * 100_000})
+
+
+def test_pages_of_a_list_go_on_after_a_file_that_was_deleted(server):
+    ids = [server.upload([line(number)]) for number in range(5)][::-1]
+    first = json.loads(server.request("/v1/files?limit=2")[1])
+    assert [one["id"] for one in first["data"]] == ids[:2] and first["has_more"]
+    server.client.files.delete(first["last_id"])
+    second = json.loads(server.request(f"/v1/files?limit=2&after={first['last_id']}")[1])
+    assert [one["id"] for one in second["data"]] == ids[2:4] and second["has_more"]
+    assert [one.id for one in server.client.files.list(limit=1)] == [ids[0], *ids[2:]]
