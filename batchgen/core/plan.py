@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from batchgen.core.attention_budget import ALL
+from batchgen.core.attention_budget import ALL, AttentionBudget
 from batchgen.core.errors import InputError
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.kv_expansion import KVExpansion
@@ -139,6 +139,14 @@ class Policy:
     def equal_parts(self) -> int:
         """The number of equal micro-batches that a sweep is split into; 1 where micro-batches have unequal sizes."""
         return 1 if self.balance_tokens is not None else self.num_gpu_batches
+
+    @property
+    def takes_drafts(self) -> bool:
+        """True where a sequence may have several tokens in a sweep, drafts among them.
+
+        More tokens need more experts, which cost reading; several at once would all attend to all pages.
+        """
+        return AttentionBudget.of(self.attention_budget) is None and not self.on_demand_tokens
 
     @property
     def batch_seqs(self) -> int:

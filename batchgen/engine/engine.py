@@ -12,7 +12,7 @@ from functools import partial
 from itertools import compress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from batchgen.core.attention_budget import ALL, AttentionBudget
+from batchgen.core.attention_budget import ALL
 from batchgen.core.cache_folder import cache_dir
 from batchgen.core.device import parse_device
 from batchgen.core.dtypes import AUTO, STATE_DTYPES
@@ -514,9 +514,7 @@ class Engine:
                 expansion_choice=expansion_choice(self.policy, self._lane_costs),
             )
             self.changes = adaptation.changes
-        # More tokens need more experts, which cost reading; several at once would all choose pages.
-        dense = AttentionBudget.of(self.policy.attention_budget) is None
-        if self._drafts and dense and not self.policy.on_demand_tokens:
+        if self._drafts and self.policy.takes_drafts:
             on_gpu = self.parts.compute_tier == "gpu"
             scheduler.drafting = Drafting(only_while_waiting=on_gpu) if self._drafts is True else self._drafts()
         self._generation = handler = Generation(self.parts, self._sampling, self._on_overlong, known)

@@ -1,4 +1,4 @@
-"""What an output's earlier rows were made with, for choices that a run leaves as they are."""
+"""The fingerprint that an output's earlier rows were made with, for choices that a run leaves as they are."""
 
 from __future__ import annotations
 

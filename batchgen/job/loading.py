@@ -73,6 +73,8 @@ def load_engine(
         f"loading {files.name}"
         + (f" ({scheme.describe()}{_NOT_USED if isinstance(scheme, Fp8) else ''})" if scheme else "")
     )
+    if options.drafts and (reason := _why_no_drafts(job, plan)):
+        progress.say(f"--drafts has no effect: {reason}")
     request = LoadRequest(
         files,
         job.config,
@@ -108,6 +110,16 @@ def load_engine(
         longest_first=streaming_binds(plan),
         drafts=options.drafts,
     )
+
+
+def _why_no_drafts(job: Job, plan: Plan) -> str | None:
+    """The reason why nothing is drafted in a job; None: drafts may be worth their time."""
+    if job.config.state_layers:
+        return "this model has states, which cannot go back to before a refused draft"
+    if not plan.policy.takes_drafts:
+        budget = plan.policy.attention_budget
+        return "the plan reads experts on demand" if plan.policy.on_demand_tokens else f"--attention-budget is {budget}"
+    return None
 
 
 def streaming_binds(plan: Plan) -> bool:

@@ -150,6 +150,7 @@ def _order_of_workers(
         return None
     folder = Path(tempfile.mkdtemp(prefix="batchgen-sorted-"))
     stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    state.sorted_folder = folder
     try:
         ordered = sort_requests(watch(source.requests(DoneRows())), folder, should_stop)
     except NoSpace as error:

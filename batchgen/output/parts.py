@@ -218,7 +218,7 @@ class PartIndex:
 
     @property
     def times_decoded(self) -> float:
-        """How often each row group is decoded, on average, if windows of rows are read one after the other."""
+        """Mean number of times that a row group is decoded, if windows of rows are read one after the other."""
         if not len(self._groups):
             return 0.0
         windows = self._groups[:, 2:] // self.window_rows

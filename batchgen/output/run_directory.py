@@ -327,7 +327,7 @@ class Run:
     def save(self) -> int:
         """Write all added rows to stable storage and refuse further rows, as the last action of a process.
 
-        Any thread may call this method.
+        What was sorted is removed. Any thread may call this method.
 
         Returns:
             The number of finished rows.
@@ -335,6 +335,7 @@ class Run:
         for thread in (self._writer, self._saver):
             if thread is not None:
                 thread.stop()
+        shutil.rmtree(self.directory / SORTED_FOLDER, ignore_errors=True)
         return self.totals["rows"] if self.totals else len(self.done_rows)
 
     def finish(

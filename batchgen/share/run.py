@@ -130,6 +130,9 @@ class SharedRun:
 
     It has the attributes of a `Run`. Its `done_rows` counts the finished rows of all workers, as far as this worker has
     seen.
+
+    Attributes:
+        sorted_folder: Folder with the sorted requests of this worker, which `save` removes; None: it has none.
     """
 
     rows_known = 0  # a worker looks its rows up as it runs them
@@ -143,6 +146,7 @@ class SharedRun:
         self.done_rows = Tally()
         self.rows_resumed = 0
         self.notices: list[str] = []
+        self.sorted_folder: Path | None = None
         self._files = DirectoryFiles(directory / SHARE_FOLDER)
         self._open_plain, self._fingerprint = open_plain, fingerprint
         self._origin = {"fingerprint": json_sha256(fingerprint), "kernels": None}
@@ -275,6 +279,8 @@ class SharedRun:
         for thread in (self._writer, self._saver):
             if thread is not None:
                 thread.stop()
+        if self.sorted_folder is not None:
+            shutil.rmtree(self.sorted_folder, ignore_errors=True)
         self.close()
         if not self.complete:
             self._count()

@@ -55,3 +55,13 @@ def test_what_cannot_be_done_is_refused(job):
     for flag in ("tensor_parallel", "pipeline"):
         with pytest.raises(InputError, match="needs the whole model in one process"):
             job(attention_budget="10%", **{flag: 2})
+
+
+def test_options_that_make_drafts_impossible_are_named(job, capfd):
+    for output, options in (("budget.parquet", {"attention_budget": "10%"}), ("states.parquet", {"family": "qwen3_5"})):
+        job(output, drafts=True, progress="plain", **options)
+    said = capfd.readouterr().err
+    assert "--drafts has no effect: --attention-budget is 10%" in said
+    assert "--drafts has no effect: this model has states" in said
+    job("plain.parquet", drafts=True, progress="plain")
+    assert "no effect" not in capfd.readouterr().err

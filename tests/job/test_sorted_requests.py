@@ -250,6 +250,28 @@ def test_a_job_that_fails_leaves_no_sorted_rows(share, tiny_models, tmp_path, sm
     assert not list(tmp_path.glob("**/sorted.tmp")) and not list((tmp_path / "temporary").glob("*sorted*"))
 
 
+@pytest.mark.parametrize("share", [(), ("--share",)])
+def test_an_interrupt_leaves_no_sorted_rows(share, tiny_models, tmp_path, small_window, monkeypatch):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    model, source = tiny_models("llama")[0], tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps({"prompt": f"{k} ferry"}) + "\n" for k in range(3000)))
+    saves, there = [], []
+    monkeypatch.setattr(run_module, "keep", saves.append)
+
+    def interrupted(*args):
+        for save in ((lambda: ""), *saves):  # as the process ends
+            save()
+            there.append([*tmp_path.glob("**/sorted.tmp"), *temporary.glob("*sorted*")])
+        raise BatchgenError("interrupted")
+
+    monkeypatch.setattr(run_module, "_row_result", interrupted)
+    assert run(model, source, tmp_path / "out.jsonl", *share)[0] == 1
+    before, after = there
+    assert before and not after
+
+
 def test_a_job_that_ends_while_it_sorts_stops_sorting(tmp_path, monkeypatch):
     monkeypatch.setattr(sorted_requests, "MOST_REQUESTS", WINDOW)
     stops = itertools.chain([False] * 3, itertools.repeat(True))
