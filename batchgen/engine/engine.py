@@ -240,7 +240,6 @@ def _in_order(ahead: Prefetch, lengths: ExpectedLengths | None, *, share_prefixe
             return lengths.expected(len(token_ids), sampling)
 
         order = LongestFirst(ahead, length) if share_prefixes else LongestFirst(ahead, length, group_tokens=sys.maxsize)
-    order.fill(_FILL_S)
     return order
 
 
@@ -576,6 +575,8 @@ class Engine:
         call = _Call(handler, scheduler, source, adaptation, in_flight, drop=drop, lengths=lengths)
         self._lanes_before, self._collected_s = self._lanes_s(), time.perf_counter()
         try:
+            if isinstance(source, PromptOrder):
+                source.fill(_FILL_S)
             while not should_stop():
                 if self._closed:
                     raise InputError("the engine is closed: make another one")

@@ -15,6 +15,7 @@ from batchgen.core import messages
 from batchgen.core.device import Device
 from batchgen.core.errors import BatchgenError
 from batchgen.core.kernel_choice import KernelChoice, Measured
+from batchgen.core.kv_expansion import KVExpansion
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import MemoryPlan, Policy
 from batchgen.core.request import SamplingParams
@@ -127,7 +128,7 @@ class SentSequence:
 
 _TABLE = messages.table_of(
     StageLoads, ShardLoad, SweepMessage,
-    LoadRequest, MemoryPlan, Policy, ModelFiles, ModelConfig, DeltaNet, ShortConv, RopeConfig,
+    LoadRequest, MemoryPlan, KVExpansion, Policy, ModelFiles, ModelConfig, DeltaNet, ShortConv, RopeConfig,
     Device, SamplingParams, KernelChoice, Measured, Shard,
     WeightStore, StoreFile, Extent, StoredTensor,
     PackedBatch, Segment, KVPlacement, Staging, StateRows, StateStaging, Run, LogitsRow,

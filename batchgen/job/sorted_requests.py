@@ -8,11 +8,9 @@ merged (Knuth, The Art of Computer Programming, volume 3, section 5.4).
 from __future__ import annotations
 
 import heapq
-import io
 import itertools
 import json
 import logging
-import pickle
 import shutil
 import time
 from array import array
@@ -24,6 +22,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from batchgen.core import messages
+from batchgen.core.frames import read_frame, write_frame
 from batchgen.core.plan import Plan
 from batchgen.core.request import ChatOptions, Request, SamplingParams, ScoreRequest
 from batchgen.engine.prompt_order import MOST_REQUESTS
@@ -41,6 +41,7 @@ _SORT_S, _SORT_FRAC = 1e-4, 0.01  # of a row, read and sorted: CPU seconds, and 
 _SORTED = "{:,} rows are sorted by their prompts in {:.1f} s: each begins with {:.0%} of its text as the row before it"
 
 _Request = Request | ScoreRequest
+_TABLE = messages.table_of(Request, ScoreRequest, SamplingParams, ChatOptions)
 
 
 class NoSpace(Exception):
@@ -179,18 +180,35 @@ class SortedRequests:
                     self._first_of_chunk.append(written)
                     self._offset_of_chunk.append(file.tell())
                 written += len(chunk)
-                buffer = io.BytesIO()
-                _Pickler(buffer, self._shared).dump([keyed[1:] for keyed in chunk])
-                file.write(buffer.getbuffer())
+                requests_of_chunk = [self._with_common_values(keyed.request) for keyed in chunk]
+                write_frame(file, messages.encode(requests_of_chunk, _TABLE))
         if shutil.disk_usage(self._folder).free < _FREE_BYTES:
             raise OSError(0, "the disk is nearly full")
         return path
 
     def _chunks(self, file: BinaryIO) -> Iterator[_Keyed]:
         """Yield the requests of an open file from where it stands."""
-        while file.peek(1):  # type: ignore[attr-defined]
-            for row, request in _Unpickler(file, self._shared).load():
-                yield _Keyed(text_of(request), row, request)
+        while (content := read_frame(file)) is not None:
+            for request in messages.decode(bytes(content), _TABLE):
+                assert request.row is not None, "a request without a row"
+                yield _Keyed(text_of(request), request.row, self._with_common_values(request))
+
+    def _with_common_values(self, request: _Request) -> _Request:
+        """The request with one object for parameters that many requests have, however often these were read."""
+        for name in ("sampling", "chat"):
+            value = getattr(request, name, None)
+            if value is not None and (common := self._common(value)) is not value:
+                object.__setattr__(request, name, common)
+        return request
+
+    def _common(self, value: Any) -> Any:
+        """The value that is kept for all that equal it; the value itself where there are too many of them."""
+        for known in self._shared:
+            if known is value or known == value:
+                return known
+        if len(self._shared) < _MOST_SHARED:
+            self._shared.append(value)
+        return value
 
 
 def sorts_rows(plan: Plan) -> bool:
@@ -235,38 +253,6 @@ def in_order_of_texts(
         yield from ordered.read()
     finally:
         ordered.close()
-
-
-class _Pickler(pickle.Pickler):
-    """A pickler that keeps parameters which many requests have apart, once."""
-
-    def __init__(self, file: Any, shared: list[Any]) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._shared = shared
-
-    def persistent_id(self, value: Any) -> int | None:
-        """The number of a value that is kept apart; None: it is not."""
-        if not isinstance(value, SamplingParams | ChatOptions):
-            return None
-        for number, known in enumerate(self._shared):
-            if known is value:
-                return number
-        if len(self._shared) >= _MOST_SHARED:
-            return None
-        self._shared.append(value)
-        return len(self._shared) - 1
-
-
-class _Unpickler(pickle.Unpickler):
-    """The reader of what `_Pickler` writes."""
-
-    def __init__(self, file: Any, shared: list[Any]) -> None:
-        super().__init__(file)
-        self._shared = shared
-
-    def persistent_load(self, number: int) -> Any:
-        """The value of a number."""
-        return self._shared[number]
 
 
 def text_of(request: _Request) -> bytes:

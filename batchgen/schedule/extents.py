@@ -112,7 +112,8 @@ class ExtentManager(BlockManager):
     ) -> Allocation | None:
         """Allocate neighbouring blocks behind those of a known prefix.
 
-        Where no free run is long enough, prefixes without users are evicted, the least recently used first.
+        Where no free run is long enough, prefixes without users are evicted, the least recently used first. A prefix
+        that lies between free blocks, so that no run behind it is long enough, is computed again.
 
         Args:
             tokens: Tokens of the prompt.
@@ -125,7 +126,21 @@ class ExtentManager(BlockManager):
             left.
         """
         known = self.known(tokens)
-        matched = known[: self._longest_prefix(known)]
+        prefixes = [known[: self._longest_prefix(known)]]
+        if prefixes[0]:
+            prefixes.append([])
+        found = (self._behind(matched, num_blocks, num_reserved, len(known)) for matched in prefixes)
+        return next((allocation for allocation in found if allocation is not None), None)
+
+    def _behind(self, matched: list[int], num_blocks: int, num_reserved: int, num_known: int) -> Allocation | None:
+        """Blocks behind those of a prefix, as `admit` gives them.
+
+        Args:
+            matched: Blocks of the prefix.
+            num_blocks: Blocks that the sequence has in all.
+            num_reserved: Available blocks that are promised to others.
+            num_known: Blocks of the prompt that are known.
+        """
         num_new = num_blocks - len(matched)
         if num_new > self.num_available - self.num_evictable_in(matched) - num_reserved:
             return None
@@ -138,7 +153,7 @@ class ExtentManager(BlockManager):
             if self.states is not None and state is not None:
                 self.states.release([slot for slot in {*state} if slot >= 0])
             return None
-        return Allocation(matched + new, len(matched), state=state, num_known=len(known))
+        return Allocation(matched + new, len(matched), state=state, num_known=num_known)
 
     def allocate(self, after: int | None = None) -> int:
         """Allocate one block more for a sequence that outgrew its extent.

@@ -24,8 +24,8 @@ from batchgen.ray.processor import (
 def test_engine_options_of_vllm():
     given = {"max_model_len": 512, "enable_prefix_caching": False, "tensor_parallel_size": 4, "enforce_eager": True}
     assert engine_options(given) == {"max_model_len": 512, "share_prefixes": False}
-    with pytest.raises(InputError, match="engine_kwargs has 'lora', which means nothing here"):
-        build_processor(ProcessorConfig("demo", {"lora": 1}))
+    with pytest.raises(InputError, match="engine_kwargs has 'loras', which means nothing here"):
+        build_processor(ProcessorConfig("demo", {"loras": 1}))
 
 
 @pytest.mark.parametrize(
