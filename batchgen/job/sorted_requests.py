@@ -188,8 +188,8 @@ class SortedRequests:
 
     def _chunks(self, file: BinaryIO) -> Iterator[_Keyed]:
         """Yield the requests of an open file from where it stands."""
-        while (content := read_frame(file)) is not None:
-            for request in messages.decode(bytes(content), _TABLE):
+        while (requests := _next_chunk(file)) is not None:  # without their bytes, as many files are open
+            for request in requests:
                 assert request.row is not None, "a request without a row"
                 yield _Keyed(text_of(request), request.row, self._with_common_values(request))
 
@@ -253,6 +253,12 @@ def in_order_of_texts(
         yield from ordered.read()
     finally:
         ordered.close()
+
+
+def _next_chunk(file: BinaryIO) -> list[_Request] | None:
+    """The requests of the next chunk of a file; None at its end."""
+    content = read_frame(file)
+    return None if content is None else messages.decode(bytes(content), _TABLE)
 
 
 def text_of(request: _Request) -> bytes:
