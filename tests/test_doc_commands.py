@@ -38,6 +38,7 @@ ELSEWHERE = {
     "python recipes/data_wrangling/score.py out/fodors_zagats.parquet": "likewise",
     "python tests/support/played_card.py ": "it needs torch's CUDA build: tests/engine/test_played_card.py runs it",
     "recipes/nightly/nightly.sh ": "tests/integration/test_nightly.py runs it",
+    "python benchmarks/": "it measures for minutes; its own numbers are committed",
     "batchgen serve-batches ": "it does not end: tests/serve/test_serve.py runs the page's command",
     "export OPENAI_BASE_URL=": "it is for the shell of a client: tests/serve/test_serve.py has one",
     "mkdir -p ~/nightly/": "it changes the home directory",
