@@ -203,11 +203,12 @@ class SortedRequests:
 
     def _common(self, value: Any) -> Any:
         """The value that is kept for all that equal it; the value itself where there are too many of them."""
+        if len(self._shared) >= _MOST_SHARED:  # too many to be compared with each request
+            return value
         for known in self._shared:
             if known is value or known == value:
                 return known
-        if len(self._shared) < _MOST_SHARED:
-            self._shared.append(value)
+        self._shared.append(value)
         return value
 
 

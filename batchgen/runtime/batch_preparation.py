@@ -122,5 +122,4 @@ def _rows_on_host(context: StepContext, segment: Segment) -> dict[int | None, tu
 
 def _of_layers(context: StepContext, by_window: Mapping[int | None, A]) -> dict[int | None, A]:
     """The values of windows that layers here have; another stage of a pipeline may have others."""
-    here = {context.windows[layer] for layer in context.config.attention_layers}
-    return {window: value for window, value in by_window.items() if window in here}
+    return {window: value for window, value in by_window.items() if window in context.attended_windows}

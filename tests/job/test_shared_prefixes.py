@@ -90,7 +90,7 @@ def test_of_more_rows_than_wait_at_a_time_only_those_count():
 
 
 def test_sorted_rows_share_wherever_they_are():
-    """Of 2,000,000 rows of 2,000 products, a part are among those that wait, and all are among all."""
+    """A part of the 2,000,000 rows of 2,000 products wait at a time; sorted, all of them follow one another."""
     few = table(256, lambda rng: [("product", rng.randrange(2000))] * 4)
     wait, are_sorted = (shared_prefixes(sampled(few), 2_000_000, are_sorted=order).part for order in (False, True))
     assert are_sorted > wait and are_sorted > 0.6

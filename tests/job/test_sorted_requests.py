@@ -117,7 +117,7 @@ def test_without_space_on_the_disk_rows_start_in_input_order(tmp_path, monkeypat
 
 @pytest.fixture
 def small_window(monkeypatch):
-    """What waits, and the CPU time that sorting a row takes, so that a job of few rows is like one of many."""
+    """The fixture makes few rows wait, and a row's sorting free, so that a job of few rows is like one of many."""
     for module in (prompt_order, sorted_requests, shared):
         monkeypatch.setattr(module, "MOST_REQUESTS", WINDOW)
     monkeypatch.setattr(prompt_order.PromptOrder.__init__, "__defaults__", (WINDOW,))

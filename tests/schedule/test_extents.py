@@ -122,6 +122,18 @@ def test_prefixes_without_users_give_way_to_a_run_the_oldest_first():
     assert extents.admit([4] * 20, 4, 0) is None
 
 
+def test_a_prefix_between_free_blocks_is_computed_again_where_no_run_behind_it_is_long_enough():
+    extents = ExtentManager(8, 16)
+    before, prefix = extents.admit([], 3, 0), [1] * 32
+    extents.release(filled(extents, [*prefix, 0], 3).blocks)
+    extents.release(before.blocks)
+    assert extents.known([*prefix, 0]) == [3, 4] and extents.num_available == 8
+    assert extents.admit([*prefix, 0], 5, 0).blocks == [3, 4, 5, 6, 7]
+    extents.release([3, 4, 5, 6, 7])
+    whole = extents.admit([*prefix, 0], 8, 0)
+    assert (whole.blocks, whole.num_matched) == (list(range(8)), 0)
+
+
 def test_a_block_released_twice_is_caught():
     extents = ExtentManager(10, 16)
     extents.admit([], 2, 0)

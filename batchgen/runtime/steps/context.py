@@ -44,6 +44,7 @@ class StepContext:
         device: device that computes, as torch names it.
         compute_tier: tier of its own memory.
         windows: for each layer its sliding window, None without one, or CHOSEN_PAGES where it chooses pages.
+        attended_windows: those of `windows` that belong to layers which attend.
         activations: memory for activations that leave the accelerator.
         routing: numbers of tokens by expert, where the host computes.
         layer_steps: function from a number of tokens to the Steps of all layers of a sweep over so many that moves
@@ -84,6 +85,7 @@ class StepContext:
         )
         self.routing = RoutingCounts(config.num_experts, config.experts_per_token, config.expert_layers)
         self.windows = config.layer_windows(chooses=AttentionBudget.of(options.attention_budget) is not None)
+        self.attended_windows = frozenset(self.windows[layer] for layer in config.attention_layers)
         self.ropes = rope_tables(config, options.max_positions, self.device)
         growth = layers.query_growth_table(config, options.max_positions)
         self.query_growth = None if growth is None else growth.to(self.device)
