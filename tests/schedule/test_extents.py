@@ -128,8 +128,9 @@ def test_a_prefix_between_free_blocks_is_computed_again_where_no_run_behind_it_i
     extents.release(filled(extents, [*prefix, 0], 3).blocks)
     extents.release(before.blocks)
     assert extents.known([*prefix, 0]) == [3, 4] and extents.num_available == 8
-    assert extents.admit([*prefix, 0], 5, 0).blocks == [3, 4, 5, 6, 7]
-    extents.release([3, 4, 5, 6, 7])
+    behind = extents.admit([*prefix, 0], 5, 0)
+    assert behind.blocks == [3, 4, 0, 1, 2]
+    extents.release(behind.blocks)
     whole = extents.admit([*prefix, 0], 8, 0)
     assert (whole.blocks, whole.num_matched) == (list(range(8)), 0)
 
