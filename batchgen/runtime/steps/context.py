@@ -44,7 +44,7 @@ class StepContext:
         device: device that computes, as torch names it.
         compute_tier: tier of its own memory.
         windows: for each layer its sliding window, None without one, or CHOSEN_PAGES where it chooses pages.
-        attended_windows: windows, as in `windows`, of the layers that attend.
+        attended_windows: sliding windows (or None, or CHOSEN_PAGES) that any attending layer has.
         activations: memory for activations that leave the accelerator.
         routing: numbers of tokens by expert, where the host computes.
         layer_steps: function from a number of tokens to the Steps of all layers of a sweep over so many that moves
