@@ -64,6 +64,7 @@ def scheduler_limits(
         max_chunk_tokens=memory.batch_tokens,
         compute_tier=compute_tier,
         deferred_rows=policy.deferred_rows,
+        most_staged_tokens=policy.kv_block_size * max(1, memory.staging_blocks),
         sweeps_in_flight=sweeps_in_flight,
     )
 

@@ -610,13 +610,14 @@ class Scheduler:
         Where nobody is in flight the others follow: a row let in under earlier limits may fit only a placement that has
         no quota any more, and another call of the engine may have all exchange slots. It runs all the same.
         """
+        placements = [placement for placement in self._placements if self._is_staged_whole(placement, sequence)]
         tried: list[KVPlacement] = []
-        for placement in self._placements:
+        for placement in placements:
             if self._has_place(placement) and self._is_open(placement, sequence):
                 tried.append(placement)
                 yield placement
         if not self.running:
-            rest = [p for p in self._placements if p not in tried and p is not KVPlacement.DEFERRED]
+            rest = [p for p in placements if p not in tried and p is not KVPlacement.DEFERRED]
             rest = [p for p in rest if p is not KVPlacement.CPU or not self.has_layers_on_device]
             yield from sorted(rest, key=lambda p: p is not KVPlacement.STREAMED) if self._lacks_slots else rest
 
@@ -625,10 +626,16 @@ class Scheduler:
             return False  # where an earlier call of the engine has put them
         return self._in_placement[placement] < self.limits.quota(placement)
 
+    def _is_staged_whole(self, placement: KVPlacement, sequence: Sequence) -> bool:
+        """Tell whether a staging buffer holds a sequence of a placement however long it becomes."""
+        most = self.limits.most_tokens(placement)
+        return most is None or longest_run(sequence) <= most
+
     def _fits_in(self, sequence: Sequence, placement: KVPlacement) -> bool:
-        """Tell whether a placement has a quota, and a pool for a sequence however long it becomes."""
+        """Tell whether a placement has a quota, and memory for a sequence however long it becomes."""
         pool = self.pools.get(placement.tier)
-        return bool(self.limits.quota(placement)) and pool is not None and longest_run(sequence) <= pool.longest_tokens
+        has_pool = pool is not None and longest_run(sequence) <= pool.longest_tokens
+        return bool(self.limits.quota(placement)) and has_pool and self._is_staged_whole(placement, sequence)
 
     def _is_open(self, placement: KVPlacement, sequence: Sequence) -> bool:
         """Tell whether a placement takes one more sequence, beside its quota and its KV blocks.

@@ -483,6 +483,22 @@ def test_what_fits_one_pool_only_waits_for_it_and_holds_the_queue():
     assert (long.kv_placement, last.kv_placement) == ("cpu", "gpu")
 
 
+def test_a_row_that_a_staging_buffer_does_not_hold_waits_for_the_memory_of_the_device():
+    """However much memory there is elsewhere."""
+    quotas = dict.fromkeys(("gpu", "cpu", "streamed", "disk", "deferred"), 1)
+    scheduler = accelerator(kv_seqs=quotas, most_staged_tokens=20)
+    first, short, long = make(0, [0] * 40, 8), make(1, [1] * 20, 1), make(2, [2] * 20, 2)
+    for sequence in (first, short, long):
+        scheduler.add(sequence)
+    sweep = scheduler.schedule()
+    assert [s.sequence for s in sweep] == [first, short]
+    assert (first.kv_placement, short.kv_placement) == ("gpu", "cpu")
+    scheduler.commit(sweep)
+    scheduler.finish(first)
+    scheduler.schedule()
+    assert long.kv_placement == "gpu"
+
+
 def test_growth_takes_blocks_from_the_youngest_of_the_same_pool():
     pools = make_pools({"gpu": 4, "cpu": 20}, share=False)
     limits = SchedulerLimits(64, 1000, kv_seqs={"gpu": 3, "cpu": 1}, compute_tier="gpu")
