@@ -286,8 +286,12 @@ def test_warming_up_leaves_nothing_behind(tiny_models, stores, monkeypatch, on_s
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("seed", range(40))
-def test_any_policy_on_a_cuda_card(seed, reference, stores):
+def test_any_policy_on_a_cuda_card(seed, reference, stores, monkeypatch):
+    from first_launches import noted_in_jobs  # needs Triton
+
+    noted = noted_in_jobs(monkeypatch)
     check(random_accelerated_case(random.Random(seed), VARIANTS), reference, stores, Device("cuda"))
+    assert noted == []
 
 
 def all_rows(expected):

@@ -7,7 +7,6 @@ Triton compiles the kernel before.
 import ctypes
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import contextmanager
 
 from triton.compiler import CompiledKernel
@@ -23,11 +22,12 @@ if _is_played:
     _library.played_first_launch.argtypes = [ctypes.c_long]
 
 
-def noted_in_jobs(monkeypatch) -> Callable[[], list[str]]:
+def noted_in_jobs(monkeypatch) -> list[str]:
     """Have all kernels forgotten, and note those that jobs launch for the first time.
 
     Returns:
-        Function that gives them so far: those of Triton by their name, and on a played card those of torch.
+        List to which they are added, each with the kind of Step that launches it: those of Triton, and on a played card
+            those of torch.
     """
     _forget()
     noted, thread = [], threading.local()
@@ -36,17 +36,21 @@ def noted_in_jobs(monkeypatch) -> Callable[[], list[str]]:
     def loading(kernel) -> None:
         is_first = kernel.module is None
         load(kernel)
-        if is_first and getattr(thread, "what", None):
-            noted.append(f"{kernel.name} in {thread.what}")
+        if is_first and getattr(thread, "kind", None):
+            noted.append(f"{kernel.name} in {thread.kind}")
 
     @contextmanager
-    def noting(lanes, what):
-        thread.what = None if lanes._serial else what  # engines warm up with one Step after the other
-        _watch(thread.what is not None)
+    def noting(lanes, kind):
+        if lanes._serial:  # engines warm up with one Step after the other
+            yield
+            return
+        thread.kind = kind
+        _watch(True)
         try:
             yield
         finally:
-            thread.what = None
+            noted.extend(f"{name} in {kind}" for name in _of_torch())
+            thread.kind = None
             _watch(False)
 
     def launching(lanes, step) -> None:
@@ -60,7 +64,7 @@ def noted_in_jobs(monkeypatch) -> Callable[[], list[str]]:
     monkeypatch.setattr(CompiledKernel, "_init_handles", loading)
     monkeypatch.setattr(StreamLanes, "_launch", launching)
     monkeypatch.setattr(StreamLanes, "prepare", preparing)
-    return lambda: noted + _of_torch()
+    return noted
 
 
 def _watch(is_on: bool) -> None:
@@ -69,6 +73,7 @@ def _watch(is_on: bool) -> None:
 
 
 def _of_torch() -> list[str]:
+    """The kernels of torch that this thread has launched for the first time since it is watched."""
     count = _library.played_num_first_launches() if _is_played else 0
     return [_library.played_first_launch(number).decode() for number in range(count)]
 

@@ -386,13 +386,13 @@ thread_local struct {
     cudaStream_t stream;
 } pushed;
 
-// Names of kernels by their function, as they are registered; those that have been launched; and those that a thread has
-// launched for the first time while it was watched. A first launch may load a kernel, and wait for all that the card has
-// to do.
+// Names of kernels by their function, as they are registered; those that have been launched; and those that this thread
+// has launched for the first time since it is watched. A first launch may load a kernel, and wait for all that the card
+// has to do.
 std::mutex& kernels_mutex = *new std::mutex;
 auto& kernel_names = *new std::unordered_map<const void*, const char*>;
 auto& launched = *new std::unordered_set<const void*>;
-auto& first_launches = *new std::vector<const char*>;
+thread_local std::vector<const char*> first_launches;
 thread_local bool is_watched = false;
 
 void note_first(const void* function) {
@@ -459,19 +459,13 @@ PLAYED_API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(in
     return *blocks = 8, cudaSuccess;
 }
 
-// torch's kernels that threads launch for the first time while they are watched: their number, and the name of each.
-PLAYED_API void played_watch_launches(int is_on) { is_watched = is_on; }
-PLAYED_API long played_num_first_launches() {
-    std::lock_guard lock(kernels_mutex);
-    return (long)first_launches.size();
-}
-PLAYED_API const char* played_first_launch(long number) {
-    std::lock_guard lock(kernels_mutex);
-    return first_launches[number];
-}
+// torch's kernels that this thread launches for the first time while it is watched: their number, and the name of each.
+PLAYED_API void played_watch_launches(int is_on) { is_watched = is_on, first_launches.clear(); }
+PLAYED_API long played_num_first_launches() { return (long)first_launches.size(); }
+PLAYED_API const char* played_first_launch(long number) { return first_launches[number]; }
 PLAYED_API void played_forget_launches() {
     std::lock_guard lock(kernels_mutex);
-    launched.clear(), first_launches.clear();
+    launched.clear();
 }
 
 // The driver's functions that torch asks for by name. What is not played says that it is not supported.
