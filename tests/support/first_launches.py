@@ -25,6 +25,8 @@ if _is_played:
 def noted_in_jobs(monkeypatch) -> list[str]:
     """Have all kernels forgotten, and note those that jobs launch for the first time.
 
+    But for Steps of all layers: they are those of engines in which nothing waits for the host.
+
     Returns:
         List to which they are added, each with the kind of Step that launches it: those of Triton, and on a played card
             those of torch.
@@ -41,7 +43,7 @@ def noted_in_jobs(monkeypatch) -> list[str]:
 
     @contextmanager
     def noting(lanes, kind):
-        if lanes._serial:  # engines warm up with one Step after the other
+        if lanes._serial or kind == "layers":  # engines warm up with one Step after the other
             yield
             return
         thread.kind = kind
