@@ -37,6 +37,7 @@ def dummy_sweeps(  # a plain function of what a sweep is made with, so that the 
     vocab_size: int,
     sampling: SamplingParams,
     sampled_token: int,
+    dense_tokens: int = 0,
 ) -> Iterator[list[PackedBatch]]:
     """Yield the micro-batches of some sweeps, each to be run before the next is asked for.
 
@@ -50,6 +51,7 @@ def dummy_sweeps(  # a plain function of what a sweep is made with, so that the 
         longest: most tokens of one sequence.
         sampling: sampling parameters of most rows.
         sampled_token: stands for sampled tokens in the next sweep; but the host knows those that it penalises.
+        dense_tokens: most tokens of a row that attends to all of its KV pages; the long rows have more, if they fit.
     """
     if sampling.penalizes_output:
         sampled_token = 0
@@ -71,14 +73,13 @@ def dummy_sweeps(  # a plain function of what a sweep is made with, so that the 
     some = rows(max_num_seqs, length)
     for sequence in some[::2]:
         sequence.sampling = replace(sequence.sampling, max_tokens=1)
-    limits = scheduler.limits
+    limits, long = scheduler.limits, max(min(_LONG, 4 * max_num_batched_tokens), dense_tokens + 1)
     groups = [(limits, [rows(min(max_num_seqs, tokens), tokens // max_num_seqs)]) for tokens in sizes]
     groups.append((limits, [some, rows(max_num_seqs // 2, length)]))
     for placement in KVPlacement:
         if placement.tier in scheduler.pools and limits.quota(placement):
             most = min(scheduler.pools[placement.tier].longest_tokens, limits.most_tokens(placement) or longest)
-            row = rows(1, min(_LONG, 4 * max_num_batched_tokens, most - _TOKENS))
-            groups.append((replace(limits, kv_seqs={placement: 1}), [row]))
+            groups.append((replace(limits, kv_seqs={placement: 1}), [rows(1, min(long, most - _TOKENS))]))
     for own_limits, waves in groups:
         scheduler.limits = own_limits
         while True:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import first_launches
 import pytest
+import test_attention_budget as budgets
 import test_pipeline as pipelines
 import test_token_identity as identity
 import torch
@@ -47,6 +48,7 @@ pytestmark = [
 # Fixtures of the table.
 expected, expected_of_codes, stores = identity.expected, identity.expected_of_codes, identity.stores
 expected_as_found = identity.expected_as_found
+expected_of_budgets = budgets.expected
 
 
 @pytest.fixture(autouse=True)
@@ -275,3 +277,17 @@ def test_weights_as_found_give_the_tokens_of_expanded_ones(
     assert chosen == (weight_format if has_products else DTYPE)
     parts = parts_of(path, tier, stores, *schedules_of(family, tier, launches)[0], weight_format=chosen)
     are_those(tokens_of(parts, prompts), wanted)
+
+
+_OF_BUDGETS = [
+    (model, tier)
+    for model in ("llama", "opt", "qwen3, tied, four layers")
+    for tier in ("device", "delegated", "deferred", "mixed")
+]
+
+
+@pytest.mark.parametrize(("model", "tier"), quick_or(rotating("budgets on a card").sample(_OF_BUDGETS, 1), _OF_BUDGETS))
+def test_tokens_of_chosen_pages_are_those_of_torch(model, tier, expected_of_budgets, tiny_models, stores, monkeypatch):
+    path, wanted = expected_of_budgets(model)
+    monkeypatch.setattr(budgets, "TIERS", ON_CARD)
+    are_those([sample.token_ids for sample in budgets.samples_of(path, tier, stores)], wanted)

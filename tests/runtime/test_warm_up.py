@@ -2,6 +2,7 @@
 
 import pytest
 
+from batchgen.core.attention_budget import AttentionBudget
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.request import SamplingParams
 from batchgen.runtime.warm_up import dummy_sweeps
@@ -14,10 +15,10 @@ from batchgen.schedule.sequence import PENDING
 SEQUENCES, TOKENS = 12, 64
 
 
-def sweeps_of(scheduler, sampled_token=PENDING):
+def sweeps_of(scheduler, **options):
     return dummy_sweeps(
         scheduler, lambda sweep: [sweep], list, max_num_seqs=SEQUENCES, max_num_batched_tokens=TOKENS, longest=300,
-        vocab_size=50, sampling=SamplingParams(), sampled_token=sampled_token,
+        vocab_size=50, sampling=SamplingParams(), sampled_token=PENDING, **options,
     )  # fmt: skip
 
 
@@ -59,3 +60,10 @@ def test_long_rows_fit_the_memory_of_their_placement(num_blocks, most_staged, lo
             placement = scheduled.sequence.kv_placement
             lengths[placement] = max(lengths[placement], scheduled.num_keys)
     assert lengths == {KVPlacement.DEVICE: 257, KVPlacement.STREAMED: longest}
+
+
+def test_long_rows_are_so_long_that_they_choose_pages():
+    scheduler = scheduler_of((KVPlacement.DEVICE,))
+    dense_tokens = AttentionBudget.of("270").most_dense_tokens(16)
+    longest = max(s.num_keys for (batch,) in sweeps_of(scheduler, dense_tokens=dense_tokens) for s in batch)
+    assert longest == dense_tokens + 2 == 274
