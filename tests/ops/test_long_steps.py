@@ -140,6 +140,7 @@ def test_logits_note_all_operations_of_their_parts(monkeypatch):
         config=SimpleNamespace(vocab_size=100),
         weights=SimpleNamespace(head={}, vocabulary_chunk=lambda *_: (0, matrix), head_bias=lambda *_: None),
         vocabulary_chunks=False,
+        take_hidden=None,
         logits_buffer=lambda *_: None,
         take_logits=lambda sequences, logits, start: sample(logits, sequences),
     )
