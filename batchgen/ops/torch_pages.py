@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from batchgen.core.attention_budget import FIRST_PAGES, RECENT_PAGES
+from batchgen.ops import dispatch as ops
 from batchgen.ops import quant
 from batchgen.ops.attention_plan import PageChoice
 from batchgen.ops.host_copy import upload
@@ -24,7 +25,7 @@ def summarise(kv: Tensor, blocks: Tensor, summaries: Tensor, targets: Tensor, bi
         keys = quant.dequantize(keys, summaries.shape[-1], dtype=torch.float32, bits=bits)
     pages = torch.stack((keys.amin(2), keys.amax(2)), dim=2)
     # Prompts that a GPU attends to may be of sequences whose decoding tokens are the CPU's: their summaries are there.
-    summaries.index_copy_(0, targets.to(summaries.device), pages.to(summaries.device, summaries.dtype))
+    ops.scatter_rows(summaries, targets, pages.to(summaries.dtype))
 
 
 @dataclass(frozen=True)
