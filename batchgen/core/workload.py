@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from batchgen.core.draft_rates import DraftRates
 from batchgen.core.errors import InputError
 from batchgen.core.routing import INDEPENDENT, Routing
 
@@ -78,6 +79,7 @@ class Workload:
         routing: Spread of the tokens over experts, for a mixture-of-experts model.
         is_pooled: Whether these positions are not scored, but make the sequence's vector.
         prefix_seqs: Mean number of sequences with the same shared prefix, above 1; None: all of them have the same one.
+        drafts: Rates of the drafts that sequences have while weights or KV stream; None: nothing is drafted.
     """
 
     num_seqs: int
@@ -89,6 +91,7 @@ class Workload:
     routing: Routing = INDEPENDENT
     prefix_seqs: float | None = None
     is_pooled: bool = False
+    drafts: DraftRates | None = None
 
     def __post_init__(self) -> None:
         if self.num_seqs < 1:

@@ -22,6 +22,8 @@ def head(context: StepContext, step: Step, batch: BatchState) -> None:
     config, weights = context.config, context.weights
     if step.layer == 0:
         batch.hidden = layers.before_logits(config, weights.head, batch.hidden)
+        if context.take_hidden is not None:
+            context.take_hidden(batch.packed.logits_rows, batch.hidden)
     if config.hidden_output:
         context.take_logits(_wanted(batch), batch.hidden.float(), 0)
         batch.hidden = RELEASED
