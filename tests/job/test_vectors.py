@@ -314,3 +314,36 @@ def test_special_tokens_are_put_around_texts(tmp_path):
     assert tokenizer.num_added == (1, 1)
     (first, types), (cut, _) = tokenizer.encode_pair("The ferry", "left"), tokenizer.encode_pair("The ferry", "left", 4)
     assert types[0] == 0 and types[-1] == 1 and len(first) > len(cut) == 4
+
+
+def test_the_choices_of_options_are_those_of_the_modules_that_know_them():
+    from batchgen.job import options
+    from batchgen.models import pooling
+    from batchgen.output import embed_columns
+
+    assert options.POOLINGS == pooling.POOLINGS
+    assert options.VECTOR_DTYPES == embed_columns.VECTOR_DTYPES
+
+
+def test_a_pair_whose_template_would_be_cut_fails():
+    from batchgen.core.errors import RowError
+    from batchgen.core.request import Request
+    from batchgen.engine.embedding import prompted, tokens_to_embed
+    from batchgen.engine.encode import LengthLimit
+    from batchgen.models.pooling import VectorSpec
+
+    class Letters:
+        num_added = (0, 0)
+
+        def least_tokens(self, text):
+            return 0
+
+        def encode_batch(self, texts, add_special_tokens=True):
+            return [list(map(ord, text)) for text in texts]
+
+    spec = VectorSpec("last", pair_texts=("[", "|", "]"))
+    request = prompted(Request("ab", pair="cd"), spec)
+    limit = LengthLimit.of(7, "truncate-right")
+    assert tokens_to_embed(Letters(), spec, request, limit, "truncate-right") == list(map(ord, "[ab|cd]"))
+    with pytest.raises(RowError, match="the text has 7 tokens, the context holds 6: cut the document before"):
+        tokens_to_embed(Letters(), spec, request, LengthLimit.of(6, "truncate-right"), "truncate-right")
