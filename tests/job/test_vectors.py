@@ -109,7 +109,7 @@ def test_modules_of_the_files_are_applied_in_their_order(tmp_path):
 
 
 @pytest.mark.parametrize("weights", ["native", "int8"])
-@pytest.mark.parametrize("device", ["cpu", "emulated:gpu-memory=64MiB,h2d=2GiB/s,d2h=2GiB/s"])
+@pytest.mark.parametrize("device", ["cpu", "emulated:gpu-memory=256MiB,h2d=2GiB/s,d2h=2GiB/s"])
 def test_vectors_are_the_same_on_a_device_and_close_with_weights_in_8_bits(device, weights, encoder):
     path, _ = encoder
     rows = texts(12)
