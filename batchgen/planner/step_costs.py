@@ -11,7 +11,7 @@ from batchgen.core.kv_expansion import Recut
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import VOCABULARY_CHUNKS, Plan, kv_on_device, spread_layers
 from batchgen.models.config import ModelConfig
-from batchgen.planner.batch_load import Attended, BatchLoad
+from batchgen.planner.batch_load import Attended, BatchLoad, ChosenLoad
 from batchgen.planner.layer_sizes import AttentionKind
 from batchgen.planner.problem import CostInputs
 from batchgen.planner.sizes import group_bytes_of_layers, group_tensors_of_layers
@@ -49,7 +49,8 @@ def streams_of(plan: Plan, config: ModelConfig) -> Streams:
     residency = WeightResidency.of_policy(plan.policy, config)
     on_device = kv_on_device(len(residency.layers), plan.policy.kv_layers)
     compute_tier = "gpu" if "gpu" in plan.budgets else "cpu"
-    layers = {"state_layers": config.state_layers, "kv_sources": config.kv_sources}
+    choosing = config.choosing_layers(plan.policy.attention_budget)
+    layers = {"state_layers": config.state_layers, "kv_sources": config.kv_sources, "choosing": choosing}
     return residency.streams(compute_tier, on_device, **layers, embeds=config.embeds, has_head=config.has_head)
 
 
@@ -184,7 +185,10 @@ class StepCosts:
             _PlacedLayer.of(s, {g: t[j] for g, t in tiers.items()}, sizes[j], tensors[j], config.has_experts(j))
             for j in range(config.num_layers)
         ]
-        self.vocabulary_chunks = streams_of(plan, config).vocabulary_chunks
+        self._streams = streams_of(plan, config)
+        self.vocabulary_chunks = self._streams.vocabulary_chunks
+        # An emulated accelerator reads them where they are.
+        self.fetches_summaries = not s.shares_cores and policy.summary_tier("gpu") == "cpu"
         self.embeds_on_gpu = WeightResidency.of_policy(policy, config).tier_of_embeddings(config) == "gpu"
         self._before_frac = before_attention_frac(config)
         # The part of what comes after attention that comes before the experts.
@@ -197,6 +201,10 @@ class StepCosts:
     def kind_of(self, layer: int) -> AttentionKind | None:
         """The kind of a layer's attention; None: it is a state layer."""
         return self.kinds[self._kind_of[layer]] if layer in self._kind_of else None
+
+    def passing(self, step: Step, load: BatchLoad) -> BatchLoad | ChosenLoad:
+        """The KV of a micro-batch that passes through the staging buffer in a Step's layer."""
+        return load if load.chosen is None or not self._streams.chooses_staged(step.layer) else load.chosen
 
     @property
     def element_bytes(self) -> float:
@@ -443,6 +451,15 @@ class _SweepCosts:
 
     # Attention on the CPU
 
+    def chosen_pages(self, step: Step, load: BatchLoad) -> float:
+        """Seconds of a choice of pages. Summaries count with attention, but for those that are in host memory."""
+        costs, hardware = self._costs, self._costs.hardware
+        seconds, chosen = pre_overhead_s(costs.inputs.rates), load.chosen
+        if chosen is not None and costs.fetches_summaries:
+            size = chosen.pages * costs.inputs.layers.summaries[costs.config.kv_source(step.layer)]
+            seconds += transfer_s(size, hardware.h2d_bytes_per_s)
+        return seconds
+
     def attended_on_cpu(self, step: Step, load: BatchLoad) -> float:
         """Seconds of CPU attention to the sequences of a micro-batch."""
         return self._computing[step.batch].cpu_attention_s[step.layer]
@@ -491,7 +508,8 @@ class _SweepCosts:
     def read_kv(self, step: Step, load: BatchLoad) -> float:
         """Seconds of reading a micro-batch's KV, or its states, from disk."""
         s, hardware, config = self._costs.inputs, self._costs.hardware, self._costs.config
-        blocks, runs = load.disk_reads if config.owns_kv(step.layer) else load.all_disk
+        passing = self._costs.passing(step, load)
+        blocks, runs = passing.disk_reads if config.owns_kv(step.layer) else passing.all_disk
         size = blocks * aligned(s.layers.read_blocks[step.layer])
         if config.has_state(step.layer):
             size, runs = load.states.disk_in * s.state_row_bytes, load.states.disk_in
@@ -511,6 +529,7 @@ class _SweepCosts:
 _SECONDS: Mapping[str, Callable[[_SweepCosts, Step, BatchLoad], float]] = {
     **dict.fromkeys(("embed", "load_attention", "join_deferred"), _SweepCosts.copied_by_compute),
     **dict.fromkeys(("pre", "attention", "post", "route", "expand_weight", "head"), _SweepCosts.computed),
+    "choose_pages": _SweepCosts.chosen_pages,
     "cpu_attention": _SweepCosts.attended_on_cpu,
     "attend_deferred": _SweepCosts.attended_deferred,
     **dict.fromkeys(("read_weight", "read_dense", "read_experts"), _SweepCosts.read_weights),
@@ -563,16 +582,18 @@ def _loaded_hidden_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float
 def _staged_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
     if costs.config.has_state(step.layer):
         return (load.states.host_in + load.states.disk_in) * costs.inputs.state_row_bytes
-    windowed = costs.config.windows[step.layer] is not None
-    host_blocks = load.windowed_host_blocks if windowed else load.host_blocks
-    disk_blocks = load.all_disk[0] if load.disk_reads[0] else 0
+    windowed, passing = costs.config.windows[step.layer] is not None, costs.passing(step, load)
+    host_blocks = load.windowed_host_blocks if windowed else passing.host_blocks
+    disk_blocks = passing.all_disk[0] if passing.disk_reads[0] else 0
     if not costs.config.owns_kv(step.layer):
-        host_blocks, disk_blocks = host_blocks + load.new_host_blocks, load.all_disk[0]
+        host_blocks, disk_blocks = host_blocks + load.new_host_blocks, passing.all_disk[0]
     return (host_blocks + disk_blocks) * costs.inputs.layers.read_blocks[step.layer]
 
 
 def _swapped_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
-    return load.swapped[0] * costs.inputs.layers.blocks[step.layer]
+    """Bytes of blocks that move to the device's pool, and of their summaries."""
+    sizes = costs.inputs.layers
+    return load.swapped[0] * (sizes.blocks[step.layer] + sizes.summaries[step.layer])
 
 
 def _stored_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:

@@ -85,6 +85,7 @@ class Executor:
             config.kv_sources,
             embeds=config.embeds,
             has_head=config.has_head,
+            choosing=config.choosing_layers(options.attention_budget),
         )
         # On a device with streams a Step costs time to launch; a trace shows each.
         self._sweeps = Sweeps(streams, whole=tiers.driver is not None and not options.serial and not options.on_step)
