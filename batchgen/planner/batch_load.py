@@ -233,9 +233,14 @@ def _chosen(
         if not _on_disk(s):
             host_blocks += old
             continue
-        runs = 1 + round((count - 1) * (1 - count / num_blocks))
+        runs = 1 + round(page_runs(count, num_blocks))
         read, read_runs, used, used_runs = read + old, read_runs + min(old, runs), used + count, used_runs + runs
     return ChosenLoad(host_blocks, (read, read_runs), (used, used_runs), pages)
+
+
+def page_runs(pages: float, num_blocks: int) -> float:
+    """Runs of neighbouring blocks beyond the first one, of pages that are drawn from a sequence's blocks."""
+    return max(0.0, pages - 1) * (1 - pages / num_blocks)
 
 
 class _DiskLoad(NamedTuple):

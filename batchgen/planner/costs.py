@@ -17,6 +17,7 @@ from batchgen.core.dtypes import INT8, NATIVE_FORMATS
 from batchgen.core.hardware import ComputeRates, known
 from batchgen.core.plan import first_batch_cpu_share
 from batchgen.ops.attention_plan import MIN_SHARED_SEQUENCES, MIN_SHARED_TOKENS
+from batchgen.planner.batch_load import page_runs
 from batchgen.planner.layer_sizes import AttentionKind
 from batchgen.planner.linear import Linear, number
 from batchgen.planner.phases import Phase
@@ -386,13 +387,13 @@ def moved_bytes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
 def _requests(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]:
     """Requests of one layer over each transfer lane beside its bytes.
 
-    Disks have one request for each sequence's KV. Links have one copy for each tensor, and for each kind of
-    micro-batches' data, in proportion to what is where, though a tenth of the sequences are copied as often as all of
-    them: else it would not be linear.
+    Disks have one request for each sequence's KV, and one for each run of chosen pages. Links have one copy for each
+    tensor, and for each kind of micro-batches' data, in proportion to what is where, though a tenth of the sequences
+    are copied as often as all of them: else it would not be linear.
     """
     keeping = len(s.model.kv_layers) / s.model.num_layers + s.states_frac  # layers that keep anything of a sequence
     requests: dict[str, Linear] = {
-        "disk_read": at.kv_disk * (phase.decode_seqs * keeping),
+        "disk_read": at.kv_disk * (phase.decode_seqs * (keeping + _more_requests(s, phase))),
         "disk_write": at.kv_disk * ((phase.decode_seqs + phase.prefill_seqs) * keeping),
     }
     if not s.on_gpu or not s.hardware.link_overhead_s:
@@ -408,6 +409,15 @@ def _requests(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]:
     if phase.deferred_tokens:
         h2d, d2h = h2d + 1, d2h + COPIES_SENT
     return requests | {"h2d": h2d, "d2h": d2h}
+
+
+def _more_requests(s: CostInputs, phase: Phase) -> float:
+    """Requests to the disk beyond one for a decoding sequence that chooses pages, the mean over all layers."""
+    if (chosen := _chosen_blocks(s, phase)) is None or not phase.decode_seqs:
+        return 0.0
+    pages, blocks = chosen / phase.decode_seqs, math.ceil(phase.context / s.kv_block_size)
+    choosing = sum(s.model.choosing_layers(s.attention_budget)) / s.model.num_layers
+    return choosing * page_runs(pages, blocks)
 
 
 def _transfer_lanes(s: CostInputs, moved: Mapping[str, Linear], requests: Mapping[str, Linear]) -> dict[str, Linear]:

@@ -243,7 +243,8 @@ class SimulatedJob:
         self._plan = plan
         self._compute_tier = "gpu" if "gpu" in plan.budgets else "cpu"
         self._reuses_kv = config.shared_kv_layers > 0
-        self._budget = AttentionBudget.of(policy.attention_budget)
+        chooses = any(config.choosing_layers(policy.attention_budget))
+        self._budget = AttentionBudget.of(policy.attention_budget) if chooses else None
         self._windows = any(window is not None for window in config.windows)
         self._rows = enumerate(simulated_rows(plan.workload) if rows is None else rows)
         self._output_len: dict[Sequence, int] = {}  # of sequences in flight

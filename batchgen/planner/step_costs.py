@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from batchgen.core.attention_budget import CHOSEN_PAGES
 from batchgen.core.direct_io import aligned
 from batchgen.core.hardware import ComputeRates, HardwareProfile
 from batchgen.core.kv_expansion import Recut
@@ -49,9 +50,15 @@ def streams_of(plan: Plan, config: ModelConfig) -> Streams:
     residency = WeightResidency.of_policy(plan.policy, config)
     on_device = kv_on_device(len(residency.layers), plan.policy.kv_layers)
     compute_tier = "gpu" if "gpu" in plan.budgets else "cpu"
-    choosing = config.choosing_layers(plan.policy.attention_budget)
-    layers = {"state_layers": config.state_layers, "kv_sources": config.kv_sources, "choosing": choosing}
-    return residency.streams(compute_tier, on_device, **layers, embeds=config.embeds, has_head=config.has_head)
+    return residency.streams(
+        compute_tier,
+        on_device,
+        config.state_layers,
+        config.kv_sources,
+        embeds=config.embeds,
+        has_head=config.has_head,
+        choosing=config.choosing_layers(plan.policy.attention_budget),
+    )
 
 
 # Placements that the CPU attends to beside an accelerator.
@@ -326,9 +333,13 @@ class _Computing:
             packed: Whether the sweep multiplies 4-bit weights as they are.
         """
         s, hardware, config = costs.inputs, costs.hardware, costs.config
-        requests_s = 0.0
-        if s.shares_cores:
-            requests_s = (load.disk_reads[1] + load.disk_writes[1]) * hardware.disk_cpu_overhead_s
+
+        def requests_s(kind: AttentionKind | None) -> float:
+            """Seconds of the kernel's work for requests to the disk, which takes the cores that compute."""
+            chooses = load.chosen is not None and kind is not None and kind.windows[0][0] == CHOSEN_PAGES
+            reads = load.chosen.disk_reads if chooses and load.chosen is not None else load.disk_reads
+            return (reads[1] + load.disk_writes[1]) * hardware.disk_cpu_overhead_s if s.shares_cores else 0.0
+
         waking_s = s.rates.waking_overhead_s
 
         def on_cpu_s(kind: AttentionKind | None) -> float:
@@ -339,7 +350,7 @@ class _Computing:
             attended = load.attended_by(kind)
             # Deferred sequences have Steps of their own.
             others = [a for placement, a in attended.items() if placement not in _ON_CPU]
-            return requests_s + sum(costs.attention_s(a, kind, s.rates) for a in others) + waking_s
+            return requests_s(kind) + sum(costs.attention_s(a, kind, s.rates) for a in others) + waking_s
 
         layer = costs.layer_s(load.tokens, packed=packed)
         # The last one with the tokens that go on from it.

@@ -30,7 +30,9 @@ def choosers_of(members: List[ScheduledSequence], budget: AttentionBudget | None
         kv_block_size: Tokens of a page.
     """
     choosers: dict[Sequence, int] = {}
-    for s in members if budget is not None else ():
+    if budget is None:
+        return choosers
+    for s in members:
         if s.num_tokens == 1 and s.sequence.num_computed >= s.sequence.num_prompt:
             count = -(-s.num_keys // kv_block_size)
             if (pages := budget.pages(count, kv_block_size)) < count:
@@ -46,7 +48,8 @@ def summary_numbers(sequence: Sequence, host_blocks: int) -> np.ndarray:
         host_blocks: Blocks of the host's pool, whose summaries come before those of blocks on disk.
     """
     first = host_blocks if sequence.kv_placement is KVPlacement.DISK else 0
-    return np.frombuffer(sequence.block_table, np.int32) + np.int32(first)
+    numbers: np.ndarray = np.frombuffer(sequence.block_table, np.int32) + np.int32(first)
+    return numbers
 
 
 @dataclass(frozen=True)

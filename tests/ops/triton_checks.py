@@ -14,8 +14,7 @@ from draw_cases import check_draws, drawn, draws
 from gguf_blocks import random_rows
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_chosen_attention import cases as page_cases
-from test_chosen_attention import check as check_chosen_pages
+from page_cases import check_chosen_pages, page_cases
 from thorough import quick_or, some_of
 from triton_device import DEVICE
 

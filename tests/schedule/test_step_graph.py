@@ -384,6 +384,7 @@ OLD_ON_HOST = BatchFlow(frozenset({KVPlacement.STREAMED}), history=True, stored=
 DEFERRED = BatchFlow(frozenset({KVPlacement.DEVICE, KVPlacement.DEFERRED}))
 ON_HOST = {"hidden_on_host": True}
 CHOOSING, CHOOSE = {"choosing": (False, True, True, True)}, replace(OLD_ON_DISK, stored=True, chooses=True)
+CHOOSE_ON_HOST = replace(OLD_ON_HOST, chooses=True)
 # Between them these have every kind of Step wait for every kind that it ever waits for.
 JOBS = [
     (
@@ -404,7 +405,7 @@ JOBS = [
     (Streams(True, (False,) * 3, (False,) * 3, kv_on_device=(True, False, False)), [[OLD_ON_HOST, OLD_ON_HOST]] * 3),
     (Streams(True, (False, False), (False, False)), [[DEFERRED, BatchFlow()]] * 2 + [[DEFERRED]] * 3),
     (Streams(True, (True,) * 4, (True, False) * 2, **CHOOSING), [[CHOOSE, ALL, replace(CHOOSE, **ON_HOST)]] * 3),
-    (Streams(True, (False,) * 4, (False,) * 4, **CHOOSING, kv_on_device=(False, True) * 2), [[CHOOSE]] * 3),
+    (Streams(True, (False,) * 4, (False,) * 4, **CHOOSING, kv_on_device=(False, True) * 2), [[CHOOSE_ON_HOST]] * 3),
     (Streams(False, (True,) * 4, (True,) * 4, **CHOOSING), [[replace(OLD_ON_DISK, chooses=True), OLD_ON_DISK]] * 3),
     (
         Streams(True, (False, True), (False, True), state_layers=(0, 1)),
