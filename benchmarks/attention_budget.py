@@ -132,7 +132,7 @@ def load(
         attention_budget=budget,
     )
     policy = replace(policy, kv_seqs={str(placement): rows})
-    budgets, folder = resolve_budgets(device), Path(tempfile.gettempdir())
+    budgets, folder = dict(resolve_budgets(device)), Path(tempfile.gettempdir())
     if placement is KVPlacement.DISK:
         budgets |= {"disk": shutil.disk_usage(folder).free // 2}
     request = LoadRequest(

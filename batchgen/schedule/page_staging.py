@@ -60,7 +60,7 @@ class ChosenStaging:
         members: The sequences, in packing order.
         whole: Their tables with all pages.
         staged: Their blocks in the staging buffer: of those that choose, the chosen pages alone.
-        choosers: Those that choose.
+        choosers: Sequences that choose, with their numbers of pages.
         budget: Pages that a token attends to.
         kv_block_size: Tokens of a page.
         host_blocks: Blocks of the host's pool.

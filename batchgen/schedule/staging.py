@@ -51,7 +51,7 @@ class Staging:
         disk_stop: staging block after their last one.
         page_reads: (number in the table of chosen blocks, staging block) of each chosen block on disk that holds KV of
             earlier sweeps, int64 [n, 2].
-        all_page_reads: those of all chosen blocks on disk, likewise.
+        all_page_reads: pairs of all chosen blocks on disk, likewise.
     """
 
     num_blocks: int
@@ -101,7 +101,7 @@ def stage(
         members: Staged sequences.
         windows: Sliding windows of the layers, None or CHOSEN_PAGES among them.
         kv_block_size: Tokens of a KV block.
-        choosers: Those of the sequences that choose pages.
+        choosers: Staged sequences that choose pages, with their numbers of pages.
     """
     if not members:
         return Staged({}, None)
