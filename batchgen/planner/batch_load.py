@@ -185,7 +185,7 @@ def load_of(
         writes += runs_of(table[s.sequence.num_computed // kv_block_size :])
     return BatchLoad(
         tokens=sum([s.num_tokens for s in batch]),
-        sampled=sum([s.num_keys == len(s.sequence.tokens) for s in batch]),
+        sampled=sum([s.num_keys >= len(s.sequence.tokens) for s in batch]),
         logits_rows=sum([s.num_logits for s in batch]),
         attended=attended,
         windowed=windowed,

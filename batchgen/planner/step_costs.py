@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from batchgen.core.attention_budget import CHOSEN_PAGES
 from batchgen.core.direct_io import aligned
+from batchgen.core.draft_rates import MOST_DRAFTS
 from batchgen.core.hardware import ComputeRates, HardwareProfile
 from batchgen.core.kv_expansion import Recut
 from batchgen.core.kv_placement import KVPlacement
@@ -28,6 +29,7 @@ from batchgen.planner.step_seconds import (
     elementwise_s,
     experts_read_ahead,
     experts_touched,
+    few_queries_attention_s,
     logits_s,
     matmul_as_stored_s,
     matmul_s,
@@ -55,9 +57,8 @@ def streams_of(plan: Plan, config: ModelConfig) -> Streams:
         on_device,
         config.state_layers,
         config.kv_sources,
-        embeds=config.embeds,
-        has_head=config.has_head,
         choosing=config.choosing_layers(plan.policy.attention_budget),
+        **config.ends,
     )
 
 
@@ -267,7 +268,13 @@ class StepCosts:
         if attended.contexts:
             keys = attended.contexts if kind.windows[0][0] is None else [kind.read(n) for n in attended.contexts]
             total_s += decode_attention_s(s, kind, len(keys), sum(keys) / len(keys), device)
+        few = [(new, before) for new, before in attended.chunks if before and new <= 1 + MOST_DRAFTS]
+        if few:
+            queries, tokens = sum(new for new, _ in few) / len(few), sum(kind.read(new + before) for new, before in few)
+            total_s += few_queries_attention_s(s, kind, len(few), tokens / len(few), queries, device)
         for new, before in attended.chunks:
+            if before and new <= 1 + MOST_DRAFTS:
+                continue
             key = (new, before, number)
             if key not in self._chunks_s:
                 self._chunks_s[key] = prefill_attention_s(s, kind, 1, new * new)
@@ -558,8 +565,8 @@ def _weight_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
 def _head_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
     """Bytes of one chunk of the vocabulary, which is the Step's layer."""
     model = costs.inputs.model
-    chunk = -(-model.vocab_size // VOCABULARY_CHUNKS)
-    rows = max(0, min(chunk, model.vocab_size - step.layer * chunk))
+    chunk = -(-model.output_size // VOCABULARY_CHUNKS)
+    rows = max(0, min(chunk, model.output_size - step.layer * chunk))
     return rows * model.embed_size * costs.element_bytes
 
 

@@ -36,9 +36,8 @@ def sweeps_of_layers(context: StepContext, layers: Sequence[int]) -> Sweeps:
     states = [i for i, layer in enumerate(layers) if context.config.has_state(layer)]
     sources = [layers.index(context.config.kv_source(layer)) for layer in layers]
     residency, config = context.weights.residency.of_layers(layers), context.config
-    ends = {"embeds": config.embeds, "has_head": config.has_head}
     choosing = [context.windows[layer] == CHOSEN_PAGES for layer in layers]
-    return Sweeps(residency.streams(context.compute_tier, on_device, states, sources, **ends, choosing=choosing))
+    return Sweeps(residency.streams(context.compute_tier, on_device, states, sources, choosing=choosing, **config.ends))
 
 
 def numbered_before(steps: Iterable[Step], layers: Sequence[int]) -> Iterator[Step]:
