@@ -122,27 +122,6 @@ def perplexities(*names: str) -> Callable[[dict], str]:
 BUDGETS, BUDGET_LENGTHS = ("20%", "10%"), (2048, 4096, 8192)
 
 
-def budget_quality(part: str, measure: Callable[[dict, dict], str]) -> Callable[[dict], str]:
-    """Words for each budget at each length of context. measure: of the result with a budget, and with none."""
-
-    def words(d: dict) -> str:
-        def of_length(length: int) -> str:
-            found = {b: d["results"][f"demo, bfloat16, {length}, {part}, {b}"] for b in ("all", *BUDGETS)}
-            return f"{length:,} tokens: " + ", ".join(measure(found[b], found["all"]) for b in BUDGETS)
-
-        return "; ".join(map(of_length, BUDGET_LENGTHS))
-
-    return words
-
-
-def more_perplexity(found: dict, whole: dict) -> str:
-    return percent(found["perplexity"] / whole["perplexity"] - 1, 1)
-
-
-def numbers_found(found: dict, whole: dict) -> str:
-    return f"{percent(found['tokens_found'])} of {percent(whole['tokens_found'])}"
-
-
 def budget_speed(placement: str) -> Callable[[dict], str]:
     def words(d: dict) -> str:
         def of_length(length: int) -> str:
@@ -456,18 +435,6 @@ TABLES: dict[str, list[Row]] = {
             "perplexity",
             "perplexity.py",
             perplexities("int8 KV", "int5 KV"),
-        ),
-        Row(
-            "an attention budget of 20% and of 10%: perplexity of real text over that of `all`, in bf16",
-            "attention_budget",
-            f"{BUDGET_COMMAND} --part perplexity",
-            budget_quality("perplexity", more_perplexity),
-        ),
-        Row(
-            "an attention budget of 20% and of 10%: digits found in a long prompt, of those that `all` finds",
-            "attention_budget",
-            f"{BUDGET_COMMAND} --part retrieval",
-            budget_quality("retrieval", numbers_found),
         ),
         *(
             Row(
