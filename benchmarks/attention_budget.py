@@ -52,7 +52,7 @@ from batchgen.schedule.staging import Run
 BUDGETS = (ALL, "50%", "20%", "10%", "5%")
 PLACEMENTS = (KVPlacement.CPU, KVPlacement.DISK)
 LENGTHS = (2048, 4096, 8192)
-DECODED = 256  # tokens of a window that are decoded
+DECODED = 512  # tokens of a window that are decoded
 CHUNK = 512  # tokens of a prompt in a sweep
 SWEEPS = 12  # that are timed, and one
 CITIES = (
