@@ -58,7 +58,7 @@ class TorchPages:
             return upload(np.ascontiguousarray(array, np.int64), device)
 
         blocks, summaries = (on_device(numbers[columns]) for numbers in (choice.blocks, choice.summaries))
-        rest = on_device(counts[:, None]), on_device(choice.num_pages[:, None])
+        rest = on_device(counts)[:, None], on_device(choice.num_pages)[:, None]
         return cls(on_device(choice.tokens), blocks, summaries, *rest, choice.most_pages)
 
     def choose(self, q: Tensor, summaries: Tensor) -> Tensor:
