@@ -58,7 +58,7 @@ class TorchPages:
             return upload(np.ascontiguousarray(array, np.int64), device)
 
         blocks, summaries = (on_device(numbers[columns]) for numbers in (choice.blocks, choice.summaries))
-        rest = on_device(counts[:, None]), on_device(choice.num_pages[:, None])
+        rest = on_device(counts)[:, None], on_device(choice.num_pages)[:, None]
         return cls(on_device(choice.tokens), blocks, summaries, *rest, choice.most_pages)
 
     def choose(self, q: Tensor, summaries: Tensor) -> Tensor:
@@ -81,10 +81,19 @@ class TorchPages:
         n, count = self.blocks.shape
         kv_heads, head_dim = summaries.shape[1], summaries.shape[3]
         queries = q.index_select(0, self.tokens).float().view(n, kv_heads, -1, head_dim)
-        low, high = summaries[self.summaries].float().unbind(3)  # each [n, pages, kv_heads, head_dim]
+        low, high = self._summaries(summaries).float().unbind(3)  # each [n, pages, kv_heads, head_dim]
         bounds = torch.einsum("nhgd,nphd->nhgp", queries.clamp(min=0), high)
         bounds += torch.einsum("nhgd,nphd->nhgp", queries.clamp(max=0), low)
         page = torch.arange(count, device=q.device)
         outside = (page < FIRST_PAGES) | (page >= self.counts - RECENT_PAGES)
         bounds = bounds.masked_fill(outside[:, None, None], -torch.inf)
         return bounds.softmax(-1).flatten(1, 2).sum(1)
+
+    def _summaries(self, summaries: Tensor) -> Tensor:
+        """The summaries of all pages of each sequence, [n, pages, kv_heads, 2, head_dim]."""
+        if summaries.device == self.summaries.device:
+            return summaries[self.summaries]
+        shape = *self.summaries.shape, *summaries.shape[1:]
+        found = torch.empty(shape, dtype=summaries.dtype, device=self.summaries.device)
+        ops.gather_rows(found.flatten(0, 1), summaries, self.summaries.view(-1))
+        return found
