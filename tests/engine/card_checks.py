@@ -78,7 +78,7 @@ def steps_launch_no_more_than_is_counted(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def jobs_launch_nothing_for_the_first_time(monkeypatch):
-    """What a job launches has been launched while its engine warmed up, when nothing waits for the host."""
+    """Triton's kernels have been loaded while the engine warmed up, when nothing waits for the host."""
     noted = first_launches.noted_in_jobs(monkeypatch)
     yield
     assert noted == []

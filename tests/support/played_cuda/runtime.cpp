@@ -6,12 +6,8 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
-#include <mutex>
 #include <string>
-#include <unordered_map>
-#include <unordered_set>
 #include <utility>
-#include <vector>
 
 #include "account.h"
 #include "memory.h"
@@ -386,24 +382,7 @@ thread_local struct {
     cudaStream_t stream;
 } pushed;
 
-// Names of kernels by their function, as they are registered; those that have been launched; and those that this thread
-// has launched for the first time since it is watched. A first launch may load a kernel, and wait for all that the card
-// has to do.
-std::mutex& kernels_mutex = *new std::mutex;
-auto& kernel_names = *new std::unordered_map<const void*, const char*>;
-auto& launched = *new std::unordered_set<const void*>;
-thread_local std::vector<const char*> first_launches;
-thread_local bool is_watched = false;
-
-void note_first(const void* function) {
-    std::lock_guard lock(kernels_mutex);
-    if (!launched.insert(function).second || !is_watched) return;
-    auto name = kernel_names.find(function);
-    first_launches.push_back(name == kernel_names.end() ? "a kernel without a name" : name->second);
-}
-
-cudaError_t launch(const void* function, dim3 grid, cudaStream_t stream) {
-    note_first(function);
+cudaError_t launch(dim3 grid, cudaStream_t stream) {
     if (!grid.x || !grid.y || !grid.z || grid.y > 65535 || grid.z > 65535) {
         fault("a grid of torch's that is empty or too large");
         return failed(cudaErrorInvalidConfiguration);
@@ -420,10 +399,7 @@ PLAYED_API void** __cudaRegisterFatBinary(void*) {
 PLAYED_API void __cudaRegisterFatBinaryEnd(void**) {}
 PLAYED_API void __cudaUnregisterFatBinary(void**) {}
 PLAYED_API char __cudaInitModule(void**) { return 1; }
-PLAYED_API void __cudaRegisterFunction(void**, const char* function, char*, const char* name) {
-    std::lock_guard lock(kernels_mutex);
-    kernel_names[function] = name;
-}
+PLAYED_API void __cudaRegisterFunction(void**) {}
 PLAYED_API void __cudaRegisterVar(void**) {}
 PLAYED_API unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared_bytes,
                                                 struct CUstream_st* stream) {
@@ -433,14 +409,14 @@ PLAYED_API cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_
     *grid = pushed.grid, *block = pushed.block, *shared_bytes = pushed.shared_bytes;
     return *(cudaStream_t*)stream = pushed.stream, cudaSuccess;
 }
-PLAYED_API cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3, void**, size_t, cudaStream_t stream) {
-    return launch(function, grid, stream);
+PLAYED_API cudaError_t cudaLaunchKernel(const void*, dim3 grid, dim3, void**, size_t, cudaStream_t stream) {
+    return launch(grid, stream);
 }
-PLAYED_API cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3, void**, size_t, cudaStream_t stream) {
-    return launch(kernel, grid, stream);
+PLAYED_API cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3 grid, dim3, void**, size_t, cudaStream_t stream) {
+    return launch(grid, stream);
 }
-PLAYED_API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function, void**) {
-    return launch(function, config->gridDim, config->stream);
+PLAYED_API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void*, void**) {
+    return launch(config->gridDim, config->stream);
 }
 PLAYED_API cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
     return *kernel = (cudaKernel_t)function, cudaSuccess;
@@ -457,15 +433,6 @@ PLAYED_API cudaError_t cudaKernelSetAttributeForDevice(cudaKernel_t, cudaFuncAtt
 PLAYED_API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int, size_t,
                                                                               unsigned) {
     return *blocks = 8, cudaSuccess;
-}
-
-// torch's kernels that this thread launches for the first time while it is watched: their number, and the name of each.
-PLAYED_API void played_watch_launches(int is_on) { is_watched = is_on, first_launches.clear(); }
-PLAYED_API long played_num_first_launches() { return (long)first_launches.size(); }
-PLAYED_API const char* played_first_launch(long number) { return first_launches[number]; }
-PLAYED_API void played_forget_launches() {
-    std::lock_guard lock(kernels_mutex);
-    launched.clear();
 }
 
 // The driver's functions that torch asks for by name. What is not played says that it is not supported.
