@@ -137,7 +137,7 @@ def test_logits_note_all_operations_of_their_parts(monkeypatch):
     monkeypatch.setattr(layers, "logits", lambda config, part, rows, *rest: part @ rows.T)
     context = SimpleNamespace(
         options=SimpleNamespace(makes_logits=True, logit_rows=2),
-        config=SimpleNamespace(vocab_size=100),
+        config=SimpleNamespace(vocab_size=100, hidden_output=False),
         weights=SimpleNamespace(head={}, vocabulary_chunk=lambda *_: (0, matrix), head_bias=lambda *_: None),
         vocabulary_chunks=False,
         take_hidden=None,
