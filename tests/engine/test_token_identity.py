@@ -551,4 +551,4 @@ def test_the_table_has_every_family_and_tier(expected, stores):
         before_each_step(parts, lambda step: seen.add(step.kind))
         tokens_of(parts, prompts)
     # Captured sweeps are a CUDA device's; stages of a pipeline are in test_pipeline.py, swaps in test_tiers.py.
-    assert seen == KINDS.keys() - {"layers", "receive", "send", "swap_in"}, "a kind of Step is in no tier"
+    assert seen == KINDS.keys() - {"layers", "receive", "send", "swap_in", "swap_out"}, "a kind of Step is in no tier"

@@ -332,10 +332,11 @@ class KVCache:
 
     def swap_in(self, layer: int, runs: Sequence[Run]) -> None:
         """Copy blocks from the host's pool to the device's."""
-        source, target = self.pool("cpu", layer), self.pool(self._tiers.compute_tier, layer)
-        for run in runs:
-            blocks = source[run.block : run.block + run.count]
-            self._tiers.h2d.copy(target[run.staged : run.staged + run.count], blocks)
+        _copy_runs(self._tiers.h2d, self.pool(self._tiers.compute_tier, layer), self.pool("cpu", layer), runs)
+
+    def swap_out(self, layer: int, runs: Sequence[Run]) -> None:
+        """Copy blocks from the device's pool to the host's."""
+        _copy_runs(self._tiers.d2h, self.pool("cpu", layer), self.pool(self._tiers.compute_tier, layer), runs)
 
     def _reads_of(self, layer: int, moves: Moves) -> Sequence[Run]:
         """Runs of blocks to read in a layer: those of earlier sweeps, and where KV is reused those of this one too."""
@@ -423,6 +424,12 @@ class KVCache:
         else:
             assert passing is not None, "padded blocks need a buffer to pass through"
             link.copy_rows(target, source, passing)
+
+
+def _copy_runs(link: Link, target: Tensor, source: Tensor, runs: Sequence[Run]) -> None:
+    """Copy runs of blocks from one pool of a layer to another one."""
+    for run in runs:
+        link.copy(target[run.staged : run.staged + run.count], source[run.block : run.block + run.count])
 
 
 def _gathered(source: Tensor, index: Tensor, memory: Tensor) -> Tensor:
