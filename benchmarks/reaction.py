@@ -139,7 +139,7 @@ def _with_devices(case: Case, names: list[str] | None) -> Case:
 
 
 def _plans(case: Case, hardware: HardwareProfile, config: ModelConfig, process: int) -> dict[str, Plan]:
-    problem = problem_on(hardware, config, case.planned.workload, process)
+    problem = problem_on(hardware, config, case.planned.workload, process, disk_memory=0)  # KV there stays there
     strategies = {strategy.name: strategy for strategy in strategies_for(problem)}
     return {name: best_plan(strategies[name], problem) for name in (case.strategy, *case.others)}
 
