@@ -357,8 +357,8 @@ class Adaptation:
         moved = min(most, max(1, round(knob.next_step(direction) * (on_cpu + streamed))))
         if direction == "up":
             moved = min(moved, self._most_hidden((_SATURATED - link) * total / len(self._window)))
-            if not moved or len(self._on_host) <= on_cpu - moved:
-                return  # while sequences are still admitted, none would be streamed, and nothing be learned
+            if not moved:
+                return
         now = streamed + (moved if direction == "up" else -moved)
         kv_seqs = {**quotas, KVPlacement.CPU: on_cpu + streamed - now, KVPlacement.STREAMED: now}
         self._try("streamed", direction, rate, replace(limits, kv_seqs=kv_seqs), why)

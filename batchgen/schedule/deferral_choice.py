@@ -22,6 +22,10 @@ from batchgen.schedule.sweep_estimate import SweepLoad, load_of
 _DECAY = 0.98
 # Part of the layers that a sequence under way is expected to have left.
 _LAYERS_LEFT = 0.5
+# Part of its window in which the CPU is given something to attend to.
+_WINDOW_FRAC = 0.9
+# Times as many tokens in a second that a pipelined sweep must have, by the estimate.
+_WORTH_PIPELINING = 1.1
 
 
 @dataclass(frozen=True)
@@ -135,15 +139,17 @@ class DeferralChoice:
         if not load.tokens or not (begins or self._under_way):
             return None
         times, rest_s = self._times(load), _LAYERS_LEFT * sum(map(self._attention_s, self._under_way.values()))
-        left_s, count = times.window_s - rest_s, 0
+        left_s, count = _WINDOW_FRAC * times.window_s - rest_s, 0
         while count < len(begins) and (left_s := left_s - self._attention_s(begins[count].num_keys)) >= 0:
             count += 1
         if rest_s > times.window_s:
             return None
-        partly = len(self._under_way)
-        tokens = _LAYERS_LEFT * partly + count
-        overlapped = (partly + len(begins)) / (self._num_layers + 1)
-        is_faster = (load.decodes + tokens) * times.alone_s > (load.decodes + overlapped) * times.pipelined_s
+        tokens = _LAYERS_LEFT * len(self._under_way) + count
+        # Each of them takes a sweep for each layer, and one more, where they overlap.
+        overlapped = (len(self._under_way) + len(begins)) / (self._num_layers + 1)
+        pipelined_rate = (load.decodes + tokens) / (times.pipelined_s + tokens * self._costs.token_s)
+        overlapped_rate = (load.decodes + overlapped) / (times.alone_s + overlapped * self._costs.token_s)
+        is_faster = pipelined_rate > _WORTH_PIPELINING * overlapped_rate
         return count if is_faster and pipelining_pays(times, load.decodes, tokens) else None
 
     def _times(self, load: SweepLoad) -> PipelineTimes:

@@ -48,21 +48,21 @@ def test_a_sweep_of_decodes_is_pipelined_exactly_where_inequality_6_says_so():
         assert pays == (gpu_rate / cpu_rate < 2 * ratio + 3 + 1 / ratio)
 
 
-@pytest.mark.parametrize(("cpu_seq_s", "pipelines"), [(1.0, True), (2.4, True), (2.6, False), (10.0, False)])
+@pytest.mark.parametrize(("cpu_seq_s", "pipelines"), [(1.0, True), (1.6, True), (1.7, False), (10.0, False)])
 def test_the_cpu_must_be_fast_enough_for_a_second_micro_batch(cpu_seq_s, pipelines):
-    """Here (6) is 2 * 1 + 3 + 1 = 6 at a GPU that attends to 2 sequences in a second, less what overlapping does."""
+    """By (6) it would do with 2.5 s for each; more than overlapping with a margin takes less."""
     sweep = decodes(GPU_SEQS, KVPlacement.DEVICE) + decodes(40, KVPlacement.DEFERRED, 100)
     kept, chosen = choice(cpu_seq_s).choose(sweep)
     assert chosen == pipelines
-    assert (len(begun(kept)) < 40) == (pipelines and 40 * cpu_seq_s > 30)
+    assert (len(begun(kept)) < 40) == (pipelines and 40 * cpu_seq_s > 27)
 
 
 def test_prompts_give_the_cpu_more_time():
     """The same CPU is too slow where nothing but decodes is in the sweep."""
     sweep = decodes(GPU_SEQS, KVPlacement.DEVICE) + decodes(40, KVPlacement.DEFERRED, 100)
     prompt = ScheduledSequence(sequence(99, KVPlacement.DEVICE, 64, computed=0), 60)
-    assert not choice(4.0).choose(sweep)[1]
-    kept, pipelines = choice(4.0).choose([*sweep, prompt])
+    assert not choice(2.0).choose(sweep)[1]
+    kept, pipelines = choice(2.0).choose([*sweep, prompt])
     assert pipelines and len(begun(kept)) > 15
 
 
