@@ -159,6 +159,7 @@ class Adaptation:
         self._lengths: deque[int] = deque(maxlen=_MOST_LENGTHS)
         self._footprints: deque[int] = deque(maxlen=_MOST_LENGTHS)  # tokens of KV of sequences that ended
         self._window: list[Measured] = []
+        self._has_pipelined = False  # a sweep of the window, in which computation waits for the CPU as it should
         self._preempted = 0
         self._sweep = 0
         self._windows = 0
@@ -193,6 +194,7 @@ class Adaptation:
         if self._scheduler.deferral_choice:
             self._scheduler.deferral_choice.measured(measured.busy_s)
         self._measure_streaming(measured)
+        self._has_pipelined = self._has_pipelined or self._scheduler.pipelines
         self._window.append(measured)
         if len(self._window) < _WINDOW_SWEEPS and not self._has_failed_early() and not self._waits_long():
             return
@@ -207,9 +209,9 @@ class Adaptation:
             self._divide_layers(rate)
         if self._trial is None:
             self._share_host_kv(rate)
-        if self._trial is None:
+        if self._trial is None and not self._has_pipelined:
             self._fit_deferred(rate)
-        self._window = []
+        self._window, self._has_pipelined = [], False
         self._preempted = self._scheduler.num_preempted
 
     def _has_failed_early(self) -> bool:
@@ -466,8 +468,8 @@ class Adaptation:
         most = min(quota, limits.max_num_seqs - others, len(running) + scheduler.num_waiting)
         blocks = min(most_blocks, longest / block_size + 0.5)
         computed = sum(s.num_computed for s in running) / len(running)
-        left = sum(max(0, n - s.num_generated) for s, n in zip(running, expected, strict=True))
-        left += scheduler.num_waiting * sum(expected) / len(expected)
+        left = scheduler.num_waiting * sum(expected) / len(expected)
+        left += sum(max(0, n - s.num_generated) for s, n in zip(running, expected, strict=True))
         return Rows(most, others, blocks, context, len(running), computed, left)
 
     def _want_layers(self, on_device: int, why: str) -> None:

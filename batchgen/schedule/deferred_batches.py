@@ -43,7 +43,7 @@ class DeferredBatches:
         waiting: deferred batches that wait for the CPU, or for a sweep to come to their layer, in the order in which
             they were sent.
         ended: deferred batches that had their logits in the latest sweep.
-        pipelines: whether the next sweep is pipelined: they go with its last micro-batch through all layers that they
+        pipelines: Whether the next sweep is pipelined: they go with its last micro-batch through all layers that they
             have left, the CPU attending beside the other micro-batches (APEX section 3.4).
     """
 

@@ -40,7 +40,7 @@ class SweepLoad(NamedTuple):  # one or two for every sweep
 
 
 def load_of(sweep: Iterable[ScheduledSequence]) -> SweepLoad:
-    """What sequences of a sweep have that the compute device attends to."""
+    """The load of sequences of a sweep that the compute device attends to."""
     prompt_tokens = prompt_keys = sampled = decodes = keys = 0
     for one in sweep:
         sampled += one.num_logits

@@ -61,8 +61,9 @@ def test_a_job_adapts_and_writes_what_the_cpu_alone_writes(
     planned(*arguments, *DEVICE, "-o", plan)
     made = json.loads(plan.read_text())
     made["policy"] |= {
-        "admission": "continuous", "gpu_batch_size": 12 // batches, "num_gpu_batches": batches, "kv_seqs": quotas,
-        "kv_blocks": {"gpu": 64, "cpu": 64}, "activation_batches": [batches, 0], "deferred_rows": None,
+        "admission": "continuous", "gpu_batch_size": 12 // batches, "num_gpu_batches": batches, "max_num_seqs": 12,
+        "kv_seqs": quotas, "kv_blocks": {"gpu": 64, "cpu": 64}, "activation_batches": [batches, 0],
+        "deferred_rows": None,
     }  # fmt: skip
     made["prediction"]["lane_costs"] |= costs
     plan.write_text(json.dumps(made))
