@@ -49,7 +49,7 @@ _MOST_SWAPPED_BLOCKS = 256
 # Placements whose attention the compute device computes.
 _COMPUTE_ATTENDS = (KVPlacement.DEVICE, KVPlacement.STREAMED, KVPlacement.DISK)
 # Placements that a sequence of the device's pool may move to, in order of preference.
-_ON_HOST = (KVPlacement.CPU, KVPlacement.STREAMED, KVPlacement.DEFERRED)
+_ON_HOST = (KVPlacement.CPU, KVPlacement.DEFERRED)
 
 
 class _BeforeDrafts(NamedTuple):
