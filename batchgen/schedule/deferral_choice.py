@@ -179,7 +179,8 @@ class DeferralChoice:
 def deferral_choice(policy: Policy, costs: LaneCosts, num_layers: int) -> DeferralChoice | None:
     """The choice for a policy that defers attention in sweeps of one micro-batch; None where nothing is to be chosen.
 
-    Weights of 4 bits are dequantized for a layer at a time, and the two micro-batches of a pipelined sweep are at two.
+    Where a plan limits the rows that enter the placement, they end when the job does anyway. Weights of 4 bits are
+    dequantized for a layer at a time, and the two micro-batches of a pipelined sweep are at two.
 
     Args:
         policy: The policy.
@@ -187,6 +188,7 @@ def deferral_choice(policy: Policy, costs: LaneCosts, num_layers: int) -> Deferr
         num_layers: Layers of the model.
     """
     defers = policy.kv_seqs.get(KVPlacement.DEFERRED, 0) and not policy.kv_seqs.get(KVPlacement.CPU, 0)
+    defers = defers and policy.deferred_rows is None
     if not defers or policy.num_gpu_batches > 1 or policy.weight_format == INT4 or policy.admission != "continuous":
         return None
     return None if costs == NOT_KNOWN or not (costs.cpu_seq_s or costs.cpu_key_s) else DeferralChoice(costs, num_layers)
