@@ -68,6 +68,7 @@ TABLES = {
     "docs/tasks/extraction.md": {"mails.parquet": {"mail": TEXTS}},
     "docs/tasks/judging.md": {"answers.parquet": {"question": TEXTS, "answer": TEXTS}},
     "docs/tasks/matching.md": {"pairs.parquet": {"a": TEXTS, "b": TEXTS}},
+    "docs/cascades.md": {"pairs.parquet": {"a": TEXTS, "b": TEXTS}},
     "docs/tasks/evaluation.md": {
         "questions.parquet": {"question": TEXTS, "options": [["yes", "no"], ["3", "4"]], "expected": TEXTS},
     },

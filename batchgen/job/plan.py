@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -153,6 +153,32 @@ def _plan_lines(options: PlanOptions, started_s: float) -> list[str]:
     if options.frontier:
         lines += ["", *frontier_lines(in_formats(problem, *formats_of(plan.policy)))]
     return lines
+
+
+def predicted_s(options: PlanOptions, shares: Sequence[float]) -> tuple[int, list[float]]:
+    """The number of rows of a job, and the predicted seconds of a job over each share of them.
+
+    Args:
+        options: The options of `batchgen plan`.
+        shares: Shares of the rows, above 0 to 1.
+
+    Raises:
+        InputError: No plan fits.
+    """
+    asked = options.job
+    files, config = resolve_for_planning(asked.model, asked.lora)
+    estimated = _workload(options, files, config, resolve_context(config, asked.max_model_len))
+    rows = estimated.workload.num_seqs
+
+    def seconds_of(share: float) -> float:
+        workload = replace(estimated.workload, num_seqs=max(1, round(share * rows)))
+        part = estimated._replace(workload=workload)
+        if asked.hardware is None:
+            job = resolve_job(asked, files, config)
+            return plan_job(*problem_here(job, part, started_s=time.monotonic())).prediction.total_s
+        return plan_job(*_problem_there(asked, files, config, None, part)).prediction.total_s
+
+    return rows, [seconds_of(share) for share in shares]
 
 
 def _compared(

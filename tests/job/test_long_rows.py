@@ -1,0 +1,55 @@
+"""Prompts of 32,768 tokens, chunked, over tiers that are smaller than their KV."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from command_line import invoke
+from tiny_models import make_tiny_model
+
+import batchgen
+
+LENGTH, OUTPUT = 32_768, 3
+SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "max_position_embeddings": 65_536}
+# About 8 MiB of KV a row with full attention, and the GPU has room for neither row.
+DEVICES = ["cpu", "emulated:gpu-memory=6MiB,h2d=4GiB/s,d2h=4GiB/s"]
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def long(request, tmp_path_factory):
+    """A model, two rows, and transformers' greedy tokens of them."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model = make_tiny_model(request.param, folder / "model", **SIZES)
+    prompts = [[5 + (i * 7 + row * i // 11) % 400 for i in range(LENGTH - 31 * row)] for row in range(2)]
+    pq.write_table(pa.table({"prompt": prompts}), folder / "rows.parquet")
+    model.set_attn_implementation("sdpa")
+    tokens = []
+    for prompt in prompts:
+        out = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=OUTPUT, eos_token_id=None)
+        tokens.append(out[0, len(prompt) :].tolist())
+    return str(folder / "model"), folder / "rows.parquet", tokens
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_long_prompts_have_the_tokens_of_transformers_wherever_their_kv_is(long, tmp_path, device):
+    model, rows, tokens = long
+    options = {"max_tokens": OUTPUT, "ignore_eos": True, "dtype": "float32", "token_ids": True, "device": device}
+    report = batchgen.run(model, rows, tmp_path / "out.parquet", max_num_batched_tokens=4096, **options)
+    assert report["rows_ok"] == 2
+    assert pq.read_table(tmp_path / "out.parquet")["token_ids"].to_pylist() == tokens
+    assert report["predicted_wall_s"] > 0
+    assert report["policy"]["max_num_batched_tokens"] == 4096  # so each prompt was cut into chunks
+
+
+def test_the_plan_of_long_prompts_has_their_kv_outside_of_a_small_gpu(long):
+    model, rows, _ = long
+    code, stdout, message = invoke(
+        "plan", "-m", model, "-i", rows, "--max-tokens", OUTPUT, "--ignore-eos", "--dtype", "float32", "--device",
+        DEVICES[1], "--json", "--progress", "none",
+    )  # fmt: skip
+    assert code == 0, message
+    plan = json.loads(stdout)
+    assert plan["prediction"]["total_s"] > 0
+    assert plan["policy"]["kv_placement"] != "device"
