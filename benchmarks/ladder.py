@@ -246,12 +246,24 @@ class Ladder:
         *,
         rows: int | None = None,
         timeout_s: float | None = None,
+        form: str | None = None,
     ) -> dict[str, Any]:
-        """Run a job within a memory limit; returns its cell."""
+        """Run a job within a memory limit; returns its cell.
+
+        Args:
+            model: The model.
+            engine: The engine's name.
+            python: The Python of its environment.
+            settings: Its settings.
+            limit: The limit in bytes.
+            rows: Number of rows; None: all.
+            timeout_s: Seconds after which it is killed; None: those of --limit-s.
+            form: Form of the weights; None: that of the engine.
+        """
         folder = self.args.work_dir
         job, result, log = (folder / f"{engine}.{end}" for end in ("job.json", "result.json", "log"))
         result.unlink(missing_ok=True)
-        weights = model.form(ENGINES[engine].weights)
+        weights = model.form(form or ENGINES[engine].weights)
         given = settings | {"memory_bytes": limit, "beside_bytes": self.args.beside, "folder": str(folder)}
         job.write_text(
             json.dumps(
@@ -299,7 +311,13 @@ class Ladder:
 
         def run(resume: bool, timeout_s: float | None = None) -> dict[str, Any]:
             return self._limited(
-                model, BATCHGEN, sys.executable, settings | {"resume": resume}, limit, timeout_s=timeout_s
+                model,
+                BATCHGEN,
+                sys.executable,
+                settings | {"resume": resume},
+                limit,
+                timeout_s=timeout_s,
+                form="directory",  # a store has one dtype
             )
 
         whole = run(resume=False)

@@ -155,8 +155,8 @@ def _plan_lines(options: PlanOptions, started_s: float) -> list[str]:
     return lines
 
 
-def predicted_s(options: PlanOptions, shares: Sequence[float]) -> tuple[int, list[float]]:
-    """The number of rows of a job, and the predicted seconds of a job over each share of them.
+def predicted_s(options: PlanOptions, shares: Sequence[float]) -> list[float]:
+    """The predicted seconds of a job over each share of its rows.
 
     Args:
         options: The options of `batchgen plan`.
@@ -168,17 +168,16 @@ def predicted_s(options: PlanOptions, shares: Sequence[float]) -> tuple[int, lis
     asked = options.job
     files, config = resolve_for_planning(asked.model, asked.lora)
     estimated = _workload(options, files, config, resolve_context(config, asked.max_model_len))
-    rows = estimated.workload.num_seqs
 
     def seconds_of(share: float) -> float:
-        workload = replace(estimated.workload, num_seqs=max(1, round(share * rows)))
+        workload = replace(estimated.workload, num_seqs=max(1, round(share * estimated.workload.num_seqs)))
         part = estimated._replace(workload=workload)
         if asked.hardware is None:
             job = resolve_job(asked, files, config)
             return plan_job(*problem_here(job, part, started_s=time.monotonic())).prediction.total_s
         return plan_job(*_problem_there(asked, files, config, None, part)).prediction.total_s
 
-    return rows, [seconds_of(share) for share in shares]
+    return [seconds_of(share) for share in shares]
 
 
 def _compared(

@@ -118,14 +118,16 @@ def models(tmp_path_factory):
     return str(folder / "small"), str(folder / "large")
 
 
-@pytest.fixture
-def rows(tmp_path):
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rows")
     table = pa.table({"id": list(range(60)), "text": [f"Row {i * 7919} is it so?" for i in range(60)]})
-    pq.write_table(table, tmp_path / "rows.parquet")
-    return tmp_path / "rows.parquet"
+    pq.write_table(table, folder / "rows.parquet")
+    return folder / "rows.parquet"
 
 
 SCORED = {"task": "score", "choices": ["yes", "no"], "prompt_column": "text", "dtype": "float32"}
+STOPPED = SCORED | {"agree": 0.6, "cascade_sample": 20}
 GENERATED = {"choices": ["yes", "no"], "prompt_column": "text", "dtype": "float32"}
 
 
@@ -161,11 +163,18 @@ def test_a_cascade_of_a_model_with_itself_passes_on_the_sample_alone(models, row
     assert of["agree_estimate"] == 1.0 and of["large_rows"] == of["sampled_rows"] < 60
 
 
+@pytest.fixture(scope="module")
+def whole(models, rows, tmp_path_factory):
+    """The output of a cascade that nothing has stopped."""
+    output = tmp_path_factory.mktemp("whole") / "out.parquet"
+    batchgen.run(models[1], rows, output, cascade=models[0], **STOPPED)
+    return output
+
+
 @pytest.mark.parametrize("stopped_in", [1, 2, 3, 4])
-def test_an_interrupted_cascade_goes_on_to_the_same_output(models, rows, tmp_path, monkeypatch, stopped_in):
+def test_an_interrupted_cascade_goes_on_to_the_same_output(models, rows, whole, tmp_path, monkeypatch, stopped_in):
     small, large = models
-    options = SCORED | {"cascade": small, "agree": 0.8, "cascade_sample": 20}
-    batchgen.run(large, rows, tmp_path / "whole.parquet", **options)
+    options = STOPPED | {"cascade": small}
     begun, run_job = [], joint_jobs.run_job
 
     def stopping(job, *rest):
@@ -184,7 +193,7 @@ def test_an_interrupted_cascade_goes_on_to_the_same_output(models, rows, tmp_pat
         batchgen.run(large, rows, tmp_path / "out.parquet", **options)
     assert not (tmp_path / "out.parquet").exists() and len(begun) == min(stopped_in, 3)
     report = batchgen.run(large, rows, tmp_path / "out.parquet", **options)
-    assert (tmp_path / "out.parquet").read_bytes() == (tmp_path / "whole.parquet").read_bytes()
+    assert (tmp_path / "out.parquet").read_bytes() == whole.read_bytes()
     assert report["cascade"]["rows_saved"] > 0
     again = batchgen.run(large, rows, tmp_path / "out.parquet", **options)
     assert again["state"] == "already complete" and again["rows"] == 60
@@ -217,6 +226,15 @@ def test_a_deadline_stops_a_cascade_and_the_next_run_goes_on(models, rows, tmp_p
     assert batchgen.run(models[1], rows, tmp_path / "out.parquet", **options)["state"] == "complete"
 
 
+def test_the_status_of_a_cascade_is_that_of_its_jobs(models, rows, tmp_path):
+    output = tmp_path / "out.parquet"
+    batchgen.run(models[1], rows, output, cascade=models[0], cascade_sample=20, **SCORED)
+    code, _, message = invoke("status", output)
+    assert code == 2 and f"{output}.jobs" in message
+    code, stdout, _ = invoke("status", f"{output}.jobs/small.parquet")
+    assert code == 0 and "60 rows ok" in stdout
+
+
 def test_a_cascade_without_an_output_gives_a_table(models, rows):
     table = batchgen.run(models[1], str(rows), cascade=models[0], cascade_sample=20, **SCORED)
     assert len(table) == 60 and {"choice", "answered_by", "confidence"} <= set(table.column_names)
@@ -235,7 +253,7 @@ def test_an_output_of_another_job_is_not_replaced(models, rows, tmp_path):
         ({"prompt_column": "text"}, "free texts rarely agree"),
         ({"task": "score", "prompt_column": "text"}, "a score of a whole text is none"),
         (SCORED | {"agree": 1.0}, "--agree must be between 0 and 1"),
-        (GENERATED | {"n": 2}, "-n does not go with --cascade"),
+        (GENERATED | {"n": 2, "temperature": 1.0}, "-n does not go with --cascade"),
     ],
 )
 def test_a_cascade_that_cannot_keep_a_promise_is_refused(models, rows, tmp_path, options, message):

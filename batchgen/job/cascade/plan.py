@@ -18,6 +18,7 @@ from batchgen.job.checks import check_options
 from batchgen.job.options import PlanOptions
 from batchgen.job.plan import predicted_s
 from batchgen.job.progress import Progress
+from batchgen.job.source import open_input
 
 _SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)  # of the rows beside the sample
 
@@ -81,12 +82,13 @@ def cascade_plan_lines(options: PlanOptions) -> list[str]:
 def _plan(options: PlanOptions) -> CascadePlan:
     job = replace(options.job, cascade=None)
     small = replace(job, model=str(options.job.cascade), lora=None, chat_template=None)
-    rows, (small_s,) = predicted_s(replace(options, job=small), [1.0])
+    rows = max(1, open_input(job).count_rows()) if job.input is not None else options.num_prompts or 1
+    (small_s,) = predicted_s(replace(options, job=small), [1.0])
     draws = options.job.cascade_sample or Target(job.agree, job.confidence).default_draws(rows)
     sampled = min(rows, math.ceil(rows * (1.0 - math.exp(-draws / rows))))  # some rows are drawn several times
     others = 1.0 - sampled / rows
     shares = [sampled / rows, *(share * others for share in _SHARES), 1.0]
-    _, (sample_s, *rest_s, alone_s) = predicted_s(replace(options, job=job), shares)
+    sample_s, *rest_s, alone_s = predicted_s(replace(options, job=job), shares)
     return CascadePlan(rows, sampled, small_s, sample_s, dict(zip(_SHARES, rest_s, strict=True)), alone_s)
 
 

@@ -6,6 +6,7 @@ small model's confidence; the large one answers the other rows below it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.core.atomic_file import write_atomically
-from batchgen.core.digest import json_sha256
 from batchgen.core.errors import InputError
 from batchgen.core.text import without_credentials
 from batchgen.core.units import format_seconds
@@ -87,7 +87,7 @@ def _run(jobs: Jobs) -> dict[str, Any]:
     jobs.say(_threshold_line(threshold, rows, len(below), len(sample)))
     parts = [answered]
     if len(below):
-        name = f"rest-{json_sha256([repr(threshold), len(below)])[:8]}"
+        name = f"rest-{hashlib.sha256(below.tobytes()).hexdigest()[:8]}"
         parts.append(_large(jobs, small, name, below))
     return _written(jobs, small, parts, threshold, len(draws.rows))
 

@@ -241,7 +241,8 @@ def write_output(
     decided = {**asked, "suffix": jobs.output.suffix}
     kept = read_json(state_path)
     if kept is not None and kept["asked"] == decided and kept.get("output") == _version(jobs.output):
-        return kept["report"] | {"state": "already complete", "rows_resumed": kept["report"]["rows"]}
+        before: dict[str, Any] = kept["report"]
+        return before | {"state": "already complete", "rows_resumed": before["rows"]}
     write_atomically(state_path, json.dumps({"asked": None}).encode())  # from now on the output may be replaced
     errors: Counter[str] = Counter()
     rows = 0
