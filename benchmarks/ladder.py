@@ -72,11 +72,13 @@ class Engine:
         runner: Name of its script in peers/.
         weights: The form of the weights that it reads: a key of `FORMS`.
         sweep: Settings that are tried, in the runner's words.
+        environment: Name of its environment (`python_of`); None: the engine's name.
     """
 
     runner: str
     weights: str
     sweep: tuple[dict[str, Any], ...]
+    environment: str | None = None
 
 
 ENGINES = {
@@ -94,7 +96,9 @@ ENGINES = {
         "directory",
         tuple({"max_num_seqs": n, "max_num_batched_tokens": 2048, "cache_gb": 1} for n in (64, 128)),
     ),
-    "transformers": Engine("run_transformers.py", "directory", tuple({"batch_size": n} for n in (32, 128))),
+    "transformers": Engine(
+        "run_transformers.py", "directory", tuple({"batch_size": n} for n in (32, 128)), environment="accelerate"
+    ),
     "accelerate": Engine("run_accelerate.py", "directory", ({"batch_size": 128},)),
 }
 # Form of the weights -> its name in a model's folder.
@@ -227,7 +231,7 @@ class Ladder:
     def _cell(self, model: Model, engine: str, settings: dict[str, Any], share: float) -> dict[str, Any]:
         about = {"engine": engine, "share": share, "asked": settings}
         try:
-            python = sys.executable if engine == BATCHGEN else str(python_of(engine, self.args.engines_dir))
+            python = self._python(engine)
         except (subprocess.CalledProcessError, OSError):
             return about | {"failed": "its packages cannot be installed"}
         limit = int(share * model.weight_bytes) + self.args.beside
@@ -235,6 +239,12 @@ class Ladder:
         if engine == BATCHGEN and not measured:  # the machine is measured for the model at the first run
             self._limited(model, engine, python, settings, limit, rows=2)
         return about | {"limit_bytes": limit} | self._limited(model, engine, python, settings, limit)
+
+    def _python(self, engine: str) -> str:
+        """The Python of an engine's environment. Raises CalledProcessError where it cannot be installed."""
+        if engine == BATCHGEN:
+            return sys.executable
+        return str(python_of(ENGINES[engine].environment or engine, self.args.engines_dir))
 
     def _limited(
         self,
@@ -485,7 +495,7 @@ def main() -> None:
         for engine in args.engines:
             if engine != BATCHGEN:
                 try:
-                    python_of(engine, args.engines_dir)
+                    python_of(ENGINES[engine].environment or engine, args.engines_dir)
                 except subprocess.CalledProcessError as error:
                     print(f"{engine} cannot be installed: {error}", flush=True)
         return

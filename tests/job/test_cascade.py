@@ -121,14 +121,14 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rows")
-    table = pa.table({"id": list(range(60)), "text": [f"Row {i * 7919} is it so?" for i in range(60)]})
+    table = pa.table({"id": list(range(60)), "question": [f"Row {i * 7919} is it so?" for i in range(60)]})
     pq.write_table(table, folder / "rows.parquet")
     return folder / "rows.parquet"
 
 
-SCORED = {"task": "score", "choices": ["yes", "no"], "prompt_column": "text", "dtype": "float32"}
+SCORED = {"task": "score", "choices": ["yes", "no"], "prompt_column": "question", "dtype": "float32"}
 STOPPED = SCORED | {"agree": 0.6, "cascade_sample": 20}
-GENERATED = {"choices": ["yes", "no"], "prompt_column": "text", "dtype": "float32"}
+GENERATED = {"choices": ["yes", "no"], "prompt_column": "question", "dtype": "float32"}
 
 
 @pytest.mark.parametrize("options", [SCORED, GENERATED])
@@ -210,7 +210,7 @@ def test_another_promise_reuses_the_answers_of_the_small_model_and_of_the_sample
 
 def test_rows_that_the_small_model_cannot_answer_go_to_the_large_one(models, tmp_path):
     texts = ["Is it so?", None, "Is it late?", "yes?"]
-    pq.write_table(pa.table({"text": texts}), tmp_path / "rows.parquet")
+    pq.write_table(pa.table({"question": texts}), tmp_path / "rows.parquet")
     options = SCORED | {"cascade": models[0], "cascade_sample": 100}
     report = batchgen.run(models[1], tmp_path / "rows.parquet", tmp_path / "out.parquet", **options)
     output = pq.read_table(tmp_path / "out.parquet")
@@ -250,8 +250,8 @@ def test_an_output_of_another_job_is_not_replaced(models, rows, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prompt_column": "text"}, "free texts rarely agree"),
-        ({"task": "score", "prompt_column": "text"}, "a score of a whole text is none"),
+        ({"prompt_column": "question"}, "free texts rarely agree"),
+        ({"task": "score", "prompt_column": "question"}, "a score of a whole text is none"),
         (SCORED | {"agree": 1.0}, "--agree must be between 0 and 1"),
         (GENERATED | {"n": 2, "temperature": 1.0}, "-n does not go with --cascade"),
     ],
@@ -262,7 +262,7 @@ def test_a_cascade_that_cannot_keep_a_promise_is_refused(models, rows, tmp_path,
 
 
 def test_the_command_says_what_was_passed_on_promised_and_saved(models, rows, tmp_path):
-    command = ["run", "-m", models[1], "--cascade", models[0], "-i", str(rows), "--prompt-column", "text"]
+    command = ["run", "-m", models[1], "--cascade", models[0], "-i", str(rows), "--prompt-column", "question"]
     command += ["--task", "score", "--choices", "yes", "--choices", "no", "--agree", "0.6", "--cascade-sample", "20"]
     report_file = tmp_path / "report.json"
     code, stdout, _ = invoke(*command, "--report", report_file, "-o", tmp_path / "out.parquet")
@@ -283,7 +283,7 @@ def test_a_plan_says_up_to_which_share_a_cascade_pays():
 
 
 def test_the_plan_of_a_cascade_has_the_time_of_both_models(models, rows):
-    command = ["plan", "-m", models[1], "--cascade", models[0], "-i", rows, "--prompt-column", "text"]
+    command = ["plan", "-m", models[1], "--cascade", models[0], "-i", rows, "--prompt-column", "question"]
     command += ["--task", "score", "--choices", "yes", "--choices", "no", "--progress", "none"]
     code, stdout, _ = invoke(*command, "--json")
     plan = json.loads(stdout)

@@ -52,4 +52,4 @@ def test_the_plan_of_long_prompts_has_their_kv_outside_of_a_small_gpu(long):
     assert code == 0, message
     plan = json.loads(stdout)
     assert plan["prediction"]["total_s"] > 0
-    assert plan["policy"]["kv_placement"] != "device"
+    assert sum(count for name, count in plan["policy"]["kv_seqs"].items() if name != "gpu") > 0
