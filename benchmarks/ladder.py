@@ -83,23 +83,21 @@ class Engine:
 
 ENGINES = {
     BATCHGEN: Engine("run_batchgen_job.py", "store", ({"dtype": "bfloat16", "resume": False},)),
-    "llama.cpp": Engine(
-        "run_llama_cpp.py", "gguf", tuple({"sequences": n, "batch_tokens": 512} for n in (16, 64, 128))
+    "llama.cpp": Engine("run_llama_cpp.py", "gguf", tuple({"sequences": n, "batch_tokens": 512} for n in (16, 64))),
+    "transformers": Engine(
+        "run_transformers.py", "directory", tuple({"batch_size": n} for n in (16, 64)), environment="accelerate"
+    ),
+    "accelerate": Engine("run_accelerate.py", "directory", ({"batch_size": 64},)),
+    "vllm": Engine(
+        "run_vllm.py",
+        "directory",
+        tuple({"max_num_seqs": 64, "max_num_batched_tokens": n, "cache_gb": 1} for n in (512, 2048)),
     ),
     "openvino": Engine(
         "run_openvino.py",
         "gguf-f16",
-        tuple({"max_num_seqs": n, "max_num_batched_tokens": 1024, "cache_gb": 1, "bits": 16} for n in (64, 128)),
+        tuple({"max_num_seqs": 64, "max_num_batched_tokens": n, "cache_gb": 1, "bits": 16} for n in (256, 1024)),
     ),
-    "vllm": Engine(
-        "run_vllm.py",
-        "directory",
-        tuple({"max_num_seqs": n, "max_num_batched_tokens": 2048, "cache_gb": 1} for n in (64, 128)),
-    ),
-    "transformers": Engine(
-        "run_transformers.py", "directory", tuple({"batch_size": n} for n in (32, 128)), environment="accelerate"
-    ),
-    "accelerate": Engine("run_accelerate.py", "directory", ({"batch_size": 128},)),
 }
 # Form of the weights -> its name in a model's folder.
 FORMS = {"gguf": "bfloat16.gguf", "gguf-f16": "float16.gguf", "directory": "directory", "store": "store"}
@@ -301,8 +299,9 @@ class Ladder:
             return cell | {"failed": f"not done in {timeout_s:.0f} s"}
         if limited.exit_code or not result.exists():
             return cell | {"failed": _last_line(log)}
-        cell["wall_s"] = result.stat().st_mtime - started
         found = json.loads(result.read_text())
+        found["generation_s"] = found.pop("wall_s")
+        cell["wall_s"] = result.stat().st_mtime - started
         generated = found.pop("generated")
         outputs = folder / "outputs" / f"{_digest(generated)}.json"
         outputs.parent.mkdir(exist_ok=True)
@@ -457,13 +456,13 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--models", type=names, default=list(MODELS), help="separated by commas [default: all]")
     parser.add_argument("--model", action="append", default=[], metavar="NAME=GGUF", help="a further model")
     parser.add_argument("--engines", type=names, default=list(ENGINES), help="separated by commas [default: all]")
-    parser.add_argument("--rows", type=int, default=128)
+    parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--prompt-tokens", type=int, default=96)
     parser.add_argument("--output-tokens", type=int, default=32)
     parser.add_argument(
         "--beside", type=parse_bytes, default="512MiB", help="memory beside the share [default: 512MiB]"
     )
-    parser.add_argument("--limit-s", type=float, default=150, help="most seconds of a run")
+    parser.add_argument("--limit-s", type=float, default=75, help="most seconds of a run")
     parser.add_argument("--minutes", type=float, help="start no run that might end later")
     parser.add_argument("--threads", type=int, default=available_cores(), help="of the peers")
     parser.add_argument("--prepare", action="store_true", help="install engines and write models, and run nothing")
