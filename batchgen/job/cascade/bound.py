@@ -19,6 +19,7 @@ thresholds (fixed-sequence testing; Bates et al., "Distribution-free, risk-contr
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
@@ -110,24 +111,29 @@ def choose_threshold(confidences: Floats, draws: Draws, differs: npt.NDArray[np.
         differs: For each draw, True where the two models' answers differ. [draws]
         target: The promise.
     """
-    best = Threshold(math.inf, 0.0, 1.0)
-    of_draws = confidences[draws.rows]
-    for threshold in _thresholds(confidences):
-        losses = np.where((of_draws >= threshold) & differs, draws.weights, 0.0)
-        if not is_below(losses, 1.0 - target.agree, 1.0 - target.confidence, draws.most_weight):
-            break
-        kept = float(np.mean(confidences >= threshold))
-        best = Threshold(float(threshold), kept, 1.0 - float(losses.mean()))
-    return best
+    of_draws, thresholds = confidences[draws.rows], _thresholds(confidences)
+
+    def losses_at(threshold: float) -> Floats:
+        return np.where((of_draws >= threshold) & differs, draws.weights, 0.0)
+
+    def passes(threshold: float) -> bool:
+        return is_below(losses_at(threshold), 1.0 - target.agree, 1.0 - target.confidence, draws.most_weight)
+
+    # With each further row that is kept losses grow, and no bet gains: all thresholds before the first that fails pass.
+    failing = bisect_left(thresholds, True, key=lambda threshold: not passes(threshold))
+    if not failing:
+        return Threshold(math.inf, 0.0, 1.0)
+    lowest = float(thresholds[failing - 1])
+    return Threshold(lowest, float(np.mean(confidences >= lowest)), 1.0 - float(losses_at(lowest).mean()))
 
 
-def _thresholds(confidences: Floats) -> Floats:
+def _thresholds(confidences: Floats) -> list[float]:
     """Confidences to try as thresholds, the highest first; each keeps more rows than the one before."""
     answered = confidences[confidences >= 0.0]
     if not len(answered):
-        return answered
+        return []
     shares = np.linspace(1.0 - 1.0 / _THRESHOLDS, 0.0, _THRESHOLDS)
-    return np.unique(np.quantile(answered, shares, method="higher"))[::-1]
+    return [float(value) for value in np.unique(np.quantile(answered, shares, method="higher"))[::-1]]
 
 
 def is_below(losses: Floats, mean: float, error: float, most: float) -> bool:
