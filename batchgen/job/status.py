@@ -63,7 +63,7 @@ def _status(output: Path, sleep: Callable[[float], None], name: str) -> dict[str
     target = target_path(output)
     directory = run_directory(target) if target.name else None
     held = Manifest.read(directory / "manifest.json") if directory is not None else None
-    if held is None and joint_directory(target).is_dir():
+    if directory is not None and held is None and joint_directory(target).is_dir():
         raise InputError(
             f"{name} is made by several jobs: ask for those in {joint_directory(target)}, such as *.parquet"
         )
