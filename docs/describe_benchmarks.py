@@ -111,6 +111,38 @@ def larger_than_memory(d: dict) -> str:
     )
 
 
+def ladder(name: str) -> Callable[[dict], str]:
+    """The fastest and the slowest limit of each engine on the ladder of memory. name: the model's name."""
+
+    def words(d: dict) -> str:
+        tokens = d["arguments"]["rows"] * d["arguments"]["output_tokens"]
+        rates: dict[str, dict[float, float]] = {}
+        for cell in d["models"][name]["cells"].values():
+            if "wall_s" in cell and cell.get("valid"):
+                of_engine = rates.setdefault(cell["engine"], {})
+                of_engine[cell["share"]] = max(of_engine.get(cell["share"], 0.0), tokens / cell["wall_s"])
+        shown = [
+            f"{engine} {by_share[max(by_share)]:.0f} at {max(by_share):g}, {by_share[min(by_share)]:.0f} at"
+            f" {min(by_share):g}"
+            for engine, by_share in rates.items()
+        ]
+        return f"generated tokens/s: {'; '.join(shown)}"
+
+    return words
+
+
+def cascade_planted(d: dict) -> str:
+    worst = max(case["broken"] for case in d["planted"].values())
+    shares = [f"{case['large_share']:.0%}" for case in d["planted"].values()]
+    return f"broken by {worst} of 200 samples at most; the large model answers {', '.join(shares)} of the rows"
+
+
+def cascade_data(d: dict) -> str:
+    cases = [case | {"name": name} for sets in d["data"].values() for name, case in sets.items()]
+    shown = [f"{case['name']} {case['broken']} and {case['large_share']:.0%}" for case in cases]
+    return f"broken samples, and rows of the large model: {', '.join(shown)}"
+
+
 def perplexities(*names: str) -> Callable[[dict], str]:
     def words(d: dict) -> str:
         added = [percent(d["results"][name]["ratio_to_fp32"] - 1, 2) for name in names]
