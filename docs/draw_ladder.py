@@ -103,7 +103,8 @@ def figure() -> str:
             for j, result in enumerate(results())]  # fmt: skip
     width, height = WIDTH * max(map(len, rows), default=1), PANEL * max(1, len(rows))
     style = "text{font:12px sans-serif;fill:#333}.title{font-weight:bold}.grid{stroke:#ddd}"
-    body = "\n".join(line for row in rows for lines in row for line in lines)
+    lines = [line for row in rows for panel_lines in row for line in panel_lines]
+    body = "\n".join(lines or ['<text x="20" y="40">No machine has results here yet.</text>'])
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">'
         f"<title>Generated tokens per second over the memory limit</title><style>{style}</style>\n"
@@ -167,6 +168,7 @@ def described() -> str:
             ran = {cell["engine"] for cell in entry["cells"].values() if "wall_s" in cell}
             if reasons := [f"{engine}: {reason}" for engine, reason in left_out.items() if engine not in ran]:
                 parts.append("Not run: " + "; ".join(reasons) + ".")
+    parts = parts or ["No machine has results here yet."]
     return f"{before}{BEGIN}\n" + "\n\n".join(parts) + f"\n\n{END}{after}"
 
 
