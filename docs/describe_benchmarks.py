@@ -438,6 +438,11 @@ TABLES: dict[str, list[Row]] = {
             GEMMA_COMMAND,
             larger_than_memory,
         ),
+        *(
+            Row(f"[a ladder of memory](ladder.md): {name}", path.stem, "ladder.py --work-dir DIR", ladder(name))
+            for path in sorted(RESULTS.glob("ladder-*.json"))
+            for name in read(path.stem)["models"]
+        ),
     ],
     "Fewer bits": [
         Row(
@@ -550,6 +555,14 @@ TABLES: dict[str, list[Row]] = {
         ),
     ],
     "Scoring and structure": [
+        *(
+            Row(f"[the promise of a cascade](cascades.md), 0.95 with 0.95: {job}", path.stem, command, words)
+            for path in RESULTS.glob("cascade.json")
+            for job, command, words in (
+                ("eight planted cases", "cascade.py", cascade_planted),
+                ("yes or no over record pairs", "cascade.py --data DIR --work-dir DIR", cascade_data),
+            )
+        ),
         Row(
             "lm-evaluation-harness: three tasks in fp32, against its own `hf`",
             "lm_eval",
