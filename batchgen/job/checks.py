@@ -181,6 +181,8 @@ def _check_cascade(options: JobOptions) -> None:
         if given:
             raise InputError(f"{other} does not go with --cascade: leave one of them out")
     chooses = options.choices or options.choices_column
+    if options.task not in ("generate", "score"):
+        raise InputError(f"--cascade compares answers, and --task {options.task} gives none: leave it out")
     if options.task == "score" and not (chooses or options.continuations_column):
         raise InputError("--cascade compares answers, and a score of a whole text is none: give --choices")
     if options.task == "generate" and not (chooses or any(getattr(sampling, name) for name in GRAMMARS)):
