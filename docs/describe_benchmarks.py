@@ -111,6 +111,38 @@ def larger_than_memory(d: dict) -> str:
     )
 
 
+def ladder(name: str) -> Callable[[dict], str]:
+    """The fastest and the slowest limit of each engine on the ladder of memory. name: the model's name."""
+
+    def words(d: dict) -> str:
+        tokens = d["arguments"]["rows"] * d["arguments"]["output_tokens"]
+        rates: dict[str, dict[float, float]] = {}
+        for cell in d["models"][name]["cells"].values():
+            if "wall_s" in cell and cell.get("valid"):
+                of_engine = rates.setdefault(cell["engine"], {})
+                of_engine[cell["share"]] = max(of_engine.get(cell["share"], 0.0), tokens / cell["wall_s"])
+        shown = [
+            f"{engine} {by_share[max(by_share)]:.0f} at {max(by_share):g}, {by_share[min(by_share)]:.0f} at"
+            f" {min(by_share):g}"
+            for engine, by_share in rates.items()
+        ]
+        return f"generated tokens/s: {'; '.join(shown)}"
+
+    return words
+
+
+def cascade_planted(d: dict) -> str:
+    worst = max(case["broken"] for case in d["planted"].values())
+    shares = [f"{case['large_share']:.0%}" for case in d["planted"].values()]
+    return f"broken by {worst} of 200 samples at most; the large model answers {', '.join(shares)} of the rows"
+
+
+def cascade_data(d: dict) -> str:
+    cases = [case | {"name": name} for sets in d["data"].values() for name, case in sets.items()]
+    shown = [f"{case['name']} {case['broken']} and {case['large_share']:.0%}" for case in cases]
+    return f"broken samples, and rows of the large model: {', '.join(shown)}"
+
+
 def perplexities(*names: str) -> Callable[[dict], str]:
     def words(d: dict) -> str:
         added = [percent(d["results"][name]["ratio_to_fp32"] - 1, 2) for name in names]
@@ -244,6 +276,22 @@ def papers(d: dict) -> str:
     return f"{sum(map(is_close, rows))} of {len(rows)} are off by at most a quarter"
 
 
+def drafted(case: str) -> Callable[[dict], str]:
+    def words(d: dict) -> str:
+        found = d["cases"][case]
+        run = min(found["on"], key=lambda run: run["seconds"])
+        accepted = run["accepted_tokens"] / max(1, run["drafted_tokens"])
+        forced = f", {run['forced_tokens']:,} tokens forced" if run["forced_tokens"] else ""
+        return f"{found['gain']:.2f} times as fast; {percent(accepted)} of {run['drafted_tokens']:,} accepted{forced}"
+
+    return words
+
+
+def undisturbed_by_drafts(d: dict) -> str:
+    off, on = (d["cases"]["many rows"][name][0] for name in ("off", "on"))
+    return f"{off['cpu_s'] / on['cpu_s']:.2f} times as fast; {on['drafted_tokens']:,} drafted"
+
+
 def lm_eval(d: dict) -> str:
     ours, theirs = (d[side][0]["wall_s"] for side in ("batchgen", "hf"))
     return f"{ours:.0f} s against {theirs:.0f} s: {d['ratio']:.2f} times as fast; the same scores"
@@ -367,6 +415,7 @@ HYBRID_COMMAND = "larger_than_memory.py --shape qwen3.6-35b-a3b --work-dir DIR"
 GEMMA_COMMAND = "larger_than_memory.py --shape gemma-4-26b-a4b --engines batchgen --work-dir DIR"
 STATES_COMMAND = "cpu_engines.py --shape {} --workloads fixed --engines batchgen,vllm --repeats 1"
 BUDGET_COMMAND = "attention_budget.py --dtype bfloat16 --rows 4 --budget all --budget 20% --budget 10%"
+PROMISE = "[the promise of a cascade](cascades.md), 0.95 with 0.95"
 POLICIES = "twenty policies drawn at random, median and worst error"
 
 TABLES: dict[str, list[Row]] = {
@@ -428,6 +477,30 @@ TABLES: dict[str, list[Row]] = {
             f"larger_than_memory-gemma-4-26b-a4b-10GiB-{A}",
             GEMMA_COMMAND,
             larger_than_memory,
+        ),
+        *(
+            Row(f"[a ladder of memory](ladder.md): {name}", path.stem, "ladder.py --work-dir DIR", ladder(name))
+            for path in sorted(RESULTS.glob("ladder-*.json"))
+            for name in read(path.stem)["models"]
+        ),
+        Row(
+            "[drafts](tiers.md#drafts) against none: 8 layers of a 3B shape on disk, 32 rows whose answers are spans of"
+            " prompts",
+            f"drafts-{A}",
+            "drafts.py --work-dir DIR --cases extraction --layers 8",
+            drafted("extraction"),
+        ),
+        Row(
+            "drafts against none: restaurant entries into JSON under a schema, demo on disk, 32 rows at a time",
+            f"drafts-{A}",
+            "drafts.py --work-dir DIR --cases json",
+            drafted("json"),
+        ),
+        Row(
+            "drafts against none: 2 layers of a 3B shape on disk, 256 rows, where computation binds; CPU seconds",
+            f"drafts-{A}",
+            "drafts.py --work-dir DIR --cases 'many rows' --prompt-tokens 100 --output-tokens 48",
+            undisturbed_by_drafts,
         ),
     ],
     "Fewer bits": [
@@ -550,6 +623,14 @@ TABLES: dict[str, list[Row]] = {
         ),
     ],
     "Scoring and structure": [
+        *(
+            Row(f"{PROMISE}: {job}", "cascade", command, words)
+            for job, command, words, part in (
+                ("eight planted cases", "cascade.py", cascade_planted, "planted"),
+                ("yes or no over record pairs", "cascade.py --data DIR --work-dir DIR", cascade_data, "data"),
+            )
+            if read("cascade")[part]
+        ),
         Row(
             "lm-evaluation-harness: three tasks in fp32, against its own `hf`",
             "lm_eval",
@@ -568,6 +649,14 @@ TABLES: dict[str, list[Row]] = {
             "all-MiniLM-L6-v2 in fp32: 2,000 paragraphs, 157,183 tokens, against sentence-transformers",
             f"embeddings-minilm-{A}",
             "embeddings.py --model all-MiniLM-L6-v2 --packages DIR --rows 2000 --repeats 2",
+            embeddings,
+        ),
+        Row(
+            "Qwen3-Embedding-0.6B's shape in bf16, random weights: 120 paragraphs, 9,958 tokens, against"
+            " sentence-transformers",
+            f"embeddings-qwen3-embedding-0.6b-{A}",
+            "embeddings.py --shape qwen3-embedding-0.6b --tokenizer DIR --packages DIR --rows 120 --repeats 1"
+            " --dtype bfloat16",
             embeddings,
         ),
     ],
