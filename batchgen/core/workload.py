@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from batchgen.core.draft_rates import DraftRates
 from batchgen.core.errors import InputError
 from batchgen.core.routing import INDEPENDENT, Routing
 
@@ -77,6 +78,7 @@ class Workload:
             sequences end after prefill and count as if they generated 1 token. None: the job generates.
         routing: Spread of the tokens over experts, for a mixture-of-experts model.
         prefix_seqs: Mean number of sequences with the same shared prefix, above 1; None: all of them have the same one.
+        drafts: Rates of the drafts that sequences have while weights or KV stream; None: nothing is drafted.
     """
 
     num_seqs: int
@@ -87,6 +89,7 @@ class Workload:
     scored_len: float | None = None
     routing: Routing = INDEPENDENT
     prefix_seqs: float | None = None
+    drafts: DraftRates | None = None
 
     def __post_init__(self) -> None:
         if self.num_seqs < 1:

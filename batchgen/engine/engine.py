@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from batchgen.core.attention_budget import ALL
 from batchgen.core.cache_folder import cache_dir
 from batchgen.core.device import parse_device
+from batchgen.core.draft_rates import DraftRates
 from batchgen.core.dtypes import AUTO, STATE_DTYPES
 from batchgen.core.errors import InputError
 from batchgen.core.kv_placement import KVPlacement
@@ -282,7 +283,8 @@ class Engine:
             "truncate-left" and "truncate-right" cut its prompt at that end.
         chat_template: Jinja text of a chat template that replaces the model's; None: the model's.
         sampling: Sampling parameters of requests that have none.
-        drafts: Whether tokens are drafted and checked several at a time, where that saves time. It changes no text.
+        drafts: Most drafted tokens of a sample that are checked together, where that saves time. They change no text.
+            0: nothing is drafted. None: some are while weights or KV stream.
         on_load: Function called with (layers loaded, layers in all) after each layer.
 
     Raises:
@@ -313,7 +315,7 @@ class Engine:
         on_overlong: str = "error",
         chat_template: str | None = None,
         sampling: SamplingParams | None = None,
-        drafts: bool = False,
+        drafts: int | None = 0,
         on_load: Callable[[int, int], None] | None = None,
     ) -> None:
         from batchgen.models.tokenizers.loading import load_tokenizer
@@ -367,6 +369,7 @@ class Engine:
             store=store,
             on_load=on_load,
             shard=shard,
+            drafts=drafts,
         )
         if max_num_seqs is None:
             request = with_fitting_states(request)
@@ -389,7 +392,7 @@ class Engine:
         on_overlong: str = "error",
         sampling: SamplingParams | None = None,
         longest_first: bool = False,
-        drafts: bool | Callable[[], Drafting] = False,
+        drafts: int | Callable[[], Drafting] | None = 0,
     ) -> Engine:
         """Make an engine from a model that is loaded already.
 
@@ -403,7 +406,8 @@ class Engine:
             on_overlong: "error", "truncate-left" or "truncate-right", for prompts that do not fit the context.
             sampling: Sampling parameters of requests that have none.
             longest_first: Whether requests to generate start in the order of their expected outputs, the longest first.
-            drafts: Whether tokens are drafted where that saves time, or what makes the drafts of each call.
+            drafts: Most drafts of a sequence in a sweep, or what makes the drafts of each call; None: some while
+                weights or KV stream.
         """
         engine = cls.__new__(cls)
         costs = lane_costs or NOT_KNOWN
@@ -419,7 +423,7 @@ class Engine:
         lane_costs: LaneCosts,
         on_overlong: str,
         sampling: SamplingParams | None,
-        drafts: bool | Callable[[], Drafting],
+        drafts: int | Callable[[], Drafting] | None,
     ) -> None:
         if on_overlong not in ON_OVERLONG:
             raise InputError(f"on_overlong must be one of {', '.join(ON_OVERLONG)}, not {on_overlong!r}")
@@ -513,12 +517,27 @@ class Engine:
                 expansion_choice=expansion_choice(self.policy, self._lane_costs),
             )
             self.changes = adaptation.changes
-        if self._drafts and self.policy.takes_drafts:
-            on_gpu = self.parts.compute_tier == "gpu"
-            scheduler.drafting = Drafting(only_while_waiting=on_gpu) if self._drafts is True else self._drafts()
+        scheduler.drafting = self._drafting()
         self._generation = handler = Generation(self.parts, self._sampling, self._on_overlong, known)
         lengths = ExpectedLengths() if self._longest_first else None
         return self._run_all(handler, requests, scheduler, adaptation, should_stop, on_sweep, lengths)
+
+    def _drafting(self) -> Drafting | None:
+        """The object that drafts tokens in a call; None: nothing is drafted."""
+        tier, drafts = self.parts.compute_tier, self._drafts
+        if callable(drafts):
+            return drafts() if self.policy.takes_drafts else None
+        if not (most := self.policy.most_drafts(drafts, tier)):
+            return None
+        reads_grow = self.policy.on_demand_tokens > 0
+        of_model = self.parts.draft_proposers()
+        return Drafting(only_while_waiting=tier == "gpu", most=most, reads_grow=reads_grow, of_model=of_model)
+
+    @property
+    def draft_rates(self) -> DraftRates | None:
+        """Rates of the drafts of the last call of `generate`; None: too few were judged."""
+        drafting = self._running.drafting if self._running else None
+        return drafting.rates if drafting else None
 
     def partials(self) -> list[PartialCompletion]:
         """The tokens so far of rows that the last call of `generate` has started and not finished, or had at its end.

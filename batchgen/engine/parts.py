@@ -18,6 +18,7 @@ from batchgen.schedule.deferred_batches import DeferredBatches
 
 if TYPE_CHECKING:
     from batchgen.models.tokenizers.tokenizer import Tokenizer
+    from batchgen.schedule.draft_proposer import Proposer
 
 
 class SweepRunner(Protocol):
@@ -89,6 +90,7 @@ class EngineParts:
         kernels: Kernel of each shape.
         sweeps_in_flight: The most sweeps in flight at once; a sequence is in two of them only with chunks of its
             prompt.
+        draft_proposers: Function that makes the proposers of drafts that the model has, for one call of the engine.
         peaks_of_others: Function that returns the peak bytes of each tier of the other processes that run the model,
             once the executor is closed; None stands for a process that has failed.
     """
@@ -110,6 +112,7 @@ class EngineParts:
     grammars: Grammars | None = None
     kernels: KernelChoice = PROCESS_SET
     sweeps_in_flight: int = 1
+    draft_proposers: Callable[[], Sequence[Proposer]] = tuple
     peaks_of_others: Callable[[], Sequence[Mapping[str, int] | None]] = tuple
 
     def token_logprob(self, token_id: int, logprob: float | None) -> TokenLogprob:

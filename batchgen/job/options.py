@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.attention_budget import ALL
+from batchgen.core.draft_rates import MOST_DRAFTS
 from batchgen.core.dtypes import KV_CODE_BITS, STATE_DTYPES, WEIGHTS
 from batchgen.core.quality import EXACT, KV_LOSSES, NEAR, QUALITIES, SMALL, WEIGHT_LOSSES, format_losses
 from batchgen.core.request import SamplingParams
@@ -436,14 +437,14 @@ class JobOptions:
         type=bool,
         help="Compute a prompt prefix that rows share once [default: on].",
     )
-    drafts: bool = _option(
+    drafts: int = _option(
         RESOURCES,
-        "run lm_eval helm serve-batches engine",
-        "--drafts/--no-drafts",
-        default=False,
-        type=bool,
-        help="Check several drafted tokens of a sequence in a sweep where that saves time: while weights or KV stream."
-        " It changes no text, but for rounding in 16 bits [default: no drafts].",
+        f"{_ROWS} lm_eval helm serve-batches engine",
+        default=0,
+        type=int,
+        metavar="N",
+        help=f"Most drafted tokens of a sequence, up to {MOST_DRAFTS}, that are checked together in a sweep, where that"
+        " saves time: while weights or KV stream. Drafts change no text, but for rounding in 16 bits [default: 0].",
     )
     pipeline: int = _option(
         RESOURCES,

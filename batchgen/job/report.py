@@ -197,6 +197,8 @@ def engine_report(engine: Engine | None, plan: Plan | None, wall_s: float) -> di
         "cached_prompt_tokens": stats.cached_prompt_tokens,
         "generated_tokens": stats.generated_tokens,
         "scored_tokens": stats.scored_tokens,
+        "drafted_tokens": stats.drafted_tokens,
+        "accepted_tokens": stats.accepted_tokens,
         "wall_s": wall_s,
         "load_s": engine.parts.load_s if engine else 0.0,
         "generated_tokens_per_s": stats.generated_tokens / wall_s,

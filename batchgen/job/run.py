@@ -32,6 +32,7 @@ from batchgen.job.chat_notices import watch_chats
 from batchgen.job.checks import check_job
 from batchgen.job.deduplication import Deduplication
 from batchgen.job.destination import Destination
+from batchgen.job.draft_rates import keep_drafts
 from batchgen.job.failures import FailedRows, FailureLimit
 from batchgen.job.files import check_files, write_text
 from batchgen.job.format_pinning import in_formats, job_of_output, leaves_formats_open, possible_jobs
@@ -597,6 +598,7 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
                 left.close()
             job.row_sizes.stop()
             learner.keep()
+            keep_drafts(job.resolved, engine.draft_rates)
     return None if state.is_done(total_rows) else stopped
 
 

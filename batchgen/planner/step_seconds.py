@@ -244,6 +244,26 @@ def decode_attention_s(
     return seqs * keys * kind.kv_token_bytes / rate
 
 
+def few_queries_attention_s(
+    s: CostInputs, kind: AttentionKind, seqs: float, keys: float, queries: float, device: ComputeRates, batches: int = 1
+) -> float:
+    """Seconds of one layer's attention for a few queries of each sequence, which share one pass over its KV.
+
+    It lasts as long as reading KV once, or as the product.
+
+    Args:
+        s: The inputs of the cost model.
+        kind: The layer's kind.
+        seqs: Sequences of all micro-batches.
+        keys: Keys that each of them sees, averaged over the layers.
+        queries: Mean number of queries of a sequence.
+        device: The rates of the device.
+        batches: Number of micro-batches.
+    """
+    read_s = decode_attention_s(s, kind, seqs, keys, device, batches)
+    return read_s if queries == 1 else max(read_s, prefix_attention_s(s, kind, seqs * queries, keys))
+
+
 def state_update_s(s: CostInputs, seqs: float, device: ComputeRates, batches: int = 1) -> float:
     """Seconds of one state layer's updates by one token of each sequence: each state is read and written.
 

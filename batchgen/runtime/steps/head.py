@@ -18,6 +18,8 @@ def head(context: StepContext, step: Step, batch: BatchState) -> None:
     config, weights = context.config, context.weights
     if step.layer == 0:
         batch.hidden = layers.before_logits(config, weights.head, batch.hidden)
+        if context.take_hidden is not None:
+            context.take_hidden(batch.packed.logits_rows, batch.hidden)
     start, rows = weights.vocabulary_chunk(step.layer, step.weight_slot)
     stop = start + rows.shape[0]
     bias = weights.head_bias(start, stop)
