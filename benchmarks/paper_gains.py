@@ -14,7 +14,7 @@ import argparse
 import json
 from typing import Any
 
-from paper_settings import HOSTS, OUTPUT_LENS, ROWS, Setting, a10g, t4
+from paper_settings import HOSTS, OUTPUT_LENS, ROWS, Setting, a10g, sweeps_s, t4
 from paper_settings import STRATEGIES as NAMED
 from recording import result_path, write
 
@@ -35,7 +35,7 @@ def gains(setting: Setting, output_len: int, rows: int) -> dict[str, Any]:
     reasons: dict[str, str] = {}
     for name in STRATEGIES:
         try:
-            seconds[name] = setting.seconds(NAMED[name], rows)
+            seconds[name] = sweeps_s(setting.plan(NAMED[name], rows))
         except (NotApplicable, InputError) as error:
             reasons[name] = str(error)
     alone = seconds.get("GPU-only")

@@ -16,6 +16,7 @@ from flexgen_check import opt_config
 
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
+from batchgen.core.plan import Plan
 from batchgen.core.workload import Lengths, Workload
 from batchgen.models.config import ModelConfig
 from batchgen.models.hf.config import config_of_hf
@@ -64,6 +65,7 @@ class Setting:
         prompts: Lengths of prompts.
         outputs: Lengths of outputs.
         gpu_memory: Bytes of GPU memory that a plan may use; None: all.
+        most_seqs: The most sequences in flight; None leaves it to the plan.
     """
 
     name: str
@@ -72,9 +74,10 @@ class Setting:
     prompts: Lengths
     outputs: Lengths
     gpu_memory: int | None = None
+    most_seqs: int | None = None
 
-    def seconds(self, strategy: Strategy, rows: int = ROWS) -> float:
-        """Seconds of all sweeps under the best plan of a strategy. Raises NotApplicable and InputError."""
+    def plan(self, strategy: Strategy, rows: int = ROWS) -> Plan:
+        """The best plan of a strategy. Raises NotApplicable and InputError."""
         workload = Workload(rows, self.prompts, self.outputs, max(self.outputs.values))
         problem = problem_of(
             self.hardware,
@@ -87,8 +90,8 @@ class Setting:
             process_bytes=PROCESS_BYTES,
             max_model_len=max(self.prompts.values) + max(self.outputs.values),
         )
-        predicted = best_plan(strategy, problem).prediction
-        return predicted.total_s - predicted.startup_s
+        most_seqs = min(problem.most_seqs, self.most_seqs or problem.most_seqs)
+        return best_plan(strategy, replace(problem, most_seqs=most_seqs))
 
 
 def around(mean: int) -> Lengths:
@@ -176,10 +179,22 @@ def gh200(model: str, data: str, kv_gb: int) -> Setting:
 
 
 @cache
+def expanded(setting: Setting, times: float) -> Setting:
+    """The setting with at most so many times as many sequences in flight as the GPU alone holds."""
+    held = setting.plan(STRATEGIES["GPU-only"]).policy.max_num_seqs
+    return replace(setting, most_seqs=int(times * held))
+
+
+def sweeps_s(plan: Plan) -> float:
+    """Seconds of a plan's sweeps."""
+    return plan.prediction.total_s - plan.prediction.startup_s
+
+
+@cache
 def seconds(setting: Setting, strategy: str) -> float | None:
-    """Seconds of a strategy in a setting; None where it does not apply."""
+    """Seconds of a strategy's sweeps in a setting; None where it does not apply."""
     try:
-        return setting.seconds(STRATEGIES[strategy])
+        return sweeps_s(setting.plan(STRATEGIES[strategy]))
     except (NotApplicable, InputError):
         return None
 

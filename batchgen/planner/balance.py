@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-from batchgen.planner.costs import batch_compute_s, can_delegate, phase_decode_attention_s
+from batchgen.planner.costs import batch_compute_s
 from batchgen.planner.phases import Phase
 from batchgen.planner.problem import Balance, CostInputs
 
@@ -44,19 +43,3 @@ def products_line(s: CostInputs, smallest: float) -> tuple[float, float]:
     low_s, high_s = (batch_compute_s(s.one_batch, Phase(1, tokens, 0, 0, 0)) for tokens in (smallest, largest))
     token_s = (high_s - low_s) / (largest - smallest)
     return low_s - token_s * smallest, token_s
-
-
-def hidden_cpu_seqs(s: CostInputs, phases: Sequence[Phase]) -> float:
-    """Sequences that the CPU attends to in the time of one layer's computation, about; none where it attends to none.
-
-    Args:
-        s: Inputs of the cost model.
-        phases: The job's sweeps.
-    """
-    if not can_delegate(s):
-        return 0.0
-    steady = max(phases, key=lambda phase: phase.decode_seqs * phase.sweeps)
-    attended_s = phase_decode_attention_s(s, steady, s.hardware.cpu)
-    if not attended_s:
-        return 0.0
-    return min(steady.decode_seqs, steady.decode_seqs * batch_compute_s(s, steady) / attended_s)

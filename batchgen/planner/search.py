@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from batchgen.core.errors import InputError
 from batchgen.core.kv_placement import KVPlacement
-from batchgen.planner.balance import hidden_cpu_seqs, with_unequal_batches
+from batchgen.planner.balance import with_unequal_batches
 from batchgen.planner.bound import LowerBounds
 from batchgen.planner.costs import job_seconds
 from batchgen.planner.experts import on_demand_tokens
@@ -355,17 +355,10 @@ def _attended(candidate: Candidate) -> set[KVPlacement]:
 
 
 def in_neos_order(problem: Problem, candidate: Candidate, prune: Prune = prune_nothing) -> Iterator[Candidate]:
-    """The candidate with unequal micro-batches, where it has two and the CPU attends to sequences then.
-
-    Where it attends to none with equal ones, unequal ones are sized for as many as it can hide behind computation.
-    """
-    inputs = candidate.inputs
-    if inputs.num_gpu_batches != 2 or KVPlacement.CPU not in problem.allowed.kv_placements:
+    """The candidate with unequal micro-batches, where it has two, and sequences that the CPU attends to."""
+    if candidate.inputs.num_gpu_batches != 2 or not candidate.counts.kv_seqs.get("cpu"):
         return
-    cpu_seqs = candidate.counts.kv_seqs.get("cpu") or hidden_cpu_seqs(inputs, candidate.phases)
-    if not cpu_seqs:
-        return
-    inputs = with_unequal_batches(inputs, cpu_seqs)
+    inputs = with_unequal_batches(candidate.inputs, candidate.counts.kv_seqs["cpu"])
     relaxed = solve(inputs, candidate.phases, problem.allowed, integer=False)
     unequal = relaxed and integer_candidate(problem, relaxed, inputs, candidate.phases, prune)
     if unequal and unequal.counts.kv_seqs.get("cpu"):

@@ -148,9 +148,12 @@ def added_candidates(problem: Problem, prune: Prune) -> Iterator[Candidate]:
                 yield from strategy.extend(restricted, fastest, prune)
 
 
-def _with_cpu_attention(problem: Problem, even: Candidate, prune: Prune) -> Iterator[Candidate]:
-    if even.counts.kv_seqs["cpu"]:
-        yield even
+def _no_cpu_attention(candidate: Candidate) -> str:
+    return "" if candidate.counts.kv_seqs["cpu"] else "CPU attention beside a second batch would save nothing here"
+
+
+def _with_unequal_batches(problem: Problem, even: Candidate, prune: Prune) -> Iterator[Candidate]:
+    yield even
     yield from in_neos_order(problem, even, prune)
 
 
@@ -215,8 +218,8 @@ NEO = Strategy(
     weight_tiers=("gpu",),
     kv_placements=("gpu", "cpu"),
     gpu_batches=2,
-    extend=_with_cpu_attention,
-    not_extended="CPU attention beside a second batch would save nothing here",
+    unused=_no_cpu_attention,
+    extend=_with_unequal_batches,
 )
 APEX = Strategy(
     "APEX",
