@@ -23,8 +23,9 @@ from batchgen.core.lane_costs import NOT_KNOWN, LaneCosts
 from batchgen.core.machine import trim_freed_memory
 from batchgen.core.partial import PartialCompletion
 from batchgen.core.plan import Policy
-from batchgen.core.request import Completion, Request, SamplingParams, Scored, ScoreRequest
+from batchgen.core.request import Completion, Embedded, Request, SamplingParams, Scored, ScoreRequest
 from batchgen.distributed.launch import ranks_of_host
+from batchgen.engine.embedding import Embedding
 from batchgen.engine.generation import Generation
 from batchgen.engine.in_flight import InFlight
 from batchgen.engine.loader import (
@@ -63,6 +64,8 @@ from batchgen.schedule.token_slots import TokenSlots
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from batchgen.runtime.pooler import VectorHead
+
 ON_OVERLONG = ("error", "truncate-left", "truncate-right")
 _MAX_NUM_SEQS = 256
 _INPUT_AHEAD = 512  # tokenized requests waiting for the scheduler
@@ -73,7 +76,7 @@ R = TypeVar("R", bound="SweepResult")
 
 
 class RequestHandler(Protocol[R]):
-    """The interface of `Generation` and `Scoring`, the handlers of the requests of one call of an engine.
+    """The interface of `Generation`, `Scoring` and `Embedding`, the handlers of the requests of one call of an engine.
 
     Attributes:
         vocabulary_chunks: Whether `take_logits` accepts a part of the vocabulary's columns at a time.
@@ -86,7 +89,7 @@ class RequestHandler(Protocol[R]):
     def prepare(self, requests: Iterable) -> Iterator:
         """Tokenize and check requests; yields the prepared requests. It runs in the input thread."""
 
-    def start(self, prepared) -> list[Sequence] | Completion | Scored:
+    def start(self, prepared) -> list[Sequence] | Completion | Scored | Embedded:
         """The sequences of a prepared request, or its result where the request cannot be run."""
 
     def take_logits(self, rows, logits, start: int) -> Tensor | None:
@@ -94,7 +97,7 @@ class RequestHandler(Protocol[R]):
 
         Args:
             rows: Sequences whose logits these are, one for each row.
-            logits: fp32 logits, [rows, columns].
+            logits: fp32 logits, [rows, columns]; of a model without an output matrix hidden states, [rows, hidden].
             start: Index in the vocabulary of the first column.
 
         Returns:
@@ -112,7 +115,7 @@ class RequestHandler(Protocol[R]):
             stats: The engine's counts, to which the sweep's tokens are added.
         """
 
-    def finish(self, sequence: Sequence) -> Completion | Scored | None:
+    def finish(self, sequence: Sequence) -> Completion | Scored | Embedded | None:
         """The result of a sequence's request, if all its other sequences have ended; None: some still run."""
 
 
@@ -326,6 +329,11 @@ class Engine:
         files = resolve_model(model, lora)
         versions = model_versions(files)
         config = read_config(files)
+        if config.hidden_output:
+            raise InputError(
+                f"{files.name} gives no text: its architectures name a class without an output matrix, or it has"
+                " use_bidirectional_attention: batchgen.run with task='embed' takes it"
+            )
         dtype = resolve_dtype(config, dtype, where)
         shard = None
         if tensor_parallel != 1:
@@ -570,6 +578,31 @@ class Engine:
                 request that failed has an `error`.
         """
         handler = Scoring(self.parts, self._on_overlong)
+        return self._run_all(handler, requests, self._scheduler(), None, should_stop, on_sweep)
+
+    def embed(
+        self,
+        requests: Iterable[Request | str | None] | Request | str,
+        head: VectorHead,
+        *,
+        should_stop: Callable[[], bool] = lambda: False,
+        on_sweep: Callable[[EngineStats], None] = lambda stats: None,
+    ) -> Iterator[Embedded]:
+        """Compute the vectors of texts, with a model that was loaded without its output matrix.
+
+        Args:
+            requests: An iterable of requests and texts, or a single Request or text. It is read lazily in another
+                thread. Sampling parameters are not used.
+            head: Pooling, and what follows it.
+            should_stop: Function that is called before each sweep. When it returns true, the call ends, and unfinished
+                rows are dropped.
+            on_sweep: Function that is called after each sweep with the engine's running totals.
+
+        Yields:
+            An Embedded when its request has ended, so not in input order. The Embedded of a request that failed has an
+                `error`.
+        """
+        handler = Embedding(self.parts, head, self._on_overlong)
         return self._run_all(handler, requests, self._scheduler(), None, should_stop, on_sweep)
 
     def _scheduler(self, expected_output_len: Callable[[Sequence], int] | None = None) -> Scheduler:

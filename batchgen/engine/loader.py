@@ -298,7 +298,7 @@ def in_memory_policy(
         max_model_len=max_model_len,
         kv_block_size=DEFAULT_KV_BLOCK_SIZE,
         kv_blocks={},
-        share_prefixes=share_prefixes,
+        share_prefixes=share_prefixes and config.causal,
         weight_format=weight_format_of(dtype, weights),
         kv_format=dtype if kv_cache_dtype == "auto" else kv_cache_dtype,
         state_dtype=state_dtype,
@@ -769,6 +769,7 @@ def pack_for(
         on_card=request.device.kind == "cuda",
         attention_budget=request.policy.attention_budget,
         host_blocks=kv_blocks.get("cpu", 0),
+        causal=config.causal,
     )
 
 
@@ -801,6 +802,8 @@ def warm_up(
     scoring = {}  # first row -> scorer of the vocabulary chunks of its logits, and its rows
 
     def on_logits(rows, logits, start):
+        if executor.config.hidden_output:
+            return None
         if task != "generate":
             if start == 0:
                 scoring[rows[0]] = Scorer(), scored(rows)

@@ -163,6 +163,7 @@ class EngineStats:
         forced_tokens: Generated tokens that no sweep sampled, as their grammar allowed no others.
         accepted_tokens: Drafted tokens that were generated; the sweep that checked them gave one more.
         scored_tokens: Scored tokens of continuations.
+        embedded: Number of vectors.
         sweeps: Number of sweeps.
         preempted: Number of preempted sequences.
         left_out: Tokens that a sweep left for a later one, as the CPU was late with attention.
@@ -184,6 +185,7 @@ class EngineStats:
     forced_tokens: int = 0
     accepted_tokens: int = 0
     scored_tokens: int = 0
+    embedded: int = 0
     sweeps: int = 0
     preempted: int = 0
     left_out: int = 0

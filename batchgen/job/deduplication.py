@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
-from batchgen.core.request import PLAIN_CHAT, Completion, PositionLogprobs, Request, SamplingParams
+from batchgen.core.request import PLAIN_CHAT, Completion, Embedded, PositionLogprobs, Request, SamplingParams
 
 # Bytes of results that are kept for later rows; the least recently used ones are evicted.
 _MOST_RESULT_BYTES = 64 << 20
@@ -91,7 +91,7 @@ class Deduplication:
         sampling = request.sampling or self._sampling
         if not sampling.is_greedy:
             return None
-        given = (request.prompt, *request.more_prompts)
+        given = (request.prompt, *request.more_prompts, *(() if request.pair is None else (request.pair,)))
         prompts = [prompt if isinstance(prompt, str) else list(prompt) for prompt in given]
         if request.chat is not self._chat:  # most rows have the same one
             self._chat, self._chat_identity = request.chat, request.chat.identity()
@@ -111,7 +111,7 @@ class Deduplication:
             self._num_waiting += 1
             self._firsts.move_to_end(key)
             if first.result is None:
-                first.waiting.append(replace(request, prompt="", more_prompts=(), sampling=None))
+                first.waiting.append(replace(request, prompt="", more_prompts=(), sampling=None, pair=None))
             else:
                 self._ready.append(_for(request, first.result))
             return True
@@ -157,6 +157,8 @@ def _for(request: Request, result: Completion) -> Completion:
 def _size_bytes(result: Completion) -> int:
     """Approximate bytes of a result."""
     size = 1000 + 2 * len(result.error or "")
+    if isinstance(result, Embedded):
+        return size + (0 if result.vector is None else result.vector.nbytes)
     for sample in result.samples:
         size += 2 * len(sample.text) + _positions_bytes(sample.token_ids, sample.logprobs)
     return size + sum(_positions_bytes(prompt.token_ids, prompt.logprobs) for prompt in result.prompts)

@@ -85,7 +85,7 @@ def load_engine(
         budgets=_budgets(job, plan),
         min_output_len=options.sampling.max_tokens if generates else 1,
         sampling=options.sampling if generates else None,
-        task=options.task,
+        task="generate" if generates else "score",
         longest_tokens=plan.workload.max_seq_len,
         most_kv_tokens=most_kv_tokens(plan),
         planned_process_bytes=process_share(plan),

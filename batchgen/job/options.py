@@ -104,6 +104,11 @@ _ROWS = "run plan"  # those whose rows come from somewhere
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 _KV_DTYPES = ("auto", *KV_CODE_BITS)
 STYLES = ("auto", "plain", "none")
+GENERATE, SCORE, EMBED, CLASSIFY, RERANK = TASKS = ("generate", "score", "embed", "classify", "rerank")
+OF_VECTORS = (EMBED, CLASSIFY, RERANK)  # tasks of models without an output matrix: they compute a vector of each row
+# As `models.pooling` and `output.embed_columns` have them, which take longer to import.
+POOLINGS = ("mean", "cls", "last")
+VECTOR_DTYPES = ("float32", "float16", "int8")
 LOG_FORMATS = ("text", "json")
 _MODEL_HELP = (
     "Hugging Face directory or hub id (org/name, org/name@revision, org/name:Q4_K_M), .gguf file, weight store, or"
@@ -280,9 +285,55 @@ class JobOptions:
         INPUT,
         _ROWS,
         default="generate",
-        choices=("generate", "score"),
+        choices=TASKS,
         common=True,
-        help="score: log-probabilities of continuations of the prompt, or of the prompt itself.",
+        help="score: log-probabilities of continuations of the prompt, or of the prompt itself; embed: the text's"
+        " vector; classify: probabilities of a classifier's labels; rerank: the score of a query and a document.",
+    )
+    prompt_name: str | None = _option(
+        INPUT,
+        _ROWS,
+        metavar="NAME",
+        help="With --task embed: prompt of the model's config_sentence_transformers.json that comes before each text,"
+        " such as query.",
+    )
+    instruction: str | None = _option(
+        INPUT,
+        _ROWS,
+        metavar="TEXT",
+        typed=True,
+        help="With --task embed: what the texts are queries for, as Qwen3-Embedding is told it; with --task rerank what"
+        " Qwen3-Reranker judges by.",
+    )
+    pair_column: str | None = _option(
+        INPUT,
+        _ROWS,
+        metavar="NAME",
+        help="With --task classify or rerank: column of the second text of each pair [default with rerank: document;"
+        " --prompt-column has the first one, by default query].",
+    )
+    pooling: str | None = _option(
+        INPUT,
+        _ROWS,
+        choices=POOLINGS,
+        help="With --task embed: tokens whose hidden states make the vector [default: as the model's files say].",
+    )
+    normalize: bool | None = _option(
+        INPUT,
+        _ROWS,
+        "--normalize/--no-normalize",
+        type=bool,
+        help="With --task embed: divide vectors by their length [default: as the model's files say].",
+    )
+    dimensions: int | None = _option(
+        INPUT,
+        _ROWS,
+        type=int,
+        metavar="N",
+        help="With --task embed: only the first N values of each vector (Matryoshka).",
+    )
+    vector_dtype: str = _option(
+        INPUT, _ROWS, default="float32", choices=VECTOR_DTYPES, help="With --task embed: format of the vectors."
     )
     continuations_column: str | None = _option(
         INPUT,

@@ -186,7 +186,7 @@ def problem_of_job(
         offers_int4=options.tensor_parallel == 1,
         model_name=job.files.name,
         max_model_len=job.context,
-        share_prefixes=options.share_prefixes,
+        share_prefixes=options.share_prefixes and config.causal,
         output_len_known=estimated.output_len_known,
         startup_s=startup_s,
     )

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from batchgen.ops.attention_plan import AttentionPlan
+from batchgen.ops.attention_plan import ALL_KEYS, AttentionPlan
 
 # Columns of an item. Token i of it sees the keys k of [FIRST_KEY, LAST_KEY) with k <= CAUSAL + i and k > CAUSAL + i -
-# WINDOW; key k lies in block k // kv_block_size after TABLE of the block table. PARTIAL: its first partial row, or -1:
-# it is alone.
+# WINDOW; CAUSAL of tokens that see every key is ALL_KEYS. Key k lies in block k // kv_block_size after TABLE of the
+# block table. PARTIAL: its first partial row, or -1: it is alone.
 FIRST_TOKEN, NUM_TOKENS, FIRST_KEY, LAST_KEY, CAUSAL, WINDOW, TABLE, PARTIAL = range(8)
 COLUMNS = 8
-ALL_KEYS = 1 << 30  # CAUSAL of tokens that see every key
 NO_WINDOW = (1 << 31) - 1
 
 
@@ -34,8 +33,9 @@ def item_spans(plan: AttentionPlan, kv_block_size: int) -> tuple[np.ndarray, np.
     rest = []
     for item in plan.prefill:
         count = item.stop - item.start
-        keys, window = item.query_offset + count, item.window or NO_WINDOW
-        rest.append((item.start, count, 0, keys, item.query_offset, window, used, -1))
+        keys, window = item.query_offset + count, item.window + item.ahead if item.window else NO_WINDOW
+        causal = min(ALL_KEYS, item.query_offset + item.ahead)
+        rest.append((item.start, count, 0, keys, causal, window, used, -1))
         tables.append(item.blocks)
         used += len(item.blocks)
     for shared in plan.shared:

@@ -16,6 +16,7 @@ import numpy as np
 
 # A decode group's gathered K or V: enough work for an efficient product, little enough to stay in cache.
 _GROUP_BYTES = 2 << 20
+ALL_KEYS = 1 << 30  # more keys than any token sees
 # A shared prefix is worth an item of its own from this many tokens and sequences on.
 MIN_SHARED_TOKENS = 64
 MIN_SHARED_SEQUENCES = 4
@@ -138,8 +139,9 @@ class PrefillItem:
     Attributes:
         start, stop: Range of the packed tokens.
         blocks: KV blocks of the sequence, int32 [blocks].
-        query_offset: Key of the first token in `blocks`. Token i attends to keys up to query_offset + i.
-        window: Sliding window: number of keys that a token attends to, its own included. None: all.
+        query_offset: Key of the first token in `blocks`. Token i attends to keys up to query_offset + i + ahead.
+        window: Sliding window: number of keys up to its own that a token attends to. None: all.
+        ahead: Number of keys after its own that a token attends to, as far as there are any; 0: attention is causal.
     """
 
     start: int
@@ -147,6 +149,7 @@ class PrefillItem:
     blocks: np.ndarray
     query_offset: int
     window: int | None = None
+    ahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -293,6 +296,7 @@ def plan_attention(
     key_bytes: int | None,
     window: int | None = None,
     left_out: np.ndarray | None = None,
+    causal: bool = True,
 ) -> AttentionPlan:
     """The attention plan of sequences that are in packing order (`order_sequences`).
 
@@ -305,6 +309,7 @@ def plan_attention(
         window: Sliding window, in tokens; None: all keys.
         left_out: For each sequence, whether it is left out of the plan, bool [n]; such a sequence has one token and is
             in no group. None: none is.
+        causal: False where tokens attend to later ones too, as many as to earlier ones with a sliding window.
     """
     starts, num_keys, decodes = tables.starts, tables.num_keys, tables.num_queries == 1
     prefills = ~decodes
@@ -330,7 +335,8 @@ def plan_attention(
     else:
         similar = _decode_ranges(starts[:-1], cut.num_used, decodes, kv_block_size * key_bytes)
         decode = [cut.decode_group(members, window is not None, padded=True) for members in similar]
-    prefill = cut.prefill_items(np.flatnonzero(prefills), window)
+    ahead = 0 if causal else ALL_KEYS if window is None else window - 1
+    prefill = cut.prefill_items(np.flatnonzero(prefills), window, ahead)
     return AttentionPlan(tuple(shared), tuple(decode), tuple(prefill))
 
 
@@ -416,7 +422,7 @@ class _Cut:
         blocks = np.where(exists, tables.blocks[np.where(exists, first[:, None] + columns, 0)], np.int32(0))
         return DecodeGroup(start, start + len(members), blocks, num_keys, first_key)
 
-    def prefill_items(self, members: np.ndarray, window: int | None) -> Iterator[PrefillItem]:
+    def prefill_items(self, members: np.ndarray, window: int | None, ahead: int) -> Iterator[PrefillItem]:
         """Yield the item of each sequence with several tokens, given as indices."""
         tables, skipped = self.tables, self.skipped[members]
         first = tables.tables[members]
@@ -429,4 +435,4 @@ class _Cut:
             offsets,
         )
         for start, stop, begin, end, offset in zip(*(column.tolist() for column in columns), strict=True):
-            yield PrefillItem(start, stop, tables.blocks[begin:end], offset, window)
+            yield PrefillItem(start, stop, tables.blocks[begin:end], offset, window, ahead)

@@ -280,7 +280,7 @@ def runs_lines(predicted: Prediction, most_s: float) -> list[str]:
 def _lengths(workload: Workload) -> str:
     if workload.task == "generate":
         return f"{workload.prompt_len.mean:,.0f} + {workload.output_len.mean:,.0f}"
-    return f"{workload.prompt_len.mean:,.0f} ({workload.made_len:,.1f} scored)"
+    return f"{workload.prompt_len.mean:,.0f} ({workload.made_len:,.1f} {workload.made})"
 
 
 def explain(plan: Plan, explained: Explanation | None = None) -> list[str]:
@@ -294,7 +294,7 @@ def explain(plan: Plan, explained: Explanation | None = None) -> list[str]:
         + (
             f"outputs of {workload.made_len:,.0f}"
             if workload.task == "generate"
-            else f"{workload.made_len:,.1f} scored"
+            else f"{workload.made_len:,.1f} {workload.made}"
         )
         + _shared(workload),
         "",
@@ -455,7 +455,7 @@ def compare_rows(plans: list[tuple[str, Plan]]) -> list[list[str]]:
 
 def frontier_lines(problem: Problem) -> list[str]:
     """FlexGen figure 1 for this job."""
-    kind = "generated" if problem.workload.task == "generate" else "scored"
+    kind = problem.workload.made
     rows = [["block latency", f"{kind} tokens/s", "block", "bottleneck"]]
     for latency_s, rate, candidate in frontier(problem):
         s = candidate.inputs

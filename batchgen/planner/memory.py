@@ -142,10 +142,10 @@ def _weight_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
         return
     yield Item("gpu", "weights", held.embed_gpu * s.embedding_bytes + held.head_gpu * s.head_bytes)
     if s.model.has_head:
-        chunk = -(-s.model.vocab_size // VOCABULARY_CHUNKS) * s.output_row_bytes
+        chunk = -(-s.model.output_size // VOCABULARY_CHUNKS) * s.output_row_bytes
         yield Item("gpu", "weights in transit", held.head_cpu * (HEAD_SLOTS * chunk))
         if held.task != "score":  # to choose tokens, all of the vocabulary has to be there
-            logits = batches.max_num_seqs * s.model.vocab_size * 4
+            logits = batches.max_num_seqs * s.model.output_size * 4
             yield Item("gpu", "logits", held.head_cpu * logits, "compute")
 
 

@@ -52,7 +52,7 @@ def streams_of(plan: Plan, config: ModelConfig) -> Streams:
     on_device = kv_on_device(len(residency.layers), plan.policy.kv_layers)
     compute_tier = "gpu" if "gpu" in plan.budgets else "cpu"
     layers = {"state_layers": config.state_layers, "kv_sources": config.kv_sources}
-    return residency.streams(compute_tier, on_device, **layers, embeds=config.embeds, has_head=config.has_head)
+    return residency.streams(compute_tier, on_device, **layers, **config.ends)
 
 
 # Placements that the CPU attends to beside an accelerator.
@@ -536,8 +536,8 @@ def _weight_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
 def _head_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
     """Bytes of one chunk of the vocabulary, which is the Step's layer."""
     model = costs.inputs.model
-    chunk = -(-model.vocab_size // VOCABULARY_CHUNKS)
-    rows = max(0, min(chunk, model.vocab_size - step.layer * chunk))
+    chunk = -(-model.output_size // VOCABULARY_CHUNKS)
+    rows = max(0, min(chunk, model.output_size - step.layer * chunk))
     return rows * model.embed_size * costs.element_bytes
 
 

@@ -313,14 +313,14 @@ def _kv_rates(s: CostInputs, kind: str) -> Rates:
 
 def logits_s(s: CostInputs, rows: float, batches: int = 1, *, as_stored: bool = False) -> float:
     """Seconds of so many rows of logits, which FlexGen leaves out (footnote 1)."""
-    flops = 2 * s.model.vocab_size * s.model.embed_size * rows
+    flops = 2 * s.model.output_size * s.model.embed_size * rows
     tokens = max(1.0, rows / batches)
     return flops / _matmul_rates(s, s.output_format, as_stored=as_stored).at(width=s.model.hidden_size, tokens=tokens)
 
 
 def sampling_s(s: CostInputs, rows: float) -> float:
     """Seconds of choosing a token from each row of logits."""
-    return rows * s.model.vocab_size / s.hardware.sampling_logits_per_s
+    return rows * s.model.output_size / s.hardware.sampling_logits_per_s
 
 
 def schedule_s(s: CostInputs, sampled: float) -> float:

@@ -417,6 +417,8 @@ class Scheduler:
     def _chunk(self, sequence: Sequence, budget: int) -> int:
         """The tokens of a prompt that the next sweep may have."""
         chunk = min(sequence.num_remaining, budget, self.limits.max_chunk_tokens or budget)
+        if sequence.is_whole:
+            return chunk if chunk == sequence.num_remaining else 0
         fork = self.tables.next_fork(sequence)
         return chunk if fork is None else min(chunk, fork - sequence.num_computed)
 
@@ -525,6 +527,8 @@ class Scheduler:
             if self._follows_one_in_flight(sequence):
                 self.waiting.popleft()
                 continue
+            if sequence.is_whole and not self._chunk(sequence, budget):
+                return
             is_full = len(self.running) >= self.limits.max_num_seqs
             if is_full or not self._admit_to_placement(sequence, admission, self._chunk(sequence, budget)):
                 assert self.running, f"a sequence of {len(sequence.tokens)} tokens fits no KV pool"
