@@ -196,7 +196,7 @@ def _schedule(
         job,
         s.model.num_layers,
         most_jumped=most_jumped,
-        is_simulated=lambda phase, later: chosen.takes(phase, later) or defers,
+        is_simulated=lambda later, phase: chosen.takes(phase, later) or defers,
     ):
         if sweep.phase.tokens == sweep.phase.deferred_tokens and not whole:
             break

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,7 +68,7 @@ def scheduled_sweeps(
     *,
     in_flight: int = 1,
     most_jumped: int = 0,
-    is_simulated: Callable[[Phase, bool], bool] = lambda phase, later: True,
+    is_simulated: Callable[[bool, Phase], bool] = lambda later, phase: True,
 ) -> Iterator[ScheduledSweep]:
     """The job's sweeps in the order of the engine, if the CPU is always done with deferred attention in time.
 
@@ -76,8 +77,8 @@ def scheduled_sweeps(
         num_layers: Number of layers that a deferred token goes through.
         in_flight: Most sweeps under way at once, over the stages of a pipeline.
         most_jumped: Most sweeps of decoding alone that are jumped over after each one.
-        is_simulated: Whether a sweep will be simulated, by the sweep as the cost model counts it and by whether any row
-            was finished before it; asked once for each sweep, and not where tokens may be deferred.
+        is_simulated: Whether a sweep will be simulated, by whether any row was finished before it and by the sweep as
+            the cost model counts it; asked once for each sweep, and not where tokens may be deferred.
     """
     deferred_batches, loads = DeferredBatches(), dict[int, BatchLoad]()
     numbers = itertools.count(-1, -1)  # `Sweeps` counts up from 0
@@ -86,7 +87,7 @@ def scheduled_sweeps(
         if scheduled - answered == in_flight:
             answered = _answered(job, answered, in_flight)
         later = job.num_done > 0
-        if (sweep := job.next_sweep(lambda phase, later=later: is_simulated(phase, later))) is None:
+        if (sweep := job.next_sweep(partial(is_simulated, later))) is None:
             return
         if not sweep.phase.tokens and not sweep.loads:  # all sequences are under way
             answered = _answered(job, answered, in_flight)
