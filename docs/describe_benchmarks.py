@@ -119,6 +119,20 @@ def perplexities(*names: str) -> Callable[[dict], str]:
     return words
 
 
+BUDGETS, BUDGET_LENGTHS = ("20%", "10%"), (2048, 4096, 8192)
+
+
+def budget_speed(placement: str) -> Callable[[dict], str]:
+    def words(d: dict) -> str:
+        def of_length(length: int) -> str:
+            found = d["results"][f"demo, bfloat16, {length}, speed, {placement}"]["times_as_fast"]
+            return f"{length:,} tokens: " + ", ".join(f"{found[budget]:.2f}" for budget in BUDGETS)
+
+        return "; ".join(map(of_length, BUDGET_LENGTHS))
+
+    return words
+
+
 def state_decode(dtype: str) -> Callable[[dict], str]:
     def words(d: dict) -> str:
         shares = []
@@ -228,6 +242,22 @@ def papers(d: dict) -> str:
 
     rows = [row for of_paper in d["papers"].values() for row in of_paper]
     return f"{sum(map(is_close, rows))} of {len(rows)} are off by at most a quarter"
+
+
+def drafted(case: str) -> Callable[[dict], str]:
+    def words(d: dict) -> str:
+        found = d["cases"][case]
+        run = min(found["on"], key=lambda run: run["seconds"])
+        accepted = run["accepted_tokens"] / max(1, run["drafted_tokens"])
+        forced = f", {run['forced_tokens']:,} tokens forced" if run["forced_tokens"] else ""
+        return f"{found['gain']:.2f} times as fast; {percent(accepted)} of {run['drafted_tokens']:,} accepted{forced}"
+
+    return words
+
+
+def undisturbed_by_drafts(d: dict) -> str:
+    off, on = (d["cases"]["many rows"][name][0] for name in ("off", "on"))
+    return f"{off['cpu_s'] / on['cpu_s']:.2f} times as fast; {on['drafted_tokens']:,} drafted"
 
 
 def lm_eval(d: dict) -> str:
@@ -352,6 +382,7 @@ HYBRID, GEMMA = "Qwen3.6-35B-A3B's shape in Q4_0 (21.0 GB)", "Gemma 4 26B-A4B's 
 HYBRID_COMMAND = "larger_than_memory.py --shape qwen3.6-35b-a3b --work-dir DIR"
 GEMMA_COMMAND = "larger_than_memory.py --shape gemma-4-26b-a4b --engines batchgen --work-dir DIR"
 STATES_COMMAND = "cpu_engines.py --shape {} --workloads fixed --engines batchgen,vllm --repeats 1"
+BUDGET_COMMAND = "attention_budget.py --dtype bfloat16 --rows 4 --budget all --budget 20% --budget 10%"
 POLICIES = "twenty policies drawn at random, median and worst error"
 
 TABLES: dict[str, list[Row]] = {
@@ -414,6 +445,25 @@ TABLES: dict[str, list[Row]] = {
             GEMMA_COMMAND,
             larger_than_memory,
         ),
+        Row(
+            "[drafts](tiers.md#drafts) against none: 8 layers of a 3B shape on disk, 32 rows whose answers are spans of"
+            " prompts",
+            f"drafts-{A}",
+            "drafts.py --work-dir DIR --cases extraction --layers 8",
+            drafted("extraction"),
+        ),
+        Row(
+            "drafts against none: restaurant entries into JSON under a schema, demo on disk, 32 rows at a time",
+            f"drafts-{A}",
+            "drafts.py --work-dir DIR --cases json",
+            drafted("json"),
+        ),
+        Row(
+            "drafts against none: 2 layers of a 3B shape on disk, 256 rows, where computation binds; CPU seconds",
+            f"drafts-{A}",
+            "drafts.py --work-dir DIR --cases 'many rows' --prompt-tokens 100 --output-tokens 48",
+            undisturbed_by_drafts,
+        ),
     ],
     "Fewer bits": [
         Row(
@@ -428,6 +478,15 @@ TABLES: dict[str, list[Row]] = {
             "perplexity",
             "perplexity.py",
             perplexities("int8 KV", "int5 KV"),
+        ),
+        *(
+            Row(
+                f"decoding with an attention budget of 20% and of 10%, KV {place}, times as fast as `all`",
+                "attention_budget",
+                f"{BUDGET_COMMAND} --part speed",
+                budget_speed(placement),
+            )
+            for placement, place in (("cpu", "in memory"), ("disk", "on disk"))
         ),
         Row(
             "the demo model in Q4_1",
@@ -546,6 +605,14 @@ TABLES: dict[str, list[Row]] = {
             "embeddings.py --model all-MiniLM-L6-v2 --packages DIR --rows 2000 --repeats 2",
             embeddings,
         ),
+        Row(
+            "Qwen3-Embedding-0.6B's shape in bf16, random weights: 120 paragraphs, 9,958 tokens, against"
+            " sentence-transformers",
+            f"embeddings-qwen3-embedding-0.6b-{A}",
+            "embeddings.py --shape qwen3-embedding-0.6b --tokenizer DIR --packages DIR --rows 120 --repeats 1"
+            " --dtype bfloat16",
+            embeddings,
+        ),
     ],
     "Kernels": [
         Row(
@@ -660,8 +727,19 @@ def quotes() -> Iterator[tuple[Path, str]]:
     for name, loss in KV_LOSSES.items():
         yield tiers, f"| `{name}` | {KV_CODE_BITS[name]}.5 | +{format_loss(loss)} |"
     yield tiers, f"Weights in int8 and int4 have a perplexity that is {format_losses(WEIGHT_LOSSES)} higher"
+    yield from budget_quotes(ROOT / "docs" / "attention_budget.md", read("attention_budget")["results"])
     for quality in (NEAR, SMALL):
         yield ROOT / "docs" / "planning.md", f"at most {QUALITIES[quality]:.0%} higher".replace("%", " %")
+
+
+def budget_quotes(page: Path, results: dict) -> Iterator[tuple[Path, str]]:
+    """Rows of the tables of attention budgets, and the bytes that a sweep reads."""
+    for length in BUDGET_LENGTHS:
+        for placement, place in (("cpu", "in memory"), ("disk", "on disk")):
+            ratios = results[f"demo, bfloat16, {length}, speed, {placement}"]["times_as_fast"]
+            yield page, f"| {length:,} | {place} | " + " | ".join(f"{ratios[b]:.2f}" for b in BUDGETS) + " |"
+    whole, fifth, tenth = results["demo, bfloat16, 8192, speed, disk"]["disk_bytes_read"].values()
+    yield page, f"{whole / 1e6:.0f} MB, {fifth / 1e6:.0f} MB and {tenth / 1e6:.0f} MB"
 
 
 def described() -> str:
