@@ -151,6 +151,12 @@ def test_the_drawing_is_up_to_date():
     assert (DOCS / "sweep.svg").read_text() == load(DOCS / "draw_sweep.py").draw(), "run python docs/draw_sweep.py"
 
 
+def test_the_ladder_is_that_of_its_files():
+    ladder = load(DOCS / "draw_ladder.py")
+    assert (DOCS / "ladder.svg").read_text() == ladder.figure(), "run python docs/draw_ladder.py"
+    assert (DOCS / "ladder.md").read_text() == ladder.described(), "run python docs/draw_ladder.py"
+
+
 def test_the_api_page_has_every_public_name():
     import batchgen
 

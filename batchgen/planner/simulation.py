@@ -32,6 +32,7 @@ from batchgen.planner.phases import Phase
 from batchgen.planner.step_costs import StepCosts, streams_of
 from batchgen.planner.step_simulator import OnStep, Simulator, Timeline
 from batchgen.schedule.adaptation import Adaptation, Change, Measured
+from batchgen.schedule.deferral_choice import deferral_choice
 from batchgen.schedule.deferred_batches import DeferredBatches
 from batchgen.schedule.draft_proposer import Proposal
 from batchgen.schedule.drafting import Drafting
@@ -127,6 +128,7 @@ def simulate_job(
         loads = sweep.loads
         simulator.spend(costs.between_s(loads))
         num_tokens = sum(load.tokens for load in loads)
+        deferred_batches.pipelines = sweep.pipelines
         steps = sweeps.steps([load.flow for load in loads], deferred_batches, simulator.has_ended, num_tokens)
         simulator.run(steps, costs.sweep(loads))
         job.end_sweep(deferred_batches)
@@ -202,10 +204,12 @@ class SimulatedSweep:
     Attributes:
         loads: The load of each micro-batch; none where they are not wanted.
         phase: The sweep as the cost model counts it, without deferred sequences.
+        pipelines: Whether deferred tokens go through all layers that they have left in it.
     """
 
     loads: list[BatchLoad]
     phase: Phase
+    pipelines: bool = False
 
 
 class SimulatedJob:
@@ -277,6 +281,9 @@ class SimulatedJob:
                 lane_costs=costs,
                 sweep_choice=sweep_choice(policy, costs) if self._compute_tier == "gpu" else None,
                 expansion_choice=expansion_choice(policy, costs),
+                deferral_choice=deferral_choice(policy, costs, config.num_layers)
+                if self._compute_tier == "gpu"
+                else None,
             )
         self._generated = 0  # tokens since the last call of `adapt`
         self._had_prompts = False  # the last sweep
@@ -348,11 +355,11 @@ class SimulatedJob:
         loads = self._loads(sweep) if wants_loads(phase) else []
         self._had_prompts = phase.prefill_tokens > 0
         self._commit(sweep)
-        return SimulatedSweep(loads, phase)
+        return SimulatedSweep(loads, phase, self._scheduler.pipelines)
 
     def _loads(self, sweep: list[ScheduledSequence]) -> list[BatchLoad]:
         """The load of each micro-batch of a sweep that is not committed yet."""
-        batches = self._split(sweep) or [[]]
+        batches = self._split(sweep, **self._scheduler.cut) or [[]]
         self._begun = [[s.sequence for s in batch if s.defers] for batch in batches]
         first_on_host = len(batches)
         if self._compute_tier == "gpu":
@@ -384,7 +391,7 @@ class SimulatedJob:
 
     def end_sweep(self, deferred_batches: DeferredBatches) -> None:
         """Give sequences their next token whose last one has come through all layers."""
-        for deferred_batch in deferred_batches.waiting:
+        for deferred_batch in (*deferred_batches.waiting, *deferred_batches.ended):
             if deferred_batch.number not in self._deferred_batches:
                 self._deferred_batches[deferred_batch.number] = self._begun[deferred_batch.batch]
         for deferred_batch in deferred_batches.ended:
