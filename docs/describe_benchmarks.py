@@ -616,7 +616,7 @@ TABLES: dict[str, list[Row]] = {
             paper_gains,
         ),
         Row(
-            "figures of FlexGen's tables, predicted ([beside theirs](papers.md))",
+            "figures of the four papers, predicted ([beside theirs](papers.md))",
             "papers",
             "papers.py",
             papers,

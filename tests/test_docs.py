@@ -187,7 +187,7 @@ def test_figures_that_other_pages_repeat_are_those_of_their_files():
 def test_gains_of_the_papers_are_those_of_their_file(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     paper_gains = importlib.import_module("paper_gains")
-    tables = paper_gains.markdown(json.loads(paper_gains.RESULT.read_text())["cells"])
+    tables = paper_gains.markdown(json.loads(paper_gains.result_path("paper_gains").read_text())["cells"])
     assert tables in (DOCS / "neo_apex_check.md").read_text()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -202,7 +202,7 @@ class SimulatedSweep:
     """A sweep that the scheduler made.
 
     Attributes:
-        loads: The load of each micro-batch.
+        loads: The load of each micro-batch; none where they are not wanted.
         phase: The sweep as the cost model counts it, without deferred sequences.
         pipelines: Whether deferred tokens go through all layers that they have left in it.
     """
@@ -329,13 +329,17 @@ class SimulatedJob:
         self._take_rows()
         return self._scheduler.has_work
 
-    def next_sweep(self) -> SimulatedSweep | None:
+    def next_sweep(self, wants_loads: Callable[[Phase], bool] = lambda phase: True) -> SimulatedSweep | None:
         """Schedule the next sweep, and count it as run unless sweeps are in a pipeline.
 
         Sequences have their new tokens at once, except deferred ones, whose token takes several sweeps and comes with
         `end_sweep`. Where nothing but such tokens is under way, the sweep has one empty micro-batch. In a pipeline
         (`sweeps_in_flight` above 1) tokens come with `take_answers`. Where all sequences are in sweeps under way there,
         the sweep has no micro-batch.
+
+        Args:
+            wants_loads: Whether the loads of a sweep are wanted, which take longer than all else; without them no
+                sequence may begin a deferred token.
 
         Returns:
             The sweep; None when all rows are done.
@@ -347,12 +351,20 @@ class SimulatedJob:
         sweep = self._scheduler.schedule()
         if not sweep and self._under_way:
             return SimulatedSweep([], _phase_of(sweep, self._plan.workload))
+        phase = _phase_of(sweep, self._plan.workload)
+        loads = self._loads(sweep) if wants_loads(phase) else []
+        self._had_prompts = phase.prefill_tokens > 0
+        self._commit(sweep)
+        return SimulatedSweep(loads, phase, self._scheduler.pipelines)
+
+    def _loads(self, sweep: list[ScheduledSequence]) -> list[BatchLoad]:
+        """The load of each micro-batch of a sweep that is not committed yet."""
         batches = self._split(sweep, **self._scheduler.cut) or [[]]
         self._begun = [[s.sequence for s in batch if s.defers] for batch in batches]
         first_on_host = len(batches)
         if self._compute_tier == "gpu":
             first_on_host -= self._plan.policy.activation_batches[1]
-        loads = [
+        return [
             load_of(
                 batch,
                 kv_block_size=self._plan.policy.kv_block_size,
@@ -364,10 +376,6 @@ class SimulatedJob:
             )
             for k, batch in enumerate(batches)
         ]
-        phase = _phase_of(sweep, self._plan.workload)
-        self._had_prompts = phase.prefill_tokens > 0
-        self._commit(sweep)
-        return SimulatedSweep(loads, phase, self._scheduler.pipelines)
 
     def _commit(self, sweep: list[ScheduledSequence]) -> None:
         sampled = [s.sequence for s in sweep if s.samples]
