@@ -18,7 +18,11 @@ from batchgen.ops import dispatch as ops
 from batchgen.ops.attention_operands import AttentionOperands
 from batchgen.ops.attention_plan import AttentionPlan, PageChoice
 from batchgen.ops.host_copy import upload
+from batchgen.ops.long_steps import note
 from batchgen.ops.page_choice import chosen_groups
+
+# Operations on a GPU that put the chosen blocks into one table of a plan, at most.
+_TABLE_OPERATIONS = 8
 
 
 @dataclass(frozen=True)
@@ -172,7 +176,9 @@ def _with_blocks(plan: Any, chosen: Tensor) -> Any:
 
     def known(blocks: Tensor) -> Tensor:
         place = (-1 - blocks).clamp(min=0).long()
-        return torch.where(blocks < 0, chosen[place].to(blocks.dtype), blocks)
+        table = torch.where(blocks < 0, chosen[place].to(blocks.dtype), blocks)
+        note(_TABLE_OPERATIONS)
+        return table
 
     if isinstance(plan, torch_attention.TorchAttentionPlan):
         return replace(plan, batches=tuple(replace(batch, blocks=known(batch.blocks)) for batch in plan.batches))

@@ -16,16 +16,29 @@ from batchgen.ops import dispatch as ops
 from batchgen.ops import quant
 from batchgen.ops.attention_plan import PageChoice
 from batchgen.ops.host_copy import upload
+from batchgen.ops.long_steps import note
+
+# Values of keys that are summarised at a time.
+_VALUES = 1 << 22
+# Operations on a GPU, at most: of summaries of keys that are numbers, and of packed ones; of a choice. torch sorts rows
+# of up to 4,096 numbers by a kernel or two, longer ones in passes.
+_SUMMARY_OPERATIONS, _PACKED_SUMMARY_OPERATIONS, _CHOICE_OPERATIONS = 8, 40, 48
+_SHORT_SORT, _LONG_SORT_OPERATIONS = 4096, 32
 
 
 def summarise(kv: Tensor, blocks: Tensor, summaries: Tensor, targets: Tensor, bits: int) -> None:
     """Write the summaries of some KV blocks (`ops.chosen_attention.summarise`)."""
-    keys = kv[:, 0].index_select(0, blocks)
-    if bits:
-        keys = quant.dequantize(keys, summaries.shape[-1], dtype=torch.float32, bits=bits)
-    pages = torch.stack((keys.amin(2), keys.amax(2)), dim=2)
-    # Prompts that a GPU attends to may be of sequences whose decoding tokens are the CPU's: their summaries are there.
-    ops.scatter_rows(summaries, targets, pages.to(summaries.dtype))
+    head_dim = summaries.shape[-1]
+    num_blocks = max(1, _VALUES // (kv.shape[2] * kv.shape[3] * head_dim))
+    for some, some_targets in zip(blocks.split(num_blocks), targets.split(num_blocks), strict=True):
+        keys = kv[:, 0].index_select(0, some)
+        if bits:
+            keys = quant.dequantize(keys, head_dim, dtype=torch.float32, bits=bits)
+        pages = torch.stack((keys.amin(2), keys.amax(2)), dim=2)
+        # Prompts that a GPU attends to may be of sequences whose decoding tokens are the CPU's: their summaries are
+        # there.
+        ops.scatter_rows(summaries, some_targets, pages.to(summaries.dtype))
+        note(_PACKED_SUMMARY_OPERATIONS if bits else _SUMMARY_OPERATIONS)
 
 
 @dataclass(frozen=True)
@@ -74,7 +87,9 @@ class TorchPages:
         order = scores.sort(dim=1, descending=True, stable=True).indices
         is_chosen = page < self.wanted  # by rank
         ordinals = torch.where(is_chosen, order, self.counts).sort(dim=1).values[:, : self.most_pages]
-        return self.blocks.gather(1, ordinals.clamp(max=self.blocks.shape[1] - 1))
+        chosen = self.blocks.gather(1, ordinals.clamp(max=self.blocks.shape[1] - 1))
+        note(_CHOICE_OPERATIONS + (2 * _LONG_SORT_OPERATIONS if self.blocks.shape[1] > _SHORT_SORT else 0))
+        return chosen
 
     def scores(self, q: Tensor, summaries: Tensor) -> Tensor:
         """Scores of all pages of each sequence, fp32 [n, pages]."""

@@ -2,21 +2,25 @@
 
 import random
 from collections import Counter
+from dataclasses import make_dataclass
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from attention_cases import laid_out, paged
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from batchgen.core.attention_budget import AttentionBudget
 from batchgen.core.dtypes import KVFormat
 from batchgen.core.request import SamplingParams
 from batchgen.models import experts, layers
+from batchgen.ops import chosen_attention, int8, torch_attention, torch_pages
 from batchgen.ops import dispatch as ops
-from batchgen.ops import int8, torch_attention
 from batchgen.ops.attention_operands import AttentionOperands
 from batchgen.ops.attention_plan import SweepTables, plan_attention
 from batchgen.ops.long_steps import MOST_AT_ONCE, LongStep, note, noted_in
+from batchgen.ops.page_choice import choice_in_pool
 from batchgen.runtime.sampler import sample
 from batchgen.runtime.steps.head import head
 from batchgen.runtime.streams import STEP_OPERATIONS
@@ -148,3 +152,36 @@ def test_logits_note_all_operations_of_their_parts(monkeypatch):
     launched, noted = counted(lambda: head(context, SimpleNamespace(layer=0, weight_slot=None), batch))
     assert launched - STEP_OPERATIONS <= noted, "but for what every Step may have"
     assert noted > MOST_AT_ONCE, "several parts"
+
+
+@pytest.mark.parametrize("kv_format", ["float32", "int8", "int5", "int4"])
+def test_summaries_of_pages_note_all_their_operations(kv_format, monkeypatch):
+    monkeypatch.setattr(torch_pages, "_VALUES", 3 * 2 * 16 * 80)
+    kv, _ = paged(torch.randn(10, 2, 2, 16, 80), kv_format)
+    summaries, blocks = torch.zeros(10, 2, 2, 80, dtype=torch.bfloat16), torch.arange(8)
+    bits = KVFormat.of(kv_format).bits
+    launched, noted = counted(lambda: torch_pages.summarise(kv, blocks, summaries, blocks, bits))
+    assert launched <= noted
+    in_one_part = torch.zeros_like(summaries)
+    monkeypatch.undo()
+    assert counted(lambda: torch_pages.summarise(kv, blocks, in_one_part, blocks, bits))[1] == noted // 3
+    assert torch.equal(in_one_part, summaries) and summaries[:8].any()
+
+
+@pytest.mark.parametrize("batches", [1, 5])
+def test_attention_to_chosen_pages_notes_what_chooses(batches, monkeypatch):
+    """With the chosen blocks put into each table of the plan. Queries, keys and results do not matter here."""
+    count, pages = 3, 20
+    numbers = np.arange(count * pages, dtype=np.int32)
+    choice = choice_in_pool(AttentionBudget.of("30%"), np.arange(count), np.full(count, 160), numbers, numbers, 8)
+    chosen = torch_pages.TorchPages.of(choice, torch.device("cpu"))
+    places = torch.arange(-1, -1 - count * choice.most_pages, -1, dtype=torch.int32)
+    plan_type, batch_type = make_dataclass("Plan", ["batches"]), make_dataclass("Batch", ["blocks"])
+    monkeypatch.setattr(torch_attention, "TorchAttentionPlan", plan_type)
+    plan, q, found = plan_type((batch_type(places),) * batches), torch.randn(count, 4, 64), []
+    summaries = torch.randn(count * pages, 2, 2, 64).bfloat16()
+    launched, noted = counted(
+        lambda: found.append(chosen_attention._with_blocks(plan, chosen.choose(q, summaries).view(-1)))
+    )
+    assert launched <= noted
+    assert all(torch.equal(part.blocks, chosen.choose(q, summaries).view(-1)) for part in found[0].batches)
