@@ -171,7 +171,7 @@ class Scheduler:
 
     def _with_drafts(self, sweep: list[ScheduledSequence], drafting: Drafting) -> list[ScheduledSequence]:
         """The sweep with drafts of sequences that decode. Nobody is preempted for them."""
-        num_tokens = sum([count for _, count in sweep])
+        num_tokens = sum([scheduled.num_tokens for scheduled in sweep])
         if not drafting.begin(num_tokens, len(sweep)):
             return sweep
         rooms = {s.sequence: self._room_for_drafts(s) for s in sweep if self._takes_drafts(s)}
@@ -257,10 +257,12 @@ class Scheduler:
     def commit(self, sweep: list[ScheduledSequence]) -> None:
         """The sweep has been launched: its tokens' KV is there for all that is launched after it."""
         shares, has_states = self.tables.share_prefixes, self.tables.have_states
-        for sequence, num_tokens in sweep:
+        for scheduled in sweep:  # each sequence of every sweep
+            sequence = scheduled.sequence
             has_prompt = sequence.num_computed < sequence.num_prompt
+            num_keys, num_known = sequence.num_computed + scheduled.num_tokens, len(sequence.tokens)
             # KV of drafts counts when they are accepted; until then a later token overwrites it.
-            sequence.num_computed = min(sequence.num_computed + num_tokens, len(sequence.tokens))
+            sequence.num_computed = num_keys if num_keys < num_known else num_known
             if shares and has_prompt:
                 self.tables.insert_prompt(sequence, sequence.num_computed)
             if has_states:

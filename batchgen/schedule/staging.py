@@ -76,7 +76,7 @@ def stage(members: List[ScheduledSequence], windows: frozenset[int | None], kv_b
         return Staged({}, None)
     tables, stagings = {}, {}
     tables[False], stagings[False] = _stage_layers(members, kv_block_size, windowed=False)
-    if has_window_tables(members):
+    if has_window_tables([one.sequence for one in members]):
         tables[True], stagings[True] = _stage_layers(members, kv_block_size, windowed=True)
     # Neither None nor CHOSEN_PAGES is a window.
     return Staged(tables, {w: stagings.get(bool(w), stagings[False]) for w in windows})
@@ -172,7 +172,7 @@ def swap_runs(members: Iterable[ScheduledSequence]) -> tuple[Run, ...]:
         members: Sequences whose KV is in the device's pool.
     """
     runs: list[Run] = []
-    for sequence, _ in members:
+    for sequence in [one.sequence for one in members if one.sequence.swap_table]:  # looks at each of every sweep
         for host, device in zip(sequence.swap_table or (), sequence.block_table, strict=False):
             last = runs[-1] if runs else None
             if host == NULL_BLOCK:
@@ -184,6 +184,6 @@ def swap_runs(members: Iterable[ScheduledSequence]) -> tuple[Run, ...]:
     return tuple(runs)
 
 
-def has_window_tables(members: List[ScheduledSequence]) -> bool:
+def has_window_tables(sequences: Iterable[Sequence]) -> bool:
     """Tell whether sequences have block tables of their own in layers with a sliding window."""
-    return any([sequence.window_table is not None for sequence, _ in members])
+    return any([sequence.window_table is not None for sequence in sequences])
