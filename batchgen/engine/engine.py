@@ -688,7 +688,7 @@ class Engine:
 
         Args:
             scheduled: The sequences of the sweep.
-            drafted: Those of them that have drafts.
+            drafted: Sequences among them that have drafts.
         """
         prompts = [  # looks at each sequence of every sweep
             one

@@ -415,14 +415,15 @@ class _Cut:
     def items(self, members: slice | np.ndarray, window: int | None) -> SequenceItems:
         """The items of some sequences, given as a mask, or of all."""
         tables = self.tables
-        columns = (
-            tables.starts[:-1],
-            tables.num_queries,
-            self.query_offset,
-            self.first_key,
-            tables.tables[:-1] + self.skipped,
+        return SequenceItems(
+            start=tables.starts[:-1][members],
+            num_tokens=tables.num_queries[members],
+            query_offset=self.query_offset[members],
+            first_key=self.first_key[members],
+            places=(tables.tables[:-1] + self.skipped)[members],
+            blocks=tables.blocks,
+            window=window,
         )
-        return SequenceItems(*(column[members] for column in columns), blocks=tables.blocks, window=window)
 
     def decode_group(self, members: np.ndarray, windowed: bool) -> DecodeGroup:
         """The group of some sequences, given as indices of neighbours."""

@@ -192,7 +192,7 @@ class _Members(NamedTuple):
         return cls(sequences, num_tokens, np.array([sequence.num_computed for sequence in sequences], np.int64))
 
     def in_order(self, order: np.ndarray) -> _Members:
-        """The same sequences in another order, given as indices."""
+        """These sequences in another order, given as indices."""
         sequences = self.sequences
         return _Members([sequences[i] for i in order.tolist()], self.num_tokens[order], self.num_computed[order])
 

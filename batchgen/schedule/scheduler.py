@@ -521,9 +521,12 @@ class Scheduler:
         """
         if not self.tables.share_prefixes or sequence.token_slot is not None or self.limits.admission == "static":
             return False
-        tiers = {kv_placement.tier for kv_placement in islice(self._open_placements(sequence), 1)}
         sources = self.running if self.tables.have_states else islice(reversed(self.running), 1)
-        ends = ((self.tables.prefix_ahead(s, sequence), s) for s in sources if s.kv_placement.tier in tiers)
+        ends = [(end, s) for s in sources if (end := self.tables.prefix_ahead(s, sequence))]
+        if not ends:  # as for most sequences
+            return False
+        tiers = {kv_placement.tier for kv_placement in islice(self._open_placements(sequence), 1)}
+        ends = [pair for pair in ends if pair[1].kv_placement.tier in tiers]
         end, source = max(ends, key=lambda pair: pair[0], default=(0, sequence))
         if end:
             sequence.prefix_source, sequence.num_source_tokens = source, end
