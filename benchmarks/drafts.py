@@ -11,9 +11,11 @@ as in extraction. Nothing tells the drafts how the model was built. With `--copi
 a run that the prompt has not, and nothing can be looked up there.
 
 The second case is the demo model with restaurant entries under a JSON schema (benchmarks/structured_output.py), weights
-on disk; the third is the first model with 256 rows, and fewer layers, in RAM, where computation binds and drafts must
-cost nothing.
-Each case runs in turns with and without drafts, in an engine of its own; seconds are those of generation.
+on disk; the third is the first model with 256 rows, and fewer layers, where computation binds and drafts must cost
+nothing.
+Each case runs in turns with and without drafts, in an engine of its own; seconds are those of generation. Beside them
+are those that the simulator predicts for the same policy on this machine, with the rates of drafts that the run had.
+Cases that are not run again stay in the result file.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import argparse
 import json
 import random
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +32,26 @@ import numpy as np
 from random_model import LLAMA_3B, make_model
 from recording import machine, result_path, write
 from structured_output import SCHEMA, conversations
+from tier_runs import hardware_for
 
 from batchgen.core.cache_folder import cache_dir
 from batchgen.core.device import Device
+from batchgen.core.draft_rates import MOST_DRAFTS, DraftRates
 from batchgen.core.dtypes import NATIVE
 from batchgen.core.plan import Policy
-from batchgen.core.request import Request, SamplingParams
+from batchgen.core.request import Completion, Request, SamplingParams
 from batchgen.core.units import parse_bytes
+from batchgen.core.workload import Lengths, Workload
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import LoadRequest, load_parts
 from batchgen.engine.parts import EngineParts
+from batchgen.models.config import ModelConfig
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.kept_stores import find_or_convert
 from batchgen.models.tokenizers.loading import load_tokenizer
+from batchgen.planner.plan_selection import plan_problem
+from batchgen.planner.problem import problem_of
+from batchgen.planner.simulation import simulate_job
 
 _CPU = Device("cpu")
 
@@ -60,11 +70,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=None)
     args = parser.parse_args()
     cases: dict[str, Any] = {"extraction": extraction, "json": json_records, "many rows": many_rows}
-    results = {}
+    path = args.output or result_path("drafts", by_cpu=True)
+    results = json.loads(path.read_text())["cases"] if path.exists() else {}
+    sizes = {name: getattr(args, name) for name in ("layers", "rows", "memory", "prompt_tokens", "output_tokens")}
     for name in args.cases or cases:
-        results[name] = in_turns(cases[name], args)
+        results[name] = {"arguments": sizes} | in_turns(cases[name], args)
         print(name, json.dumps(results[name], indent=2), flush=True)
-    write(args.output or result_path("drafts", by_cpu=True), {"machine": machine(), "cases": results})
+    write(path, {"machine": machine(), "cases": results})
 
 
 def in_turns(case: Any, args: argparse.Namespace) -> dict[str, Any]:
@@ -77,7 +89,13 @@ def in_turns(case: Any, args: argparse.Namespace) -> dict[str, Any]:
             runs[name].append(figures)
             texts.add(tokens)
     fastest = {name: min(run["seconds"] for run in found) for name, found in runs.items()}
-    return {"gain": fastest["off"] / fastest["on"], "same_tokens": len(texts) == 1, **runs}
+    predicted = {name: min(runs_of, key=lambda run: run["seconds"])["predicted_s"] for name, runs_of in runs.items()}
+    return {
+        "gain": fastest["off"] / fastest["on"],
+        "predicted_gain": predicted["off"] / predicted["on"],
+        "same_tokens": len(texts) == 1,
+        **runs,
+    }
 
 
 def extraction(args: argparse.Namespace, drafts: bool) -> tuple[dict[str, Any], Any]:
@@ -87,21 +105,21 @@ def extraction(args: argparse.Namespace, drafts: bool) -> tuple[dict[str, Any], 
         Request(prompt(row, args, copied=row < args.copied * args.rows), sampling(args.output_tokens))
         for row in range(args.rows)
     ]
-    return generate(path, requests, args.rows, args.memory, args, drafts, streamed=True)
+    return generate(path, requests, args.rows, args.memory, args, drafts)
 
 
 def many_rows(args: argparse.Namespace, drafts: bool) -> tuple[dict[str, Any], Any]:
-    """256 rows with all weights of two layers in RAM: nothing is read, and a draft costs what a token costs."""
+    """256 rows with two layers, which are read from disk in less time than computation takes."""
     path = counting_model(args.work_dir / "counting-2", 2)
     requests = [Request(prompt(row, args, copied=True), sampling(args.output_tokens)) for row in range(256)]
-    return generate(path, requests, 256, parse_bytes("8GiB"), args, drafts, streamed=False)
+    return generate(path, requests, 256, parse_bytes("8GiB"), args, drafts)
 
 
 def json_records(args: argparse.Namespace, drafts: bool) -> tuple[dict[str, Any], Any]:
     """Restaurant entries turned into records under a schema by the demo model, with its weights on disk."""
     params = SamplingParams(max_tokens=512, json_schema=SCHEMA)
     requests = [Request(messages, params) for messages in conversations(2 * args.rows)]
-    return generate("demo", requests, args.rows, args.memory, args, drafts, streamed=True)
+    return generate("demo", requests, args.rows, args.memory, args, drafts)
 
 
 def sampling(tokens: int) -> SamplingParams:
@@ -126,20 +144,21 @@ def generate(
     memory: int,
     args: argparse.Namespace,
     drafts: bool,
-    *,
-    streamed: bool,
 ) -> tuple[dict[str, Any], Any]:
     """The figures of a job in an engine of its own, and the tokens of its rows."""
-    with Engine.from_parts(load(model, rows, memory, args, streamed=streamed), drafts=drafts) as engine:
+    with Engine.from_parts(load(model, rows, memory, args), drafts=MOST_DRAFTS * drafts) as engine:
+        policy, config = engine.policy, engine.parts.config
         started, started_cpu = time.perf_counter(), time.process_time()
         done = {completion.index: completion for completion in engine.generate(requests)}
         seconds, cpu_s = time.perf_counter() - started, time.process_time() - started_cpu
-        stats = engine.stats
+        stats, rates = engine.stats, engine.draft_rates
     errors = [completion.error for completion in done.values() if completion.error]
     if errors:
         raise SystemExit(f"{len(errors)} rows failed: {errors[0]}")
     figures = {
         "seconds": seconds,
+        "predicted_s": predicted_s(policy, config, list(done.values()), memory, rates, args.work_dir),
+        "rates": None if rates is None else asdict(rates),
         "cpu_s": cpu_s,
         "sweeps": stats.sweeps,
         "generated_tokens": stats.generated_tokens,
@@ -150,11 +169,28 @@ def generate(
     return figures, tuple(done[i].samples[0].token_ids for i in range(len(requests)))
 
 
-def load(model: Path | str, rows: int, memory: int, args: argparse.Namespace, *, streamed: bool) -> EngineParts:
-    """The model in bfloat16, ready for so many rows. streamed: Whether the layers' weights are on disk."""
+def predicted_s(
+    policy: Policy, config: ModelConfig, done: list[Completion], memory: int, rates: DraftRates | None, work_dir: Path
+) -> float:
+    """The simulator's seconds of a job's sweeps under its policy, on this machine as measured."""
+    outputs = [len(completion.samples[0].token_ids) for completion in done]
+    workload = Workload(
+        len(done), Lengths.of(completion.prompt_tokens for completion in done), Lengths.of(outputs), max(outputs),
+        drafts=rates,
+    )  # fmt: skip
+    hardware = hardware_for(_CPU, config, work_dir)
+    problem = problem_of(
+        hardware, config, workload, dtype="bfloat16", max_model_len=policy.max_model_len, cpu_memory=memory,
+        max_num_seqs=policy.max_num_seqs, max_num_batched_tokens=policy.max_num_batched_tokens,
+    )  # fmt: skip
+    return simulate_job(replace(plan_problem(problem), policy=policy), config, hardware).total_s
+
+
+def load(model: Path | str, rows: int, memory: int, args: argparse.Namespace) -> EngineParts:
+    """The model in bfloat16, ready for so many rows, with the layers' weights on disk."""
     files = resolve_model(str(model))
     config = read_config(files)
-    layers = (0, 0, config.num_layers) if streamed else (0, config.num_layers, 0)
+    layers = 0, 0, config.num_layers
     store = find_or_convert(files, args.work_dir / "stores", "bfloat16", NATIVE)
     longest = 1024 if str(model) == "demo" else args.prompt_tokens + args.output_tokens
     policy = Policy(

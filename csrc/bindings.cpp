@@ -162,9 +162,8 @@ PYBIND11_MODULE(_kernels, m) {
                                  first_key.data());
              })
         .def("add_prefill",
-             [](AttentionPlan& plan, int start, int stop, const Array<int32_t>& blocks, int offset, int window) {
-                 plan.add_prefill(start, stop, blocks.data(), int(blocks.size()), offset, window);
-             })
+             [](AttentionPlan& plan, int start, int stop, const Array<int32_t>& blocks, int offset, int window,
+                int ahead) { plan.add_prefill(start, stop, blocks.data(), int(blocks.size()), offset, window, ahead); })
         .def("add_shared",
              [](AttentionPlan& plan, int start, int stop, const Array<int32_t>& blocks) {
                  plan.add_shared(start, stop, blocks.data(), int(blocks.size()));

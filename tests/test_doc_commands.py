@@ -61,6 +61,7 @@ COLUMNS = {
         "b": ["wet", "dry"],
         "text": TEXTS,
     },
+    "docs/embeddings.md": {"text": TEXTS, "query": TEXTS, "document": TEXTS[::-1]},
 }  # fmt: skip
 # Further files that a page speaks of, with their columns.
 TABLES = {
@@ -103,8 +104,21 @@ def models(tiny_models, tmp_path_factory):
     return path, demo
 
 
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory):
+    """Models of vectors by the names that pages give them: an encoder, a classifier, a cross-encoder."""
+    from tiny_encoders import make_encoder
+
+    models = {"E": ("BertModel", {}), "C": ("LlamaForSequenceClassification", {"num_labels": 3})}
+    models["R"] = "BertForSequenceClassification", {"num_labels": 1}
+    paths = {name: tmp_path_factory.mktemp(name) for name in models}
+    for name, (kind, fields) in models.items():
+        make_encoder(kind, paths[name], **fields)
+    return paths
+
+
 @pytest.fixture
-def reader(models, tmp_path, monkeypatch):
+def reader(models, encoders, tmp_path, monkeypatch):
     """The folder that a reader of a page is in, with what the page tells him to have, and the checkout's recipes."""
     path, demo = models
     monkeypatch.setattr("batchgen.models.files.demo_file", lambda: demo)
@@ -112,6 +126,8 @@ def reader(models, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("M", "MODEL", "llama-3.2-3b"):
         Path(name).symlink_to(path)
+    for name, folder in encoders.items():
+        Path(name).symlink_to(folder)
     Path("recipes").symlink_to(ROOT / "recipes")
     Path("fast_disk").mkdir()
     Path("shared").mkdir()

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from batchgen.core.attention_budget import ALL, AttentionBudget
+from batchgen.core.draft_rates import MOST_DRAFTS
 from batchgen.core.errors import InputError
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.kv_expansion import KVExpansion
@@ -108,6 +109,7 @@ class Policy:
         state_dtype: Format of the matrices of state layers (`core.dtypes.STATE_DTYPES`).
         attention_budget: Tokens that a decoding token attends to, as `--attention-budget` states them
             (`core.attention_budget`).
+        draft_states: Whether sequences have state slots for the states after their drafts.
     """
 
     admission: str
@@ -134,6 +136,7 @@ class Policy:
     balance_tokens: int | None = None
     state_dtype: str = "float32"
     attention_budget: str = ALL
+    draft_states: bool = False
 
     @property
     def equal_parts(self) -> int:
@@ -142,11 +145,29 @@ class Policy:
 
     @property
     def takes_drafts(self) -> bool:
-        """True where a sequence may have several tokens in a sweep, drafts among them.
+        """True where a sequence may have several tokens in a sweep, drafts among them."""
+        return takes_drafts(self.attention_budget)
 
-        More tokens need more experts, which cost reading; several at once would all attend to all pages.
+    def streams(self, compute_tier: str) -> bool:
+        """Tell whether weights or KV come from another tier in each sweep.
+
+        Args:
+            compute_tier: The tier of the compute device's own memory.
         """
-        return AttentionBudget.of(self.attention_budget) is None and not self.on_demand_tokens
+        layers = [(tier, n) for counts in self.weight_layers.values() for tier, n in zip(TIERS, counts, strict=True)]
+        seqs = [(KVPlacement(name).tier, count) for name, count in self.kv_seqs.items()]
+        return any(tier != compute_tier for tier, count in layers + seqs if count)
+
+    def most_drafts(self, asked: int | None, compute_tier: str) -> int:
+        """The most drafts of a sequence in a sweep.
+
+        Args:
+            asked: The number that somebody asks for; None: the usual one where weights or KV stream.
+            compute_tier: The tier of the compute device's own memory.
+        """
+        if not self.takes_drafts:
+            return 0
+        return (MOST_DRAFTS if self.streams(compute_tier) else 0) if asked is None else asked
 
     @property
     def batch_seqs(self) -> int:
@@ -172,6 +193,15 @@ class Policy:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"max_num_seqs": self.max_num_seqs}
+
+
+def takes_drafts(attention_budget: str) -> bool:
+    """Tell whether a sequence may have several tokens in a sweep, drafts among them, which all attend to all pages.
+
+    Args:
+        attention_budget: Field of `Policy`.
+    """
+    return AttentionBudget.of(attention_budget) is None
 
 
 def first_batch_cpu_share(tokens: float, delegated: float, balance_tokens: float) -> float:
@@ -358,6 +388,8 @@ class Prediction:
         source: Origin of the rates, as it follows "from" in a sentence; "": a given profile.
         table: Name of the table of rates that `factors` belong to; "": none, rates are as given.
         factors: Logarithm of the factor on the seconds of each kind of work that was applied to that table.
+        drafts: (decoding sequences, drafts that each may have in a sweep with at most so many), ascending; empty where
+            drafts are worth nothing. A run chooses by what it measures.
     """
 
     total_s: float
@@ -383,6 +415,11 @@ class Prediction:
     source: str = ""
     table: str = ""
     factors: Mapping[str, float] = field(default_factory=dict)
+    drafts: tuple[tuple[int, int], ...] = ()
+
+    def most_drafts(self, decode_seqs: int) -> int:
+        """Drafts that each sequence may have in a sweep in which so many decode."""
+        return next((drafts for seqs, drafts in self.drafts if decode_seqs <= seqs), 0)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

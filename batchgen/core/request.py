@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from batchgen.core.errors import InputError, one_line
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from batchgen.core.partial import (
         PartialCompletion,
     )  # imports numpy, which the command line's help does not wait for
@@ -313,6 +315,7 @@ class Request:
         more_prompts: Further prompts. Each has `n` samples too, which come after those of `prompt`.
         chat: Options for rendering chat messages into a prompt.
         reasoning_apart: True where text between `<think>` and `</think>` is removed from a sample's text.
+        pair: Second text of a pair, for models that judge pairs of texts; None: there is one text.
         partial: The samples that an earlier run has begun; generation goes on from them, unless the request's tokens or
             sampling parameters differ. None: it begins anew.
     """
@@ -325,6 +328,7 @@ class Request:
     more_prompts: tuple[str | Sequence[int], ...] = ()
     chat: ChatOptions = PLAIN_CHAT
     reasoning_apart: bool = True
+    pair: str | None = None
     partial: PartialCompletion | None = None
 
     def numbered(self, row: int, *, reasoning_apart: bool) -> Request:
@@ -579,4 +583,26 @@ class Scored:
     scores: tuple[ContinuationScore, ...] = ()
     error: str | None = None
     cached_tokens: int = 0
+    row: int | None = None
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """The result of one request to embed: `vector` where it succeeded, `error` where it failed.
+
+    Attributes:
+        index: Position of the request in the iterable that the engine was given, from 0.
+        id: Id of the request, or its position where it has none.
+        prompt_tokens: Number of tokens of the text, special ones included.
+        vector: The embedding, float32 [dimensions], or those of several prompts, one after the other; None where the
+            request failed.
+        error: The reason why the request failed; None where it succeeded.
+        row: Number of the request's row in a dataset.
+    """
+
+    index: int
+    id: str | int
+    prompt_tokens: int
+    vector: np.ndarray | None = None
+    error: str | None = None
     row: int | None = None

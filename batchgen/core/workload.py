@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from batchgen.core.draft_rates import DraftRates
 from batchgen.core.errors import InputError
 from batchgen.core.routing import INDEPENDENT, Routing
 
@@ -76,7 +77,9 @@ class Workload:
         scored_len: For a job that scores: mean number of positions per sequence whose logits are computed. Such
             sequences end after prefill and count as if they generated 1 token. None: the job generates.
         routing: Spread of the tokens over experts, for a mixture-of-experts model.
+        is_pooled: Whether these positions are not scored, but make the sequence's vector.
         prefix_seqs: Mean number of sequences with the same shared prefix, above 1; None: all of them have the same one.
+        drafts: Rates of the drafts that sequences have while weights or KV stream; None: nothing is drafted.
     """
 
     num_seqs: int
@@ -87,6 +90,8 @@ class Workload:
     scored_len: float | None = None
     routing: Routing = INDEPENDENT
     prefix_seqs: float | None = None
+    is_pooled: bool = False
+    drafts: DraftRates | None = None
 
     def __post_init__(self) -> None:
         if self.num_seqs < 1:
@@ -121,6 +126,11 @@ class Workload:
     def task(self) -> str:
         """The task of the job: "generate", or "score" where `scored_len` is set."""
         return "generate" if self.scored_len is None else "score"
+
+    @property
+    def made(self) -> str:
+        """The participle that says what is done with `made_len` tokens."""
+        return "generated" if self.task == "generate" else "pooled" if self.is_pooled else "scored"
 
     @property
     def made_len(self) -> float:

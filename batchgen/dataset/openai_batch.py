@@ -1,7 +1,8 @@
 """OpenAI batch files as input: each line becomes a `Request`.
 
-Bodies of /v1/chat/completions and /v1/completions are read, with vLLM's additional parameters. A parameter that would
-change the result and is not supported fails its row with a message that names it. No parameter is ignored silently.
+Bodies of /v1/chat/completions and /v1/completions are read, with vLLM's additional parameters, and those of
+/v1/embeddings by jobs that embed texts. A parameter that would change the result and is not supported fails its row
+with a message that names it. No parameter is ignored silently.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from batchgen.dataset.messages import normalize_messages, normalize_tools
 COLUMNS = ("custom_id", "method", "url", "body")
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
+EMBEDDINGS_URL = "/v1/embeddings"
 
 # vLLM's names of what a text must follow, and those of `SamplingParams`.
 VLLM_GRAMMARS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
@@ -95,6 +97,42 @@ def rows_to_requests(
             yield Request("", sampling, row_id, error=one_line(error))
 
 
+def rows_to_embed(
+    batch: pa.RecordBatch, first_row: int, duplicate_rows: frozenset[int] = frozenset()
+) -> Iterator[Request]:
+    """Yield one Request per row of a batch of OpenAI batch lines for /v1/embeddings; it has a prompt for each input.
+
+    Args:
+        batch: Rows with the columns `COLUMNS`.
+        first_row: Index of the batch's first row in the input.
+        duplicate_rows: Indices of rows that fail because an earlier row has the same custom_id.
+    """
+    bad = bad_lines(batch)
+    for index, row in enumerate(batch.select(list(COLUMNS)).to_pylist(), first_row):
+        row_id = index if row["custom_id"] is None else row["custom_id"]
+        try:
+            if index in bad:
+                raise RowError(bad[index])
+            if index in duplicate_rows:
+                raise RowError(f"custom_id {row['custom_id']!r} is on an earlier line too")
+            prompt, *more = _inputs(_body_of(row, EMBEDDINGS_URL))
+            yield Request(prompt, None, row_id, more_prompts=tuple(more))
+        except RowError as error:
+            yield Request("", None, row_id, error=one_line(error))
+
+
+def _inputs(body: dict[str, Any]) -> list[Any]:
+    """The texts or token ids that a body for /v1/embeddings asks the embeddings of. Raises RowError."""
+    fields = {name: value for name, value in body.items() if value is not None}
+    if "input" not in fields:
+        raise RowError("input is missing")
+    inputs = _prompts(fields.pop("input"), "input")
+    _take(fields, "encoding_format", lambda value: value in ("float", "base64"), "float or base64")
+    _take(fields, "dimensions", lambda value: _is_int(value) and value > 0, "a number above 0")
+    _refuse_others(fields)
+    return inputs
+
+
 def parse_row(
     row: dict[str, str | None], sampling: SamplingParams, chat: ChatOptions
 ) -> tuple[list[Any], SamplingParams, ChatOptions]:
@@ -108,19 +146,26 @@ def parse_row(
     Returns:
         The prompts, the sampling parameters, and the options for rendering chat messages.
     """
+    body = _body_of(row, CHAT_URL, COMPLETIONS_URL)
+    own_chat = _chat_options(body, chat) if row["url"] == CHAT_URL else PLAIN_CHAT
+    return *parse_body(str(row["url"]), body, sampling), own_chat
+
+
+def _body_of(row: dict[str, str | None], *urls: str) -> dict[str, Any]:
+    """The decoded body of a row that asks for one of some endpoints. Raises RowError."""
     if not row["custom_id"]:
         raise RowError("custom_id is missing or not a string")
     if row["method"] != "POST":
         raise RowError(f"method must be POST, not {row['method']!r}")
-    if row["url"] not in (CHAT_URL, COMPLETIONS_URL):
-        raise RowError(f"url must be {CHAT_URL} or {COMPLETIONS_URL}, not {row['url']!r}")
+    if row["url"] not in urls:
+        other = "" if row["url"] != EMBEDDINGS_URL else ": --task embed is for it"
+        raise RowError(f"url must be {' or '.join(urls)}, not {row['url']!r}{other}")
     if row["body"] is None:
         raise RowError("body is missing")
     body = json.loads(row["body"])
     if not isinstance(body, dict):
         raise RowError("body is not a JSON object")
-    own_chat = _chat_options(body, chat) if row["url"] == CHAT_URL else PLAIN_CHAT
-    return *parse_body(row["url"], body, sampling), own_chat
+    return body
 
 
 def parse_body(url: str, body: dict[str, Any], sampling: SamplingParams) -> tuple[list[Any], SamplingParams]:
@@ -146,7 +191,7 @@ def parse_body(url: str, body: dict[str, Any], sampling: SamplingParams) -> tupl
         _take(fields, "messages", lambda _: False, "absent: this url takes a prompt")
         if "prompt" not in fields:
             raise RowError("prompt is missing")
-        prompts = _completion_prompts(fields.pop("prompt"))
+        prompts = _prompts(fields.pop("prompt"), "prompt")
     max_tokens = _take(fields, "max_tokens", _is_int, "an integer", sampling.max_tokens)
     echo = not chat and _take(fields, "echo", _is_bool, "true or false", False)
     if echo and max_tokens == 0:  # the prompt alone is the answer: what is generated is left out of it
@@ -275,15 +320,15 @@ def _is_bias(value: Any) -> bool:
     return isinstance(value, dict) and all(k.isdecimal() and _is_number(v) for k, v in value.items())
 
 
-def _completion_prompts(given: Any) -> list[str | list[int]]:
-    """The prompts of a completion body: texts or lists of token ids, given as one prompt or as a list of prompts."""
+def _prompts(given: Any, name: str) -> list[str | list[int]]:
+    """The prompts in a field of a body: texts or lists of token ids, given as one prompt or as a list of prompts."""
     several = isinstance(given, list) and bool(given) and isinstance(given[0], (str, list))
     prompts: list[Any] = given if several else [given]
     for prompt in prompts:
         if not isinstance(prompt, str) and not _is_token_ids(prompt):
-            raise RowError("prompt must be a string or a list of token ids, or a list of these")
+            raise RowError(f"{name} must be a string or a list of token ids, or a list of these")
         if not prompt:
-            raise RowError("the prompt is empty")
+            raise RowError(f"the {name} is empty")
     return prompts
 
 

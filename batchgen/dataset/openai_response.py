@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from typing import Any
+
+import numpy as np
 
 from batchgen.core.digest import json_sha256
 
@@ -59,6 +62,49 @@ def format_response(
         wanted = asked.get("prompt_logprobs") is not None and prompt["logprobs"] is not None
         logprobs = {"prompt_logprobs": [_prompt_position(p) for p in prompt["logprobs"]]} if wanted else {}
         (answer if chat else choice).update(logprobs | _token_ids("prompt_token_ids", prompt))
+    return _success(custom_id, digest, answer)
+
+
+def format_embeddings(
+    custom_id: str | None,
+    body: str | dict[str, Any],
+    vectors: np.ndarray,
+    prompt_tokens: int,
+    model_name: str,
+    row_index: int,
+) -> dict[str, Any]:
+    """The JSON value of a line of the success file, for a request of embeddings.
+
+    Args:
+        custom_id: The request's custom_id.
+        body: The request's body.
+        vectors: The embeddings of its inputs, float32 [inputs, dimensions].
+        prompt_tokens: Number of tokens of all inputs.
+        model_name: Name of the model in the line.
+        row_index: Index of the request's row in the input.
+    """
+    asked: dict[str, Any] = json.loads(body) if isinstance(body, str) else body
+    in_base64, digest = asked.get("encoding_format") == "base64", _digest(custom_id, row_index)
+    answer = {
+        "object": "list",
+        "data": [
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": base64.b64encode(vector.astype("<f4").tobytes()).decode()
+                if in_base64
+                else vector.tolist(),
+            }
+            for index, vector in enumerate(vectors)
+        ],
+        "model": model_name,
+        "usage": {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens},
+    }
+    return _success(custom_id, digest, answer)
+
+
+def _success(custom_id: str | None, digest: str, answer: dict[str, Any]) -> dict[str, Any]:
+    """A line of the success file around an answer. digest: digest of the request, which ids are made of."""
     return {
         "id": f"batch_req_{digest}",
         "custom_id": custom_id,

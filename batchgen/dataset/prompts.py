@@ -316,6 +316,34 @@ def rows_to_requests(
             yield Request("", sampling.job, row_id, error=str(error))
 
 
+def text_column(schema: pa.Schema, name: str, flag: str) -> None:
+    """Raise InputError unless the input has a column of text of this name. flag: The option that names it."""
+    kind = value_type(schema, name, flag)
+    if not is_text(kind):
+        raise InputError(f"{flag} {name!r} holds {kind}, and must hold text")
+
+
+def with_pairs(requests: Iterable[Request], batch: pa.RecordBatch, column: str) -> Iterator[Request]:
+    """Give each request the second text of its pair.
+
+    Args:
+        requests: The requests of the rows of a batch.
+        batch: The rows.
+        column: Column of the second texts.
+    """
+    for index, request in enumerate(requests):
+        if request.error is not None:
+            yield request
+            continue
+        try:
+            second = _value(batch, column, index)
+            if not isinstance(second, str):
+                raise RowError(f"column {column!r} has no text in this row")
+            yield replace(request, pair=checked_text(second, column))
+        except RowError as error:
+            yield replace(request, prompt="", error=str(error))
+
+
 def rows_to_score_requests(
     batch: pa.RecordBatch,
     first_row: int,

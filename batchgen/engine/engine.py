@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from batchgen.core.attention_budget import ALL
 from batchgen.core.cache_folder import cache_dir
 from batchgen.core.device import parse_device
+from batchgen.core.draft_rates import DraftRates
 from batchgen.core.dtypes import AUTO, STATE_DTYPES
 from batchgen.core.errors import InputError
 from batchgen.core.kv_placement import KVPlacement
@@ -22,8 +23,9 @@ from batchgen.core.machine import trim_freed_memory
 from batchgen.core.partial import PartialCompletion
 from batchgen.core.plan import Policy
 from batchgen.core.rare_collections import collected_rarely
-from batchgen.core.request import Completion, Request, SamplingParams, Scored, ScoreRequest
+from batchgen.core.request import Completion, Embedded, Request, SamplingParams, Scored, ScoreRequest
 from batchgen.distributed.launch import ranks_of_host
+from batchgen.engine.embedding import Embedding
 from batchgen.engine.generation import Generation
 from batchgen.engine.in_flight import InFlight
 from batchgen.engine.loader import (
@@ -62,6 +64,8 @@ from batchgen.schedule.token_slots import TokenSlots
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from batchgen.runtime.pooler import VectorHead
+
 ON_OVERLONG = ("error", "truncate-left", "truncate-right")
 _MAX_NUM_SEQS = 256
 _INPUT_AHEAD = 512  # tokenized requests waiting for the scheduler
@@ -72,7 +76,7 @@ R = TypeVar("R", bound="SweepResult")
 
 
 class RequestHandler(Protocol[R]):
-    """The interface of `Generation` and `Scoring`, the handlers of the requests of one call of an engine.
+    """The interface of `Generation`, `Scoring` and `Embedding`, the handlers of the requests of one call of an engine.
 
     Attributes:
         vocabulary_chunks: Whether `take_logits` accepts a part of the vocabulary's columns at a time.
@@ -85,7 +89,7 @@ class RequestHandler(Protocol[R]):
     def prepare(self, requests: Iterable) -> Iterator:
         """Tokenize and check requests; yields the prepared requests. It runs in the input thread."""
 
-    def start(self, prepared) -> list[Sequence] | Completion | Scored:
+    def start(self, prepared) -> list[Sequence] | Completion | Scored | Embedded:
         """The sequences of a prepared request, or its result where the request cannot be run."""
 
     def take_logits(self, rows, logits, start: int) -> Tensor | None:
@@ -93,7 +97,7 @@ class RequestHandler(Protocol[R]):
 
         Args:
             rows: Sequences whose logits these are, one for each row.
-            logits: fp32 logits, [rows, columns].
+            logits: fp32 logits, [rows, columns]; of a model without an output matrix hidden states, [rows, hidden].
             start: Index in the vocabulary of the first column.
 
         Returns:
@@ -111,7 +115,7 @@ class RequestHandler(Protocol[R]):
             stats: The engine's counts, to which the sweep's tokens are added.
         """
 
-    def finish(self, sequence: Sequence) -> Completion | Scored | None:
+    def finish(self, sequence: Sequence) -> Completion | Scored | Embedded | None:
         """The result of a sequence's request, if all its other sequences have ended; None: some still run."""
 
 
@@ -282,7 +286,8 @@ class Engine:
             "truncate-left" and "truncate-right" cut its prompt at that end.
         chat_template: Jinja text of a chat template that replaces the model's; None: the model's.
         sampling: Sampling parameters of requests that have none.
-        drafts: Whether tokens are drafted and checked several at a time, where that saves time. It changes no text.
+        drafts: Most drafted tokens of a sample that are checked together, where that saves time. They change no text.
+            0: nothing is drafted. None: some are while weights or KV stream.
         on_load: Function called with (layers loaded, layers in all) after each layer.
 
     Raises:
@@ -313,7 +318,7 @@ class Engine:
         on_overlong: str = "error",
         chat_template: str | None = None,
         sampling: SamplingParams | None = None,
-        drafts: bool = False,
+        drafts: int | None = 0,
         on_load: Callable[[int, int], None] | None = None,
     ) -> None:
         from batchgen.models.tokenizers.loading import load_tokenizer
@@ -324,6 +329,11 @@ class Engine:
         files = resolve_model(model, lora)
         versions = model_versions(files)
         config = read_config(files)
+        if config.hidden_output:
+            raise InputError(
+                f"{files.name} gives no text: its architectures name a class without an output matrix, or it has"
+                " use_bidirectional_attention: batchgen.run with task='embed' takes it"
+            )
         dtype = resolve_dtype(config, dtype, where)
         shard = None
         if tensor_parallel != 1:
@@ -367,6 +377,7 @@ class Engine:
             store=store,
             on_load=on_load,
             shard=shard,
+            drafts=drafts,
         )
         if max_num_seqs is None:
             request = with_fitting_states(request)
@@ -389,7 +400,7 @@ class Engine:
         on_overlong: str = "error",
         sampling: SamplingParams | None = None,
         longest_first: bool = False,
-        drafts: bool | Callable[[], Drafting] = False,
+        drafts: int | Callable[[], Drafting] | None = 0,
     ) -> Engine:
         """Make an engine from a model that is loaded already.
 
@@ -403,7 +414,8 @@ class Engine:
             on_overlong: "error", "truncate-left" or "truncate-right", for prompts that do not fit the context.
             sampling: Sampling parameters of requests that have none.
             longest_first: Whether requests to generate start in the order of their expected outputs, the longest first.
-            drafts: Whether tokens are drafted where that saves time, or what makes the drafts of each call.
+            drafts: Most drafts of a sequence in a sweep, or what makes the drafts of each call; None: some while
+                weights or KV stream.
         """
         engine = cls.__new__(cls)
         costs = lane_costs or NOT_KNOWN
@@ -419,7 +431,7 @@ class Engine:
         lane_costs: LaneCosts,
         on_overlong: str,
         sampling: SamplingParams | None,
-        drafts: bool | Callable[[], Drafting],
+        drafts: int | Callable[[], Drafting] | None,
     ) -> None:
         if on_overlong not in ON_OVERLONG:
             raise InputError(f"on_overlong must be one of {', '.join(ON_OVERLONG)}, not {on_overlong!r}")
@@ -513,12 +525,27 @@ class Engine:
                 expansion_choice=expansion_choice(self.policy, self._lane_costs),
             )
             self.changes = adaptation.changes
-        if self._drafts and self.policy.takes_drafts:
-            on_gpu = self.parts.compute_tier == "gpu"
-            scheduler.drafting = Drafting(only_while_waiting=on_gpu) if self._drafts is True else self._drafts()
+        scheduler.drafting = self._drafting()
         self._generation = handler = Generation(self.parts, self._sampling, self._on_overlong, known)
         lengths = ExpectedLengths() if self._longest_first else None
         return self._run_all(handler, requests, scheduler, adaptation, should_stop, on_sweep, lengths)
+
+    def _drafting(self) -> Drafting | None:
+        """The object that drafts tokens in a call; None: nothing is drafted."""
+        tier, drafts = self.parts.compute_tier, self._drafts
+        if callable(drafts):
+            return drafts() if self.policy.takes_drafts else None
+        if not (most := self.policy.most_drafts(drafts, tier)):
+            return None
+        reads_grow = self.policy.on_demand_tokens > 0
+        of_model = self.parts.draft_proposers()
+        return Drafting(only_while_waiting=tier == "gpu", most=most, reads_grow=reads_grow, of_model=of_model)
+
+    @property
+    def draft_rates(self) -> DraftRates | None:
+        """Rates of the drafts of the last call of `generate`; None: too few were judged."""
+        drafting = self._running.drafting if self._running else None
+        return drafting.rates if drafting else None
 
     def partials(self) -> list[PartialCompletion]:
         """The tokens so far of rows that the last call of `generate` has started and not finished, or had at its end.
@@ -551,6 +578,31 @@ class Engine:
                 request that failed has an `error`.
         """
         handler = Scoring(self.parts, self._on_overlong)
+        return self._run_all(handler, requests, self._scheduler(), None, should_stop, on_sweep)
+
+    def embed(
+        self,
+        requests: Iterable[Request | str | None] | Request | str,
+        head: VectorHead,
+        *,
+        should_stop: Callable[[], bool] = lambda: False,
+        on_sweep: Callable[[EngineStats], None] = lambda stats: None,
+    ) -> Iterator[Embedded]:
+        """Compute the vectors of texts, with a model that was loaded without its output matrix.
+
+        Args:
+            requests: An iterable of requests and texts, or a single Request or text. It is read lazily in another
+                thread. Sampling parameters are not used.
+            head: Pooling, and what follows it.
+            should_stop: Function that is called before each sweep. When it returns true, the call ends, and unfinished
+                rows are dropped.
+            on_sweep: Function that is called after each sweep with the engine's running totals.
+
+        Yields:
+            An Embedded when its request has ended, so not in input order. The Embedded of a request that failed has an
+                `error`.
+        """
+        handler = Embedding(self.parts, head, self._on_overlong)
         return self._run_all(handler, requests, self._scheduler(), None, should_stop, on_sweep)
 
     def _scheduler(self, expected_output_len: Callable[[Sequence], int] | None = None) -> Scheduler:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,6 +51,7 @@ from batchgen.engine.parts import EngineParts
 from batchgen.models.config import DTYPES, ModelConfig
 from batchgen.models.files import ModelFiles, resolve_weights
 from batchgen.models.kept_stores import made_before, store_path
+from batchgen.models.mtp import mtp_bytes
 from batchgen.models.state_layers import StateRow
 from batchgen.models.store.manifest import STORE_MANIFEST, read_store_manifest
 from batchgen.ops.instruction_set import has_fast_bfloat16, instruction_set, num_threads
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from batchgen.runtime.memory.tiers import Tiers
     from batchgen.runtime.memory.weights import Weights
     from batchgen.runtime.sweep_options import AdjacentRanks
+    from batchgen.schedule.draft_proposer import Proposer
     from batchgen.schedule.packed_batch import PackedBatch
 
 ADMISSIONS = ("continuous", "static")
@@ -296,7 +298,7 @@ def in_memory_policy(
         max_model_len=max_model_len,
         kv_block_size=DEFAULT_KV_BLOCK_SIZE,
         kv_blocks={},
-        share_prefixes=share_prefixes,
+        share_prefixes=share_prefixes and config.causal,
         weight_format=weight_format_of(dtype, weights),
         kv_format=dtype if kv_cache_dtype == "auto" else kv_cache_dtype,
         state_dtype=state_dtype,
@@ -391,6 +393,8 @@ class LoadRequest:
         on_load: Function called with (layers loaded, layers in all) after each layer.
         shard: This rank's part of the model under tensor parallelism.
         reduce: Function that sums a tensor over the ranks.
+        drafts: The most drafts of a sequence in a sweep that are asked for; None: the usual number where something
+            streams.
     """
 
     files: ModelFiles
@@ -413,6 +417,7 @@ class LoadRequest:
     on_load: Callable[[int, int], None] | None = None
     shard: Shard | None = None
     reduce: Reduce | None = None
+    drafts: int | None = 0
 
 
 def load_parts(
@@ -446,6 +451,7 @@ def load_parts(
         config=config,
         tokenizer=words.tokenizer,
         executor=executor,
+        draft_proposers=_draft_proposers(request, executor),
         split=split,
         pack=pack,
         sample=sample,
@@ -460,6 +466,36 @@ def load_parts(
         load_s=words.seconds(),
         grammars=words.grammars,
     )
+
+
+def _draft_proposers(request: LoadRequest, executor: Executor) -> Callable[[], Sequence[Proposer]]:
+    """A function that makes the proposer of a model's MTP module, where it is wanted and there is one."""
+    import torch
+
+    from batchgen.models.mtp import load_mtp
+    from batchgen.runtime.mtp import MtpProposer
+
+    if not _wants_mtp(request):
+        return tuple
+    module = load_mtp(request.files, request.config, getattr(torch, request.dtype))
+    if module is None:
+        return tuple
+    policy = request.policy
+
+    def proposers() -> list[Proposer]:
+        proposer = MtpProposer(
+            module, executor.weights, max_num_seqs=policy.max_num_seqs, max_positions=policy.max_model_len
+        )
+        executor.context.take_hidden = proposer.take
+        return [proposer]
+
+    return proposers
+
+
+def _wants_mtp(request: LoadRequest) -> bool:
+    """Tell whether a model's MTP module drafts, if there is one: where one process computes all on the CPU."""
+    alone = request.shard is None and not request.device.accelerated and request.task != "score"
+    return alone and request.policy.most_drafts(request.drafts, "cpu") > 0
 
 
 def load_executor(
@@ -583,6 +619,8 @@ def plan_load(request: LoadRequest) -> MemoryPlan:
     held_bytes = process_bytes()
     if request.planned_process_bytes:
         held_bytes = max(resident_bytes(), request.planned_process_bytes)
+    elif _wants_mtp(request):
+        held_bytes += mtp_bytes(request.files, request.config, request.dtype)
     context = request.policy.max_model_len
     memory = plan_memory(
         request.config,
@@ -731,6 +769,7 @@ def pack_for(
         on_card=request.device.kind == "cuda",
         attention_budget=request.policy.attention_budget,
         host_blocks=kv_blocks.get("cpu", 0),
+        causal=config.causal,
     )
 
 
@@ -763,6 +802,8 @@ def warm_up(
     scoring = {}  # first row -> scorer of the vocabulary chunks of its logits, and its rows
 
     def on_logits(rows, logits, start):
+        if executor.config.hidden_output:
+            return None
         if task != "generate":
             if start == 0:
                 scoring[rows[0]] = Scorer(), scored(rows)

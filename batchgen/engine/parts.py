@@ -18,6 +18,7 @@ from batchgen.schedule.deferred_batches import DeferredBatches
 
 if TYPE_CHECKING:
     from batchgen.models.tokenizers.tokenizer import Tokenizer
+    from batchgen.schedule.draft_proposer import Proposer
 
 
 class SweepRunner(Protocol):
@@ -89,6 +90,7 @@ class EngineParts:
         kernels: Kernel of each shape.
         sweeps_in_flight: The most sweeps in flight at once; a sequence is in two of them only with chunks of its
             prompt.
+        draft_proposers: Function that makes the proposers of drafts that the model has, for one call of the engine.
         peaks_of_others: Function that returns the peak bytes of each tier of the other processes that run the model,
             once the executor is closed; None stands for a process that has failed.
     """
@@ -110,6 +112,7 @@ class EngineParts:
     grammars: Grammars | None = None
     kernels: KernelChoice = PROCESS_SET
     sweeps_in_flight: int = 1
+    draft_proposers: Callable[[], Sequence[Proposer]] = tuple
     peaks_of_others: Callable[[], Sequence[Mapping[str, int] | None]] = tuple
 
     def token_logprob(self, token_id: int, logprob: float | None) -> TokenLogprob:
@@ -160,6 +163,7 @@ class EngineStats:
         forced_tokens: Generated tokens that no sweep sampled, as their grammar allowed no others.
         accepted_tokens: Drafted tokens that were generated; the sweep that checked them gave one more.
         scored_tokens: Scored tokens of continuations.
+        embedded: Number of vectors.
         sweeps: Number of sweeps.
         preempted: Number of preempted sequences.
         left_out: Tokens that a sweep left for a later one, as the CPU was late with attention.
@@ -181,6 +185,7 @@ class EngineStats:
     forced_tokens: int = 0
     accepted_tokens: int = 0
     scored_tokens: int = 0
+    embedded: int = 0
     sweeps: int = 0
     preempted: int = 0
     left_out: int = 0

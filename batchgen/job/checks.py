@@ -8,6 +8,7 @@ import stat
 import sys
 from pathlib import Path
 
+from batchgen.core.draft_rates import MOST_DRAFTS
 from batchgen.core.errors import InputError
 from batchgen.core.request import SamplingParams
 from batchgen.core.units import format_bytes, size_bytes
@@ -15,7 +16,7 @@ from batchgen.distributed.launch import rank_of_environment
 from batchgen.job.destination import STANDARD_OUTPUT, Destination
 from batchgen.job.failures import FailureLimit
 from batchgen.job.files import check_files, is_device
-from batchgen.job.options import JobOptions, flag_of, options_of, seconds
+from batchgen.job.options import CLASSIFY, EMBED, OF_VECTORS, RERANK, JobOptions, flag_of, options_of, seconds
 from batchgen.job.standard_input import is_standard_input
 from batchgen.output.run_directory import check_output
 from batchgen.runtime.grammar import check_grammar
@@ -81,6 +82,8 @@ def check_options(options: JobOptions) -> None:
         if value is not None and not 1 <= value <= most:
             bound = "at least 1" if value < 1 else f"at most {most:,}"
             raise InputError(f"{flag_of(name)} must be {bound}, not {value}")
+    if not 0 <= options.drafts <= MOST_DRAFTS:
+        raise InputError(f"--drafts must be 0 to {MOST_DRAFTS}, not {options.drafts}")
     size_bytes(options.cache_size)
     if options.overwrite and options.retry_failed:
         raise InputError(
@@ -133,7 +136,7 @@ def _check_steps(options: JobOptions) -> None:
     if not options.steps:
         return
     for flag, given in {
-        "--task score": options.task == "score",
+        f"--task {options.task}": options.task != "generate",
         "--share": options.share,
         "--output-prefix": options.output_prefix,
         "--sampling-column": options.sampling_column,
@@ -166,9 +169,18 @@ def _check_chat(options: JobOptions) -> None:
 
 
 def _check_task(options: JobOptions) -> None:
+    if options.task == "generate" and options.continuations_column:
+        raise InputError("--continuations-column is for scoring: give --task score")
+    of_tasks = {
+        **dict.fromkeys(("prompt_name", "pooling", "normalize", "dimensions"), (EMBED,)),
+        "instruction": (EMBED, RERANK),
+        "pair_column": (CLASSIFY, RERANK),
+    }
+    for name, tasks in of_tasks.items():
+        if getattr(options, name) is not None and options.task not in tasks:
+            flag = flag_of(name)
+            raise InputError(f"{flag} is for --task {' or '.join(tasks)}: give that task, or leave {flag} out")
     if options.task == "generate":
-        if options.continuations_column:
-            raise InputError("--continuations-column is for scoring: give --task score")
         return
     default = SamplingParams()
     given = [
@@ -179,8 +191,16 @@ def _check_task(options: JobOptions) -> None:
     given += [
         name for name in ("sampling_column", "expected_output_len", "cache") if getattr(options, name) is not None
     ]
+    if options.task in OF_VECTORS:
+        given += [name for name in ("continuations_column", "choices_column") if getattr(options, name) is not None]
+        given += ["choices"] if options.choices else []
+        for flag, count in (("--tensor-parallel", options.tensor_parallel), ("--pipeline", options.pipeline)):
+            if count > 1:
+                raise InputError(f"--task {options.task} needs the whole model in one process: leave {flag} out")
     if given:
-        raise InputError(f"{flag_of(given[0])} has no meaning with --task score, which generates nothing: leave it out")
+        raise InputError(
+            f"{flag_of(given[0])} has no meaning with --task {options.task}, which generates nothing: leave it out"
+        )
 
 
 def check_path(flag: str, path: str | None) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
-from batchgen.core.request import PLAIN_CHAT, Completion, PositionLogprobs, Request, SamplingParams
+from batchgen.core.request import PLAIN_CHAT, Completion, Embedded, PositionLogprobs, Request, SamplingParams
 
 # Bytes of results that are kept for later rows; the least recently used ones are evicted.
 _MOST_RESULT_BYTES = 64 << 20
@@ -94,9 +94,9 @@ class Deduplication:
         if request.chat is not self._chat:  # most rows have the same one
             self._chat, self._chat_identity = request.chat, _encode(request.chat.identity()).encode()
         given, kind = request.prompt, b"text"
-        if not isinstance(given, str) or request.more_prompts:
-            prompts = [prompt if isinstance(prompt, str) else list(prompt) for prompt in (given, *request.more_prompts)]
-            given, kind = _encode(prompts), b"prompts"
+        if not isinstance(given, str) or request.more_prompts or request.pair is not None:
+            several = (given, *request.more_prompts, *(() if request.pair is None else (request.pair,)))
+            given, kind = _encode([one if isinstance(one, str) else list(one) for one in several]), b"prompts"
         options = sampling.identity_bytes, self._chat_identity, b"%d" % request.reasoning_apart, kind
         return blake2b(b"\0".join((*options, given.encode(errors="surrogatepass"))), digest_size=16).digest()
 
@@ -113,7 +113,7 @@ class Deduplication:
             self._num_waiting += 1
             self._firsts.move_to_end(key)
             if first.result is None:
-                first.waiting.append(replace(request, prompt="", more_prompts=(), sampling=None))
+                first.waiting.append(replace(request, prompt="", more_prompts=(), sampling=None, pair=None))
             else:
                 self._ready.append(_for(request, first.result))
             return True
@@ -159,6 +159,8 @@ def _for(request: Request, result: Completion) -> Completion:
 def _size_bytes(result: Completion) -> int:
     """Approximate bytes of a result."""
     size = 1000 + 2 * len(result.error or "")
+    if isinstance(result, Embedded):
+        return size + (0 if result.vector is None else result.vector.nbytes)
     for sample in result.samples:
         size += 2 * len(sample.text) + _positions_bytes(sample.token_ids, sample.logprobs)
     return size + sum(_positions_bytes(prompt.token_ids, prompt.logprobs) for prompt in result.prompts)

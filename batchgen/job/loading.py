@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from batchgen.core.dtypes import DEQUANTIZED, NATIVE_FORMATS
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import LoadRequest, needs_store
 from batchgen.engine.tensor_parallel import load_on_ranks
@@ -73,7 +74,7 @@ def load_engine(
         f"loading {files.name}"
         + (f" ({scheme.describe()}{_NOT_USED if isinstance(scheme, Fp8) else ''})" if scheme else "")
     )
-    if options.drafts and (reason := _why_no_drafts(job, plan)):
+    if options.drafts and (reason := _why_no_drafts(plan)):
         progress.say(f"--drafts has no effect: {reason}")
     request = LoadRequest(
         files,
@@ -84,7 +85,7 @@ def load_engine(
         budgets=_budgets(job, plan),
         min_output_len=options.sampling.max_tokens if generates else 1,
         sampling=options.sampling if generates else None,
-        task=options.task,
+        task="generate" if generates else "score",
         longest_tokens=plan.workload.max_seq_len,
         most_kv_tokens=most_kv_tokens(plan),
         planned_process_bytes=process_share(plan),
@@ -93,6 +94,7 @@ def load_engine(
         kernels=plan.kernels,
         on_step=on_step,
         shard=job.shard,
+        drafts=options.drafts,
     )
     shares = [set(share) for share in job.shares] or None
     parts = (
@@ -112,13 +114,15 @@ def load_engine(
     )
 
 
-def _why_no_drafts(job: Job, plan: Plan) -> str | None:
+def _why_no_drafts(plan: Plan) -> str | None:
     """The reason why nothing is drafted in a job; None: drafts may be worth their time."""
-    if job.config.state_layers:
-        return "this model has states, which cannot go back to before a refused draft"
-    if not plan.policy.takes_drafts:
-        budget = plan.policy.attention_budget
-        return "the plan reads experts on demand" if plan.policy.on_demand_tokens else f"--attention-budget is {budget}"
+    policy = plan.policy
+    if not policy.takes_drafts:
+        return f"--attention-budget is {policy.attention_budget}"
+    beside = {KVPlacement.CPU, KVPlacement.DEFERRED} if "gpu" in plan.budgets else set()
+    placements = {KVPlacement(name) for name, count in policy.kv_seqs.items() if count}
+    if placements and placements <= beside:
+        return "the CPU attends to all sequences, with one token of each"
     return None
 
 

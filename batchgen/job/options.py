@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.attention_budget import ALL
+from batchgen.core.draft_rates import MOST_DRAFTS
 from batchgen.core.dtypes import KV_CODE_BITS, STATE_DTYPES, WEIGHTS
 from batchgen.core.quality import EXACT, KV_LOSSES, NEAR, QUALITIES, SMALL, WEIGHT_LOSSES, format_losses
 from batchgen.core.request import SamplingParams
@@ -103,6 +104,11 @@ _ROWS = "run plan"  # those whose rows come from somewhere
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 _KV_DTYPES = ("auto", *KV_CODE_BITS)
 STYLES = ("auto", "plain", "none")
+GENERATE, SCORE, EMBED, CLASSIFY, RERANK = TASKS = ("generate", "score", "embed", "classify", "rerank")
+OF_VECTORS = (EMBED, CLASSIFY, RERANK)  # tasks of models without an output matrix: they compute a vector of each row
+# As `models.pooling` and `output.embed_columns` have them, which take longer to import.
+POOLINGS = ("mean", "cls", "last")
+VECTOR_DTYPES = ("float32", "float16", "int8")
 LOG_FORMATS = ("text", "json")
 _MODEL_HELP = (
     "Hugging Face directory or hub id (org/name, org/name@revision, org/name:Q4_K_M), .gguf file, weight store, or"
@@ -279,9 +285,55 @@ class JobOptions:
         INPUT,
         _ROWS,
         default="generate",
-        choices=("generate", "score"),
+        choices=TASKS,
         common=True,
-        help="score: log-probabilities of continuations of the prompt, or of the prompt itself.",
+        help="score: log-probabilities of continuations of the prompt, or of the prompt itself; embed: the text's"
+        " vector; classify: probabilities of a classifier's labels; rerank: the score of a query and a document.",
+    )
+    prompt_name: str | None = _option(
+        INPUT,
+        _ROWS,
+        metavar="NAME",
+        help="With --task embed: prompt of the model's config_sentence_transformers.json that comes before each text,"
+        " such as query.",
+    )
+    instruction: str | None = _option(
+        INPUT,
+        _ROWS,
+        metavar="TEXT",
+        typed=True,
+        help="With --task embed: what the texts are queries for, as Qwen3-Embedding is told it; with --task rerank what"
+        " Qwen3-Reranker judges by.",
+    )
+    pair_column: str | None = _option(
+        INPUT,
+        _ROWS,
+        metavar="NAME",
+        help="With --task classify or rerank: column of the second text of each pair [default with rerank: document;"
+        " --prompt-column has the first one, by default query].",
+    )
+    pooling: str | None = _option(
+        INPUT,
+        _ROWS,
+        choices=POOLINGS,
+        help="With --task embed: tokens whose hidden states make the vector [default: as the model's files say].",
+    )
+    normalize: bool | None = _option(
+        INPUT,
+        _ROWS,
+        "--normalize/--no-normalize",
+        type=bool,
+        help="With --task embed: divide vectors by their length [default: as the model's files say].",
+    )
+    dimensions: int | None = _option(
+        INPUT,
+        _ROWS,
+        type=int,
+        metavar="N",
+        help="With --task embed: only the first N values of each vector (Matryoshka).",
+    )
+    vector_dtype: str = _option(
+        INPUT, _ROWS, default="float32", choices=VECTOR_DTYPES, help="With --task embed: format of the vectors."
     )
     continuations_column: str | None = _option(
         INPUT,
@@ -436,14 +488,14 @@ class JobOptions:
         type=bool,
         help="Compute a prompt prefix that rows share once [default: on].",
     )
-    drafts: bool = _option(
+    drafts: int = _option(
         RESOURCES,
-        "run lm_eval helm serve-batches engine",
-        "--drafts/--no-drafts",
-        default=False,
-        type=bool,
-        help="Check several drafted tokens of a sequence in a sweep where that saves time: while weights or KV stream."
-        " It changes no text, but for rounding in 16 bits [default: no drafts].",
+        f"{_ROWS} lm_eval helm serve-batches engine",
+        default=0,
+        type=int,
+        metavar="N",
+        help=f"Most drafted tokens of a sequence, up to {MOST_DRAFTS}, that are checked together in a sweep, where that"
+        " saves time: while weights or KV stream. Drafts change no text, but for rounding in 16 bits [default: 0].",
     )
     pipeline: int = _option(
         RESOURCES,

@@ -18,6 +18,7 @@ from batchgen.core.plan import Plan
 from batchgen.core.units import format_bytes
 from batchgen.core.workload import Workload, uniform_workload
 from batchgen.distributed.launch import own_share, ranks_of_host
+from batchgen.engine.embedding import num_pooled
 from batchgen.engine.loader import choose_weights, resolve_context
 from batchgen.job.checks import check_options, check_path
 from batchgen.job.devices import (
@@ -30,6 +31,7 @@ from batchgen.job.devices import (
     device_lines,
     parse_kinds,
 )
+from batchgen.job.embedding import for_task, head_of, with_head_context
 from batchgen.job.files import check_files, write_text
 from batchgen.job.job import Job, dequantized_line, resolve_for, resolve_job, why_not_run
 from batchgen.job.machine_profile import (
@@ -42,7 +44,7 @@ from batchgen.job.machine_profile import (
     wanted_of,
     weight_formats_measured,
 )
-from batchgen.job.options import JobOptions, PlanOptions, ProfileOptions, seconds
+from batchgen.job.options import OF_VECTORS, JobOptions, PlanOptions, ProfileOptions, seconds
 from batchgen.job.pages.plan_page import plan_page
 from batchgen.job.planning import plan_job, problem_here, problem_of_job
 from batchgen.job.progress import Progress
@@ -52,6 +54,8 @@ from batchgen.job.what_if import what_if
 from batchgen.job.workload import EstimatedWorkload, measure_workload
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles, resolve_for_planning
+from batchgen.models.pooling import VectorSpec
+from batchgen.models.tokenizers.tokenizer import Tokenizer
 from batchgen.planner.explain import compare, explain, frontier_lines, headline, kernel_lines
 from batchgen.planner.explanation import explanation_of
 from batchgen.planner.format_choice import formats_of
@@ -78,22 +82,20 @@ def _plan_lines(options: PlanOptions, started_s: float) -> list[str]:
     """The lines that `batchgen plan` prints. started_s: start of the command, of time.monotonic."""
     devices, asked = _devices(options)
     options = replace(options, job=asked)
-    check_options(asked)
-    _check_processes(options)
-    check_files(asked, plan_file=options.plan_file, plan_page=options.html)
-    if (options.as_json or options.plan_file == "-") and (options.what_if or options.frontier or options.compare):
-        raise InputError(
-            "--json and -o - give the plan alone: leave out --what-if, --compare and --frontier, or plan for each case "
-            "by itself"
-        )
-    if options.compare and not asked.hardware:
-        raise InputError("--compare puts another machine beside this one: give --hardware too")
-    if options.max_block_latency is not None and seconds(options.max_block_latency) <= 0:
-        raise InputError(f"--max-block-latency must be above 0, not {options.max_block_latency!r}")
-    check_path("-o", options.plan_file)
-    check_path("--html", options.html)
+    _check_plan(options, asked)
     files, config = resolve_for_planning(asked.model, asked.lora)
-    estimated = _workload(options, files, config, resolve_context(config, asked.max_model_len))
+    if asked.task in OF_VECTORS:
+        files, config = for_task(files, asked), config.without_logits()
+
+    def tokenizer() -> Tokenizer:
+        from batchgen.models.tokenizers.loading import load_tokenizer
+
+        return load_tokenizer(files, asked.special_tokens, asked.chat_template)
+
+    head = head_of(files, config, asked, tokenizer)
+    asked = with_head_context(asked, head)
+    options = replace(options, job=asked)
+    estimated = _workload(options, config, tokenizer, head, resolve_context(config, asked.max_model_len))
     given = Split(tensor_parallel=asked.tensor_parallel, pipeline=asked.pipeline)
 
     def here(split: Split = given, of_host: int | None = None) -> tuple[Job, Problem]:
@@ -153,6 +155,24 @@ def _plan_lines(options: PlanOptions, started_s: float) -> list[str]:
     if options.frontier:
         lines += ["", *frontier_lines(in_formats(problem, *formats_of(plan.policy)))]
     return lines
+
+
+def _check_plan(options: PlanOptions, asked: JobOptions) -> None:
+    """Raise InputError for options of a plan that contradict each other. asked: the job's options on one device."""
+    check_options(asked)
+    _check_processes(options)
+    check_files(asked, plan_file=options.plan_file, plan_page=options.html)
+    if (options.as_json or options.plan_file == "-") and (options.what_if or options.frontier or options.compare):
+        raise InputError(
+            "--json and -o - give the plan alone: leave out --what-if, --compare and --frontier, or plan for each case "
+            "by itself"
+        )
+    if options.compare and not asked.hardware:
+        raise InputError("--compare puts another machine beside this one: give --hardware too")
+    if options.max_block_latency is not None and seconds(options.max_block_latency) <= 0:
+        raise InputError(f"--max-block-latency must be above 0, not {options.max_block_latency!r}")
+    check_path("-o", options.plan_file)
+    check_path("--html", options.html)
 
 
 def _compared(
@@ -311,10 +331,17 @@ def _changed(
     return job, replace(changed, max_block_latency_s=problem.max_block_latency_s)
 
 
-def _workload(options: PlanOptions, files: ModelFiles, config: ModelConfig, context: int) -> EstimatedWorkload:
+def _workload(
+    options: PlanOptions, config: ModelConfig, tokenizer: Callable[[], Tokenizer], head: VectorSpec | None, context: int
+) -> EstimatedWorkload:
     job = options.job
     lengths = (options.num_prompts, options.input_len, options.output_len)
     if job.input is None:
+        if head is not None and options.num_prompts is not None and options.input_len is not None:
+            uniform = uniform_workload(options.num_prompts, options.input_len, 1, 1, context + 1)
+            return EstimatedWorkload(
+                replace(uniform, scored_len=float(num_pooled(head, options.input_len)), is_pooled=True), True
+            )
         if options.num_prompts is None or options.input_len is None or options.output_len is None:
             raise InputError("give an --input to plan for, or --num-prompts, --input-len and --output-len")
         if job.task == "score":  # outputs are what is scored: all but their last tokens are run
@@ -325,12 +352,10 @@ def _workload(options: PlanOptions, files: ModelFiles, config: ModelConfig, cont
         return EstimatedWorkload(uniform, True)
     if any(length is not None for length in lengths):
         raise InputError("--num-prompts, --input-len and --output-len stand in for an --input: give one or the other")
-    from batchgen.models.tokenizers.loading import load_tokenizer
-
-    source = open_rows(job)
-    tokenizer = load_tokenizer(files, job.special_tokens, job.chat_template)
-    source = source.for_model(config, tokenizer, job)
-    return measure_workload(source, tokenizer, job, context, rows_left=source.dataset.num_rows)
+    source, loaded = open_rows(job), tokenizer()
+    source = source.for_model(config, loaded, job)
+    source = source if head is None else source.with_head(head, job)
+    return measure_workload(source, loaded, job, context, rows_left=source.dataset.num_rows)
 
 
 def _problem_there(

@@ -18,6 +18,7 @@ from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import Plan
 from batchgen.engine.loader import TYPICAL_PROCESS_BYTES, existing_store, process_bytes
 from batchgen.engine.tensor_parallel import KV_PLACEMENTS
+from batchgen.job.draft_rates import expected_drafts
 from batchgen.job.given_plan import read_plan, runnable
 from batchgen.job.job import Job
 from batchgen.job.kernels import kernels_here
@@ -25,6 +26,7 @@ from batchgen.job.machine_profile import link_between, profile_here, slowdown_he
 from batchgen.job.routing import known_routing
 from batchgen.job.weight_choice import with_faster_weights
 from batchgen.job.workload import EstimatedWorkload
+from batchgen.models.mtp import mtp_bytes
 from batchgen.planner.format_choice import with_quality
 from batchgen.planner.other_quality import other_quality, quality_line
 from batchgen.planner.pipeline import over_stages
@@ -162,7 +164,7 @@ def problem_of_job(
     problem = problem_of(
         hardware,
         config,
-        replace(estimated.workload, routing=known_routing(job.files, job.config)),
+        replace(estimated.workload, routing=known_routing(job.files, job.config), drafts=expected_drafts(job)),
         dtype=job.dtype,
         weights=options.weights,
         kv_cache_dtype=options.kv_cache_dtype,
@@ -180,15 +182,24 @@ def problem_of_job(
         max_num_seqs=options.max_num_seqs,
         num_gpu_batches=options.num_gpu_batches,
         max_num_batched_tokens=options.max_num_batched_tokens,
-        process_bytes=process_bytes,
+        process_bytes=process_bytes + _mtp_bytes(job),
         offers_int4=options.tensor_parallel == 1,
         model_name=job.files.name,
         max_model_len=job.context,
-        share_prefixes=options.share_prefixes,
+        share_prefixes=options.share_prefixes and config.causal,
         output_len_known=estimated.output_len_known,
         startup_s=startup_s,
     )
     return with_quality(problem, options.quality)
+
+
+def _mtp_bytes(job: Job) -> int:
+    """Bytes of the model's MTP module, where it may draft."""
+    options = job.options
+    drafts = options.drafts != 0 and options.task == "generate" and job.device.kind == "cpu"
+    if not drafts or options.tensor_parallel > 1 or options.pipeline > 1:
+        return 0
+    return mtp_bytes(job.files, job.config, job.dtype)
 
 
 def _weight_formats(job: Job) -> tuple[str, ...]:

@@ -197,6 +197,9 @@ def engine_report(engine: Engine | None, plan: Plan | None, wall_s: float) -> di
         "cached_prompt_tokens": stats.cached_prompt_tokens,
         "generated_tokens": stats.generated_tokens,
         "scored_tokens": stats.scored_tokens,
+        "vectors": stats.embedded,
+        "drafted_tokens": stats.drafted_tokens,
+        "accepted_tokens": stats.accepted_tokens,
         "wall_s": wall_s,
         "load_s": engine.parts.load_s if engine else 0.0,
         "generated_tokens_per_s": stats.generated_tokens / wall_s,
@@ -269,7 +272,9 @@ def summary(report: dict[str, Any]) -> list[str]:
     if report["prompt_tokens"]:
         cached = report["cached_prompt_tokens"]
         shared = f" ({cached / report['prompt_tokens']:.0%} from shared prefixes)" if cached else ""
-        if report["scored_tokens"]:
+        if report["vectors"]:
+            made, rate = f"{report['vectors']:,} vectors", ""
+        elif report["scored_tokens"]:
             made, rate = f"{report['scored_tokens']:,} of them scored", ""
         else:
             made = f"{report['generated_tokens']:,} generated"

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 from batchgen.core.errors import BatchgenError, InputError, TooManyFailed, naming_files
 from batchgen.core.interrupts import keep
 from batchgen.core.plan import Plan
-from batchgen.core.request import Completion, Request, Scored, ScoreRequest
+from batchgen.core.request import Completion, Embedded, Request, Scored, ScoreRequest
 from batchgen.core.workload import Workload
 from batchgen.distributed.group import early_group
 from batchgen.distributed.launch import own_share
+from batchgen.engine.embedding import prompted
 from batchgen.engine.encode import encode_all, encode_pairs, encode_prompt
 from batchgen.engine.engine import Engine
 from batchgen.engine.parts import EngineStats
@@ -32,6 +33,8 @@ from batchgen.job.chat_notices import watch_chats
 from batchgen.job.checks import check_job
 from batchgen.job.deduplication import Deduplication
 from batchgen.job.destination import Destination
+from batchgen.job.draft_rates import keep_drafts
+from batchgen.job.embedding import for_task, head_of, with_head_context
 from batchgen.job.failures import FailedRows, FailureLimit
 from batchgen.job.files import check_files, write_text
 from batchgen.job.format_pinning import in_formats, job_of_output, leaves_formats_open, possible_jobs
@@ -58,16 +61,19 @@ from batchgen.job.source import RequestSource, open_input
 from batchgen.job.step_source import SteppedSource, open_rows
 from batchgen.job.weight_choice import in_format_of_rows
 from batchgen.job.workload import UNKNOWN_ROWS, EstimatedWorkload, NoUsableRow, measure_workload
-from batchgen.models.files import ModelFiles, resolve_model
+from batchgen.models.files import ModelFiles, read_config, resolve_model
 from batchgen.models.identity import model_identity
 from batchgen.models.model_versions import ModelVersions, changed_file, check_unchanged, model_versions
 from batchgen.models.tokenizers.thinking import Thinking
 from batchgen.ops.instruction_set import forced_instruction_set, unavailable
+from batchgen.output.embed_result import EmbedResult
+from batchgen.output.parts import Result
 from batchgen.output.row_result import RowResult
 from batchgen.output.run_directory import Run
 from batchgen.output.score_result import ScoreResult
 from batchgen.planner.explain import headline, kernel_headline, runs_lines
 from batchgen.planner.format_choice import formats_of
+from batchgen.runtime.pooler import VectorHead
 from batchgen.share.run import SharedRun
 
 if TYPE_CHECKING:
@@ -214,15 +220,19 @@ def _run_job(
             check_files(options, errors_file=True)
         elif options.output is None:  # a file's column names are checked in `open_source`
             source.output_names(options)
-        files = resolve_model(options.model, options.lora)
+        files = for_task(resolve_model(options.model, options.lora), options)
         versions = model_versions(files)
         if session is not None:
             session.expect(versions)
+        tokenizer = background.submit(_load_tokenizer, files, options)
+        head = head_of(files, read_config(files), options, tokenizer.result)
+        options = with_head_context(options, head)
         resolved = resolve_job(options, files)
         resolved = replace(resolved, shares=tuple(map(frozenset, shares)))
-        tokenizer = background.submit(_load_tokenizer, resolved.files, options)
         identities = {"input": source.dataset.identity(), "model": model_identity(resolved.files)}
         source = source.for_model(resolved.config, tokenizer.result(), options)
+        if head is not None:
+            source = source.with_head(head, options)
         if (renamed := _renamed_line(source, options)) is not None:
             progress.say(renamed)
         for notice in source.notices:
@@ -597,6 +607,7 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
                 left.close()
             job.row_sizes.stop()
             learner.keep()
+            keep_drafts(job.resolved, engine.draft_rates)
     return None if state.is_done(total_rows) else stopped
 
 
@@ -604,18 +615,22 @@ def _engine_call(job: _Job, engine: Engine) -> Callable[..., Any]:
     """The engine's function for the job's task, which looks answers up if there is a cache."""
     if job.options.task == "score":
         return engine.score
+    if job.source.head is not None:
+        return partial(engine.embed, head=VectorHead(job.source.head))
     return engine.generate if job.cache is None else partial(engine.generate, known=job.cache.known)
 
 
-def _keep_answer(job: _Job, result: Completion | Scored) -> None:
+def _keep_answer(job: _Job, result: Completion | Scored | Embedded) -> None:
     """Keep an answer for later jobs if there is a cache."""
     if job.cache is not None and isinstance(result, Completion):
         job.cache.add(result)
 
 
-def _row_result(options: JobOptions, source: RequestSource, result: Completion | Scored) -> RowResult | ScoreResult:
+def _row_result(options: JobOptions, source: RequestSource, result: Completion | Scored | Embedded) -> Result:
     if isinstance(result, Completion):
         return RowResult.from_completion(result, token_ids=options.token_ids)
+    if isinstance(result, Embedded):
+        return EmbedResult.from_embedded(result)
     token_logprobs = options.sampling.logprobs is not None
     return ScoreResult.from_scored(result, whole=source.scores_prompts, token_logprobs=token_logprobs)
 
@@ -646,6 +661,9 @@ def _dry_run(job: _Job, plan: Plan) -> dict[str, Any]:
         prompt, num_tokens, what = f"(row {first} would fail: {request.error})", 0, ""
     elif isinstance(request, ScoreRequest):
         prompt, num_tokens, what = _shown_to_score(request, job.tokenizer())
+    elif job.source.head is not None:
+        prompt, num_tokens = _shown(prompted(request, job.source.head), job.tokenizer())
+        what = f"a vector of {job.source.head.size:,} values"
     else:
         prompt, num_tokens = _shown(request, job.tokenizer())
         sampling = request.sampling or job.options.sampling

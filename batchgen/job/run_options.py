@@ -82,8 +82,37 @@ class RunOptions(TypedDict, total=False):
     tools_column: str | None
     """Column of tools that the chat template writes into the prompt: lists of JSON schemas, or JSON of them."""
 
-    task: Literal["generate", "score"]
-    """score: log-probabilities of continuations of the prompt, or of the prompt itself. Default: 'generate'."""
+    task: Literal["generate", "score", "embed", "classify", "rerank"]
+    """score: log-probabilities of continuations of the prompt, or of the prompt itself; embed: the text's vector;
+    classify: probabilities of a classifier's labels; rerank: the score of a query and a document. Default: 'generate'.
+    """
+
+    prompt_name: str | None
+    """With --task embed: prompt of the model's config_sentence_transformers.json that comes before each text, such as
+    query.
+    """
+
+    instruction: str | None
+    """With --task embed: what the texts are queries for, as Qwen3-Embedding is told it; with --task rerank what
+    Qwen3-Reranker judges by.
+    """
+
+    pair_column: str | None
+    """With --task classify or rerank: column of the second text of each pair [default with rerank: document;
+    --prompt-column has the first one, by default query].
+    """
+
+    pooling: Literal["mean", "cls", "last"] | None
+    """With --task embed: tokens whose hidden states make the vector [default: as the model's files say]."""
+
+    normalize: bool | None
+    """With --task embed: divide vectors by their length [default: as the model's files say]."""
+
+    dimensions: int | None
+    """With --task embed: only the first N values of each vector (Matryoshka)."""
+
+    vector_dtype: Literal["float32", "float16", "int8"]
+    """With --task embed: format of the vectors. Default: 'float32'."""
 
     continuations_column: str | None
     """With --task score: column of what may follow the prompt, one or a list, texts or token ids."""
@@ -236,9 +265,9 @@ class RunOptions(TypedDict, total=False):
     share_prefixes: bool
     """Compute a prompt prefix that rows share once [default: on]."""
 
-    drafts: bool
-    """Check several drafted tokens of a sequence in a sweep where that saves time: while weights or KV stream. It
-    changes no text, but for rounding in 16 bits [default: no drafts].
+    drafts: int
+    """Most drafted tokens of a sequence, up to 16, that are checked together in a sweep, where that saves time: while
+    weights or KV stream. Drafts change no text, but for rounding in 16 bits [default: 0].
     """
 
     pipeline: int

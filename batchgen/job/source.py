@@ -17,11 +17,13 @@ from batchgen.dataset import Dataset, open_dataset
 from batchgen.dataset.continuations import ContinuationSpec
 from batchgen.job.default_output import default_output
 from batchgen.job.earlier_rows import earlier_fingerprint
+from batchgen.job.options import CLASSIFY, EMBED, GENERATE, OF_VECTORS, RERANK, SCORE
 from batchgen.job.row_sizes import SCAN_ROWS
 from batchgen.job.run_command import run_command
 from batchgen.job.standard_input import StandardInput, is_standard_input
 from batchgen.models.tokenizers.thinking import Thinking
 from batchgen.output.columns import Columns, SampleColumns, ScoreColumns
+from batchgen.output.embed_columns import EmbedColumns, LabelColumns
 from batchgen.output.formats import check_writable
 from batchgen.output.join import output_schema
 
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from batchgen.dataset.prompts import CompiledPrompts, NoPromptColumn, PromptSpec
     from batchgen.job.options import JobOptions
     from batchgen.models.config import ModelConfig
+    from batchgen.models.pooling import VectorSpec
     from batchgen.models.tokenizers.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -63,6 +66,7 @@ class RequestSource:
         columns: Columns that the output adds.
         reads: Names of the input's columns that requests are made of.
         scores_prompts: Whether the prompts themselves are scored, not continuations of them.
+        head: Pooling of a job that embeds texts, and what follows it; None: the job embeds none.
         format_row: Function that formats the output of an OpenAI batch; None: the input is not one.
         chat: Options for chat messages.
         notices: Lines that tell a person how columns are read.
@@ -78,6 +82,7 @@ class RequestSource:
     columns: Columns
     reads: frozenset[str] = frozenset()
     scores_prompts: bool = False
+    head: VectorSpec | None = None
     format_row: Callable[[dict[str, Any], dict[str, Any]], tuple[str, dict[str, Any]]] | None = None
     chat: ChatOptions = PLAIN_CHAT
     notices: tuple[str, ...] = ()
@@ -132,6 +137,28 @@ class RequestSource:
             return replace(self, reasoning_apart=options.reasoning_column and self.is_openai)
         source = replace(self, columns=replace(self.columns, reasoning=True), reasoning_apart=options.reasoning_column)
         source.output_names(options)
+        return source
+
+    def with_head(self, head: VectorSpec, options: JobOptions) -> RequestSource:
+        """The source of a job that computes vectors, once its model is known.
+
+        Args:
+            head: Pooling, and what follows it.
+            options: The job's options.
+
+        Raises:
+            InputError: The input has a column of an output column's name.
+        """
+        identity = self.identity | {"head": head.identity(), "vector_dtype": options.vector_dtype}
+        if self.is_openai:
+            return replace(self, head=head, identity=identity, format_row=_embedding_formatter(head, options))
+        columns: Columns = EmbedColumns(head.size, options.vector_dtype)
+        if options.task == CLASSIFY:
+            columns = LabelColumns(head.labels)
+        elif options.task == RERANK:
+            columns = LabelColumns(head.labels[-1:], head.size)
+        source = replace(self, head=head, identity=identity, columns=columns)
+        check_output_schema(options, source)
         return source
 
     def batches(self, start_row: int = 0, batch_rows: int = 1024) -> Iterator[tuple[int, pa.RecordBatch]]:
@@ -268,7 +295,8 @@ def _source_with_rows(options: JobOptions, dataset: Dataset) -> RequestSource:
     """The source of an input with rows, whose only column of words has the prompts where no option names one."""
     from batchgen.dataset.prompts import NoPromptColumn
 
-    source = _score_source if options.task == "score" else generate_source
+    sources = {GENERATE: generate_source, SCORE: _score_source}
+    source = sources.get(options.task, _vector_source)
     try:
         return source(options, dataset)
     except NoPromptColumn as error:
@@ -310,6 +338,8 @@ def _identity(options: JobOptions, spec: PromptSpec) -> dict[str, Any]:
     if options.task == "score":
         fields = {} if options.reorder_fields is None else {"reorder_fields": options.reorder_fields}
         return identity | {"continuations": _continuations(options).identity()} | fields
+    if options.task in OF_VECTORS:
+        return identity | ({} if options.pair_column is None else {"pair_column": options.pair_column})
     given = {name: getattr(options, name) for name in ("sampling_column", "choices_column", "reorder_fields")}
     return identity | {name: value for name, value in given.items() if value is not None}
 
@@ -327,6 +357,10 @@ def _columns(options: JobOptions) -> Columns:
     """The columns that the output adds to the input's."""
     if options.task == "generate":
         return generated_columns(options)
+    if options.task in OF_VECTORS:  # the number of values and the labels are known with the model
+        if options.task == EMBED:
+            return EmbedColumns(1, options.vector_dtype)
+        return LabelColumns(("0", "1") if options.task == CLASSIFY else ("1",))
     wanted = _continuations(options)
     return ScoreColumns(
         wanted.whole, wanted.choices, wanted.choices_column, token_logprobs=options.sampling.logprobs is not None
@@ -441,6 +475,73 @@ def _score_source(options: JobOptions, dataset: Dataset) -> RequestSource:
     return _for_any_model(source, compiled)
 
 
+def _vector_source(options: JobOptions, dataset: Dataset) -> RequestSource:
+    """The source of texts, or of pairs of texts, whose vectors are computed."""
+    from batchgen.dataset.prompts import compile_prompts, rows_to_requests, text_column, with_pairs
+    from batchgen.dataset.sampling_column import compile_row_sampling
+
+    if options.task == RERANK:
+        options = _with_pairs(options, dataset.schema.names)
+    spec = _prompts_of(options)
+    compiled = compile_prompts(spec, dataset.schema, options.id_column).for_template(False)
+    compiled = compiled.with_tools(options.tools_column, dataset.schema)
+    sampling = compile_row_sampling(None, _continuations(options), dataset.schema, options.sampling)
+    pair = options.pair_column
+    if pair is not None:
+        text_column(dataset.schema, pair, "--pair-column")
+
+    def requests_of(batch: Any, first: int) -> Iterator[Request]:
+        requests = rows_to_requests(batch, first, compiled, sampling, options.id_column)
+        return requests if pair is None else with_pairs(requests, batch, pair)
+
+    return RequestSource(
+        dataset,
+        requests_of,
+        _identity(options, spec),
+        compiled.uses_chat,
+        _columns(options),
+        _names(*compiled.columns, *compiled.tools_columns, options.id_column, pair),
+        chat=_chat_of(compiled),
+        notices=compiled.notices,
+    )
+
+
+def _with_pairs(options: JobOptions, names: list[str]) -> JobOptions:
+    """The options with the usual columns of a query and a document, where they name none."""
+    if options.pair_column is None:
+        options = replace(options, pair_column="document")
+    has_prompt = options.prompt_column or options.prompt_template
+    return options if has_prompt or "query" not in names else replace(options, prompt_column="query")
+
+
+def _embedding_formatter(
+    head: VectorSpec, options: JobOptions
+) -> Callable[[dict[str, Any], dict[str, Any]], tuple[str, dict[str, Any]]]:
+    """A function that formats a row of an OpenAI batch of embeddings, and its result."""
+    import json
+
+    import numpy as np
+
+    from batchgen.dataset.openai_response import format_embeddings, format_error
+
+    def format_row(row: dict[str, Any], result: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        if result["error"] is not None:
+            return "errors", format_error(row["custom_id"], result["error"], result["row"])
+        vectors = np.asarray(result["embedding"], np.float32).reshape(-1, head.size)
+        asked = json.loads(row["body"]).get("dimensions")
+        if asked is not None and asked > head.size:
+            message = f"dimensions {asked} are more than the {head.size} of the model"
+            return "errors", format_error(row["custom_id"], message, result["row"])
+        if asked is not None and asked < head.size:
+            vectors = vectors[:, :asked]
+            if head.normalize:
+                vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+        tokens, model = result["prompt_tokens"], str(options.model)
+        return "output", format_embeddings(row["custom_id"], row["body"], vectors, tokens, model, result["row"])
+
+    return format_row
+
+
 def _each(columns: dict[str, list[Any] | None]) -> list[dict[str, Any]]:
     """The samples or prompts of a row, from lists with an entry for each; one without values where all are None."""
     count = max((len(values) for values in columns.values() if values), default=1)
@@ -449,11 +550,12 @@ def _each(columns: dict[str, list[Any] | None]) -> list[dict[str, Any]]:
 
 def _openai_source(options: JobOptions, dataset: Dataset) -> RequestSource:
     """The source of an OpenAI batch, whose lines have their own prompts and parameters."""
-    from batchgen.dataset.openai_batch import rows_to_requests
+    from batchgen.dataset.openai_batch import rows_to_embed, rows_to_requests
     from batchgen.dataset.openai_response import format_error, format_response
 
     given = {
-        "--task score": options.task == "score",
+        f"--task {options.task}": options.task not in (GENERATE, EMBED),
+        "--vector-dtype": options.task == EMBED and options.vector_dtype != "float32",
         "--sampling-column": options.sampling_column,
         "--prompt-column": options.prompt_column,
         "--prompt-template": options.prompt_template,
@@ -477,6 +579,16 @@ def _openai_source(options: JobOptions, dataset: Dataset) -> RequestSource:
             raise InputError(f"{flag} has no meaning for an OpenAI batch, whose lines are whole requests: leave it out")
 
     chat = ChatOptions(options.chat_template_kwargs or {})
+    if options.task == EMBED:
+        return RequestSource(
+            dataset,
+            lambda batch, first: rows_to_embed(batch, first, dataset.duplicate_rows),
+            {"format": "openai"},
+            False,
+            EmbedColumns(1),
+            frozenset(dataset.schema.names),
+            format_row=lambda row, result: ("errors", {}),  # until the model is known
+        )
 
     def format_row(row: dict[str, Any], result: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         if result["error"] is not None:

@@ -11,6 +11,7 @@ from batchgen.core.errors import InputError, RowError
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.core.request import Request, SamplingParams, ScoreRequest, cut_overlong
 from batchgen.core.workload import Lengths, Workload
+from batchgen.engine.embedding import num_pooled, prompted, tokens_to_embed
 from batchgen.engine.encode import LengthLimit, encode_all, encode_prompt
 from batchgen.engine.scoring import paths_to_run, tokens_of
 from batchgen.job.shared_prefixes import SampledPrompt, SharedPrefixes, shared_prefixes
@@ -20,6 +21,7 @@ from batchgen.models.tokenizers.thinking import Thinking
 if TYPE_CHECKING:
     from batchgen.job.options import JobOptions
     from batchgen.job.source import RequestSource
+    from batchgen.models.pooling import VectorSpec
     from batchgen.models.tokenizers.tokenizer import Tokenizer
 
 # Neighbouring rows often share a prefix, far ones differ in length: several stretches of rows are read.
@@ -102,6 +104,7 @@ def measure_workload(
         # Lengths are rounded: where all tokens are scored, their mean may be above that of the prompts.
         scored_len=min(sum(scored) / len(scored), prompt_len.mean) if len(scored) == len(sequences) else None,
         prefix_seqs=shared.num_seqs,
+        is_pooled=source.head is not None,
     )
     tokens = tuple((row, sum(len(sequence.tokens) for sequence in of_row)) for row, of_row in numbered.items())
     return EstimatedWorkload(workload, known, tokens)
@@ -121,7 +124,7 @@ def _sampled_rows(
     for row, request in _sample(source):
         seen.add(row)
         try:
-            sequences = _sequences(request, tokenizer, options.sampling, context, options.on_overlong)
+            sequences = _sequences(request, tokenizer, options.sampling, context, options.on_overlong, source.head)
             rows.setdefault(row, []).extend(sequences)
         except (RowError, InputError) as error:
             reason = reason or str(error)
@@ -162,12 +165,20 @@ class _Sampled:
 
 
 def _sequences(
-    request: Request | ScoreRequest, tokenizer: Tokenizer, sampling: SamplingParams, context: int, on_overlong: str
+    request: Request | ScoreRequest,
+    tokenizer: Tokenizer,
+    sampling: SamplingParams,
+    context: int,
+    on_overlong: str,
+    head: VectorSpec | None,
 ) -> list[_Sampled]:
     """The sequences of one row. Raises RowError, InputError."""
     if request.error is not None:
         raise RowError(request.error)
     limit = LengthLimit.of(context, on_overlong)
+    if head is not None and isinstance(request, Request):
+        token_ids = tokens_to_embed(tokenizer, head, prompted(request, head), limit, on_overlong)
+        return [_Sampled(token_ids, scored=num_pooled(head, len(token_ids)))]
     if isinstance(request, ScoreRequest):
         pair = tokens_of(tokenizer, request, encode_all(tokenizer, [request], limit), context, on_overlong)
         paths, _ = paths_to_run(pair, context)

@@ -37,6 +37,7 @@ from batchgen.models.lora_merging import merging
 from batchgen.models.shard import Shard
 from batchgen.models.store.layout import StoreFile, WeightStore
 from batchgen.models.store.weight_store import load_extent, open_per_layer, open_store, read_extent
+from batchgen.models.tensor_files.headers import TensorInfo
 from batchgen.models.tensor_files.rows_in_file import RowsInFile
 from batchgen.models.tensor_files.table_rows import TableRows
 from batchgen.ops import int8
@@ -204,6 +205,21 @@ def open_checkpoint(files: ModelFiles, config: ModelConfig | None = None, shard:
         return _checkpoint_of(_Parts(config, gguf_parts(config, tensors, change), stored_format, shard, True, ahead))
     parts = hf_parts(config, files.path, tensors, stated_scheme(files), change)
     return _checkpoint_of(_Parts(config, parts, stored_format, shard))
+
+
+def open_hf(config: ModelConfig, files: ModelFiles, tensors: Mapping[str, TensorInfo]) -> Checkpoint:
+    """Open a part of a Hugging Face directory as a model of its own.
+
+    Args:
+        config: Configuration of that model.
+        files: Files of the whole model.
+        tensors: The part's tensors, under the names that such a model would have.
+
+    Raises:
+        InputError: A tensor is missing or has a wrong shape.
+    """
+    parts = hf_parts(config, files.path, ModelTensors(files.path, dict(tensors)), stated_scheme(files))
+    return _checkpoint_of(_Parts(config, parts))
 
 
 def dummy_checkpoint(config: ModelConfig, seed: int = 0, shard: Shard | None = None) -> Checkpoint:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from batchgen.core.attention_budget import CHOSEN_PAGES, DENSE_LAYERS
 from batchgen.core.errors import InputError
@@ -34,7 +34,7 @@ _SELDOM_STATED = (
     "state", "state_layers", "output_gate", "global_head_dim", "global_kv_heads", "shared_kv_layers", "value_norm",
     "keys_are_values", "layer_scale", "mlp_beside_experts", "per_layer_size", "norm_place", "projection_norms",
     "shared_gate", "query_growth", "query_growth_period", "router_activation", "expert_bias", "routed_scale",
-    "head_bias", "sparsemixer_jitter",
+    "head_bias", "sparsemixer_jitter", "hidden_output", "causal", "embed_norm", "token_types",
 )  # fmt: skip
 
 
@@ -67,6 +67,20 @@ class AttentionShape(NamedTuple):
         return self.q_size + 2 * self.kv_size
 
 
+class Ends(TypedDict):
+    """The ends of a model that are here, as arguments of `WeightResidency.streams`.
+
+    Attributes:
+        embeds: Whether tokens are embedded here.
+        has_head: Whether the layers' last norm is here.
+        makes_logits: Whether the head multiplies by an output matrix.
+    """
+
+    embeds: bool
+    has_head: bool
+    makes_logits: bool
+
+
 class LayerKind(NamedTuple):
     """The choices that decide the size of a layer's tensors.
 
@@ -87,7 +101,7 @@ class LayerKind(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape and switches of a decoder-only language model, or of a pipeline stage of one.
+    """Shape and switches of a language model, a decoder or an encoder, or of a pipeline stage of one.
 
     Attributes:
         architecture: Name of the model's class in transformers, such as "LlamaForCausalLM".
@@ -168,6 +182,13 @@ class ModelConfig:
             their own, and so have the results of both (Gemma 4).
         per_layer_size: Width of the embedding that each layer has of each token (Gemma 4's per-layer embeddings). 0:
             there is none.
+        hidden_output: Whether the model gives the hidden states after its last norm, and no logits: it has no output
+            matrix.
+        causal: Whether a token attends to those before it alone. False: to all of its sequence, or to those of its
+            sliding window on both sides (encoders).
+        embed_norm: Whether hidden states are normed before the first layer (BERT).
+        token_types: Number of types of tokens, whose embeddings are added to those of tokens. Token ids of type t are
+            raised by t * vocab_size. 0: tokens have no types.
         layer_formats: For each layer, the block format (`core.dtypes.BLOCK_FORMATS`) of matrices by their role
             (`layouts.role`), if matrices differ in format. Matrices without an entry are stored as numbers.
         end_formats: Block formats of "embed" and "lm_head"; those without an entry are stored as numbers.
@@ -239,6 +260,10 @@ class ModelConfig:
     layer_scale: bool = False
     mlp_beside_experts: bool = False
     per_layer_size: int = 0
+    hidden_output: bool = False
+    causal: bool = True
+    embed_norm: bool = False
+    token_types: int = 0
     first_layer: int = 0
     model_layers: int = 0
     layer_formats: tuple[tuple[tuple[str, str], ...], ...] = ()
@@ -357,9 +382,31 @@ class ModelConfig:
         return self.model_layers in (0, self.first_layer + self.num_layers)
 
     @property
+    def ends(self) -> Ends:
+        """The ends of the model that are here."""
+        return {"embeds": self.embeds, "has_head": self.has_head, "makes_logits": not self.hidden_output}
+
+    @property
     def has_embeddings(self) -> bool:
         """True where the token embedding is used: to embed tokens, or as the tied output matrix."""
-        return self.embeds or (self.has_head and self.tied_embeddings)
+        return self.embeds or (self.has_head and self.tied_embeddings and not self.hidden_output)
+
+    @property
+    def output_size(self) -> int:
+        """Number of logits of a token; 0: the model gives hidden states."""
+        return 0 if self.hidden_output else self.vocab_size
+
+    @property
+    def num_token_ids(self) -> int:
+        """Number of token ids, those of all types of tokens included."""
+        return self.vocab_size * max(1, self.token_types)
+
+    def without_logits(self) -> ModelConfig:
+        """The configuration of the same layers that give hidden states: the output matrix is left out."""
+        ends = tuple(end for end in self.end_formats if end[0] != "lm_head")
+        return replace(
+            self, hidden_output=True, tied_embeddings=True, head_bias=False, logit_scale=1.0, end_formats=ends
+        )
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         """Rotary positions of layer number `layer`; None: position embeddings are learned."""
@@ -721,7 +768,8 @@ class ModelConfig:
             shape for kind in self._kinds for group in ("qkv", "out") for shape in self._matrices(kind)[group]
         )
         mlps = (shape for name, shape in self.matmul_shapes.items() if name not in ("qkv", "out"))
-        return tuple(dict.fromkeys([*projections, *mlps, (self.vocab_size, self.embed_size)]))
+        output = [] if self.hidden_output else [(self.vocab_size, self.embed_size)]
+        return tuple(dict.fromkeys([*projections, *mlps, *output]))
 
     def kernel_keys(self, dtype: str) -> list[str]:
         """Keys by which a `KernelChoice` names the matrices and the attention of this model.
@@ -747,6 +795,7 @@ class ModelConfig:
         if not self.has_embeddings:
             return 0
         positions = 0 if self.rope else (self.max_position + self.position_offset) * self.hidden_size
+        positions += self.token_types * self.hidden_size + self.embed_norm * self._norm_params
         per_layer = self.per_layer_width * self.hidden_size + self.per_layer_size
         return self.vocab_size * self.embed_size + positions + self._projection_params + per_layer
 
@@ -808,7 +857,7 @@ class ModelConfig:
             context: Number of positions that the token attends to, its own included.
         """
         weights = self._matmul_params + self.per_layer_width * self.hidden_size
-        weights += self.vocab_size * self.embed_size + 2 * self._projection_params
+        weights += self.output_size * self.embed_size + 2 * self._projection_params
         seen = 0
         for layer in self.attention_layers:
             window = self.windows[layer]

@@ -41,6 +41,24 @@ ARCHITECTURES = {
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
 }
+# Encoders, whose tokens attend to all of their text: they give hidden states.
+ENCODERS = {
+    "BertModel": "bert",
+    "BertForMaskedLM": "bert",
+    "BertForSequenceClassification": "bert",
+    "RobertaModel": "roberta",
+    "RobertaForMaskedLM": "roberta",
+    "RobertaForSequenceClassification": "roberta",
+    "XLMRobertaModel": "xlm-roberta",
+    "XLMRobertaForMaskedLM": "xlm-roberta",
+    "XLMRobertaForSequenceClassification": "xlm-roberta",
+}
+# Families of encoders with the layers of BERT.
+BERTS = ("bert", "roberta", "xlm-roberta")
+# Families whose second text of a pair has tokens of another type.
+TYPED_PAIRS = ("bert",)
+# Families whose positions are learned, and whose MLP has no gate.
+LEARNED_POSITIONS = ("opt", *BERTS)
 # Families with norms around attention and MLP.
 GEMMA = ("gemma2", "gemma3")
 GEMMA4 = ("gemma4", "gemma4_unified")
@@ -59,7 +77,7 @@ GRANITE_MIXTURES = ("granitemoe", "granitemoeshared", "granitemoehybrid")
 # Families whose checkpoints hold the weights of norms less one.
 NORMS_LESS_ONE = (*GEMMA, *DELTA_NETS)
 # Families with LayerNorm, whose norms have biases.
-LAYER_NORMS = ("opt", "phimoe")
+LAYER_NORMS = ("opt", "phimoe", *BERTS)
 # Families with a mixture of experts: what a config.json calls their number, and the width of each.
 MIXTURES = {
     "mixtral": ("num_local_experts", "intermediate_size"),

@@ -46,12 +46,14 @@ class ModelFiles:
         kind: Kind of the files.
         name: Name of the model for messages and results.
         lora: Directory of a LoRA adapter that is merged into the weights (`formats/lora.py`); None: there is none.
+        hidden_output: Whether the model is wanted for its hidden states, without its output matrix.
     """
 
     path: Path
     kind: ModelKind
     name: str
     lora: Path | None = None
+    hidden_output: bool = False
 
 
 def resolve_model(spec: str, lora: str | None = None) -> ModelFiles:
@@ -203,6 +205,11 @@ def read_config(files: ModelFiles) -> ModelConfig:
     Raises:
         InputError: The model is not supported, or its files are broken.
     """
+    config = _stated_config(files)
+    return config.without_logits() if files.hidden_output else config
+
+
+def _stated_config(files: ModelFiles) -> ModelConfig:
     if files.kind == "gguf":
         return _gguf_config(files.path)
     if files.kind == "store":

@@ -80,13 +80,17 @@ def embed(config: ModelConfig, weights: Weights, token_ids: Tensor, positions: T
     Args:
         config: Configuration of the model.
         weights: Tensors before the first layer, by name.
-        token_ids: Token ids, int64 [tokens].
+        token_ids: Token ids, int64 [tokens]; those of type t are raised by t * vocab_size.
         positions: Position of each token, int64 [tokens].
         dtype: Compute dtype.
 
     Returns:
         Hidden states [tokens, hidden].
     """
+    types = None
+    if "token_types.weight" in weights:
+        types = F.embedding(token_ids // config.vocab_size, weights["token_types.weight"])
+        token_ids = token_ids % config.vocab_size
     hidden = ops.embedding(token_ids, weights["embed.weight"], dtype)
     if config.embedding_scale != 1:
         scale = config.embedding_scale
@@ -97,7 +101,9 @@ def embed(config: ModelConfig, weights: Weights, token_ids: Tensor, positions: T
         hidden = linear(weights, "embed_proj", hidden)
     if "positions.weight" in weights:
         hidden = hidden + F.embedding(positions + config.position_offset, weights["positions.weight"])
-    return hidden
+    if types is not None:
+        hidden = hidden + types
+    return norm(config, weights, "embed_norm", hidden) if config.embed_norm else hidden
 
 
 def per_layer_inputs(config: ModelConfig, weights: Weights, hidden: Tensor, rows: Tensor) -> Tensor:

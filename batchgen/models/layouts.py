@@ -46,6 +46,9 @@ def embedding_layout(config: ModelConfig) -> Layout:
     if config.rope is None:
         rows = config.max_position + config.position_offset
         layout |= _linear("positions", {"positions": rows}, config.hidden_size, bias=False)
+    if config.token_types:
+        layout |= _linear("token_types", {"token_types": config.token_types}, config.hidden_size, bias=False)
+    layout |= _norm(config, "embed_norm") if config.embed_norm else {}
     if config.embed_size != config.hidden_size:
         layout |= _linear("embed_proj", {"embed_proj": config.hidden_size}, config.embed_size, bias=False)
     if width := config.per_layer_width:

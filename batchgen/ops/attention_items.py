@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from batchgen.ops.attention_plan import AttentionPlan, SequenceItems
+from batchgen.ops.attention_plan import ALL_KEYS, AttentionPlan, SequenceItems
 
 # Columns of an item. Token i of it sees the keys k of [FIRST_KEY, LAST_KEY) with k <= CAUSAL + i and k > CAUSAL + i -
-# WINDOW; key k lies in block k // kv_block_size after TABLE of the block table. PARTIAL: its first partial row, or -1:
-# it is alone.
+# WINDOW; CAUSAL of tokens that see every key is ALL_KEYS. Key k lies in block k // kv_block_size after TABLE of the
+# block table. PARTIAL: its first partial row, or -1: it is alone.
 FIRST_TOKEN, NUM_TOKENS, FIRST_KEY, LAST_KEY, CAUSAL, WINDOW, TABLE, PARTIAL = range(8)
 COLUMNS = 8
-ALL_KEYS = 1 << 30  # CAUSAL of tokens that see every key
 NO_WINDOW = (1 << 31) - 1
 
 
@@ -37,8 +36,9 @@ def item_spans(plan: AttentionPlan, kv_block_size: int) -> tuple[np.ndarray, np.
     rest = []
     for item in plan.prefill:
         count = item.stop - item.start
-        keys, window = item.query_offset + count, item.window or NO_WINDOW
-        rest.append((item.start, count, 0, keys, item.query_offset, window, used, -1))
+        keys, window = item.query_offset + count, item.window + item.ahead if item.window else NO_WINDOW
+        causal = min(ALL_KEYS, item.query_offset + item.ahead)
+        rest.append((item.start, count, 0, keys, causal, window, used, -1))
         tables.append(item.blocks)
         used += len(item.blocks)
     for shared in plan.shared:
@@ -60,8 +60,8 @@ def _spans_of_sequences(items: SequenceItems) -> np.ndarray:
     spans[:, LAST_KEY] = items.query_offset + items.num_tokens
     # `tokens_cut` lets the several tokens of a sequence begin where the window of each does.
     spans[:, FIRST_KEY] = 0 if items.window is None else np.where(is_one, items.first_key, 0)
-    spans[:, CAUSAL] = np.where(is_one, ALL_KEYS, items.query_offset)
-    spans[:, WINDOW] = NO_WINDOW if items.window is None else np.where(is_one, NO_WINDOW, items.window)
+    spans[:, CAUSAL] = np.where(is_one, ALL_KEYS, np.minimum(ALL_KEYS, items.query_offset + items.ahead))
+    spans[:, WINDOW] = NO_WINDOW if items.window is None else np.where(is_one, NO_WINDOW, items.window + items.ahead)
     spans[:, TABLE], spans[:, PARTIAL] = items.places, -1
     return spans
 

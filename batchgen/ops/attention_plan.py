@@ -16,6 +16,7 @@ import numpy as np
 
 # A decode group's gathered K or V: enough work for an efficient product, little enough to stay in cache.
 _GROUP_BYTES = 2 << 20
+ALL_KEYS = 1 << 30  # more keys than any token sees
 # A shared prefix is worth an item of its own from this many tokens and sequences on.
 MIN_SHARED_TOKENS = 64
 MIN_SHARED_SEQUENCES = 4
@@ -135,8 +136,9 @@ class PrefillItem:
     Attributes:
         start, stop: Range of the packed tokens.
         blocks: KV blocks of the sequence, int32 [blocks].
-        query_offset: Key of the first token in `blocks`. Token i attends to keys up to query_offset + i.
-        window: Sliding window: number of keys that a token attends to, its own included. None: all.
+        query_offset: Key of the first token in `blocks`. Token i attends to keys up to query_offset + i + ahead.
+        window: Sliding window: number of keys up to its own that a token attends to. None: all.
+        ahead: Number of keys after its own that a token attends to, as far as there are any; 0: attention is causal.
     """
 
     start: int
@@ -144,6 +146,7 @@ class PrefillItem:
     blocks: np.ndarray
     query_offset: int
     window: int | None = None
+    ahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -154,11 +157,12 @@ class SequenceItems:
         start: First packed token of each sequence, int64 [n].
         num_tokens: Number of its tokens, int64 [n].
         query_offset: Key of its first token, counted from its first block. Token i attends to keys up to query_offset +
-            i. int64 [n].
+            i + ahead. int64 [n].
         first_key: First key within the window of its first token, counted in the same way, int64 [n].
         places: Place of its first block in `blocks`, int64 [n].
         blocks: KV blocks, int32.
-        window: Sliding window: number of keys that a token attends to, its own included. None: all.
+        window: Sliding window: number of keys up to its own that a token attends to. None: all.
+        ahead: Number of keys after its own that a token attends to, as far as there are any; 0: attention is causal.
     """
 
     start: np.ndarray
@@ -168,6 +172,7 @@ class SequenceItems:
     places: np.ndarray
     blocks: np.ndarray
     window: int | None = None
+    ahead: int = 0
 
 
 @dataclass(frozen=True)
@@ -317,6 +322,7 @@ def plan_attention(
     key_bytes: int | None,
     window: int | None = None,
     left_out: np.ndarray | None = None,
+    causal: bool = True,
 ) -> AttentionPlan:
     """The attention plan of sequences that are in packing order (`order_sequences`).
 
@@ -328,6 +334,7 @@ def plan_attention(
         window: Sliding window, in tokens; None: all keys.
         left_out: For each sequence, whether it is left out of the plan, bool [n]; such a sequence has one token and is
             in no group. None: none is.
+        causal: False where tokens attend to later ones too, as many as to earlier ones with a sliding window.
     """
     starts, num_keys, decodes = tables.starts, tables.num_keys, tables.num_queries == 1
     skipped = np.zeros(len(tables), np.int64)  # leading blocks that a shared item has, or no token sees
@@ -344,12 +351,14 @@ def plan_attention(
         first_seen = np.maximum(0, tables.num_cached - window + 1)
         skipped = first_seen // kv_block_size
     cut = _Cut(tables, skipped, -(-num_keys // kv_block_size), first_seen - skipped * kv_block_size, kv_block_size)
+    ahead = 0 if causal else ALL_KEYS if window is None else window - 1
     if key_bytes is None:
-        return AttentionPlan(tuple(shared), sequences=cut.items(slice(None) if left_out is None else ~left_out, window))
+        members = slice(None) if left_out is None else ~left_out
+        return AttentionPlan(tuple(shared), sequences=cut.items(members, window, ahead))
     taken = decodes if left_out is None else decodes & ~left_out
     similar = _decode_ranges(starts[:-1], cut.num_used, taken, kv_block_size * key_bytes)
     decode = [cut.decode_group(members, window is not None) for members in similar]
-    prefill = cut.prefill_items(np.flatnonzero(~decodes), window)
+    prefill = cut.prefill_items(np.flatnonzero(~decodes), window, ahead)
     return AttentionPlan(tuple(shared), tuple(decode), tuple(prefill))
 
 
@@ -412,7 +421,7 @@ class _Cut:
         """Key of each sequence's first token, counted from the first block that it reads."""
         return self.tables.num_cached - self.skipped * self.kv_block_size
 
-    def items(self, members: slice | np.ndarray, window: int | None) -> SequenceItems:
+    def items(self, members: slice | np.ndarray, window: int | None, ahead: int) -> SequenceItems:
         """The items of some sequences, given as a mask, or of all."""
         tables = self.tables
         return SequenceItems(
@@ -423,6 +432,7 @@ class _Cut:
             places=(tables.tables[:-1] + self.skipped)[members],
             blocks=tables.blocks,
             window=window,
+            ahead=ahead,
         )
 
     def decode_group(self, members: np.ndarray, windowed: bool) -> DecodeGroup:
@@ -438,7 +448,7 @@ class _Cut:
         blocks = np.where(exists, tables.blocks[np.where(exists, first[:, None] + columns, 0)], np.int32(0))
         return DecodeGroup(start, start + len(members), blocks, num_keys, first_key)
 
-    def prefill_items(self, members: np.ndarray, window: int | None) -> Iterator[PrefillItem]:
+    def prefill_items(self, members: np.ndarray, window: int | None, ahead: int) -> Iterator[PrefillItem]:
         """Yield the item of each sequence with several tokens, given as indices."""
         tables, skipped = self.tables, self.skipped[members]
         first = tables.tables[members]
@@ -450,4 +460,4 @@ class _Cut:
             self.query_offset[members],
         )
         for start, stop, begin, end, offset in zip(*(column.tolist() for column in columns), strict=True):
-            yield PrefillItem(start, stop, tables.blocks[begin:end], offset, window)
+            yield PrefillItem(start, stop, tables.blocks[begin:end], offset, window, ahead)

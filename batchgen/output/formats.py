@@ -75,6 +75,8 @@ def _value_bytes(array: pa.Array) -> int:
     kind = array.type
     if pa.types.is_list(kind):
         return 4 * len(array) + _value_bytes(array.flatten())
+    if pa.types.is_fixed_size_list(kind):
+        return int(kind.list_size * len(array) * kind.value_type.bit_width) // 8
     if pa.types.is_struct(kind):
         return sum(_value_bytes(child) for child in array.flatten())
     if pa.types.is_string(kind) or pa.types.is_binary(kind):

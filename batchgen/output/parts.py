@@ -20,11 +20,12 @@ import pyarrow.parquet as pq
 
 from batchgen.core.atomic_file import replace_durably, written_atomically
 from batchgen.core.errors import BatchgenError
+from batchgen.output.embed_result import EMBED_SCHEMA, EmbedResult
 from batchgen.output.row_map import RowMap
 from batchgen.output.row_result import RowResult, is_result_schema
 from batchgen.output.score_result import SCORE_SCHEMA, ScoreResult
 
-Result = RowResult | ScoreResult
+Result = RowResult | ScoreResult | EmbedResult
 _PART_NAME = re.compile(r"part-(\d{6,})\.parquet(\.damaged)?")
 _ORIGIN = b"batchgen"
 _GROUP_BYTES = 2 << 20  # a row group is what a join decodes at once
@@ -78,7 +79,7 @@ def write_part(
     Args:
         parts_dir: The directory of the part files.
         number: The number of the part.
-        results: Results of one type (generated or scored) by row index.
+        results: Results of one type (generated, scored or embedded) by row index.
         origin: JSON values about the job, which `part_origin` reads.
 
     Raises:
@@ -179,7 +180,8 @@ def _open_part(path: Path) -> pq.ParquetFile:
         raise PermissionError(error.errno, os.strerror(error.errno or errno.EACCES), str(path)) from error
     except (pa.ArrowException, OSError) as error:
         raise _damaged(path, error) from error
-    if not (is_result_schema(file.schema_arrow) or file.schema_arrow.equals(SCORE_SCHEMA)):
+    schema = file.schema_arrow
+    if not (is_result_schema(schema) or schema.equals(SCORE_SCHEMA) or schema.equals(EMBED_SCHEMA)):
         raise DamagedPart(f"{path.name}: its columns are not those of a part")
     return file
 

@@ -172,7 +172,7 @@ def load_of(
             all_reads += runs_of(table[first:])
     return BatchLoad(
         tokens=sum([s.num_tokens for s in batch]),
-        sampled=sum([s.num_keys == len(s.sequence.tokens) for s in batch]),
+        sampled=sum([s.num_keys >= len(s.sequence.tokens) for s in batch]),
         logits_rows=sum([s.num_logits for s in batch]),
         attended=attended,
         windowed=windowed,

@@ -35,6 +35,7 @@ from batchgen.planner.step_seconds import (
     experts_frac,
     experts_read_ahead,
     experts_touched,
+    few_queries_attention_s,
     layer_overhead_s,
     logits_s,
     matmul_as_stored_s,
@@ -150,11 +151,12 @@ def phase_prefill_attention_s(s: CostInputs, phase: Phase) -> float:
 def phase_prefix_attention_s(s: CostInputs, phase: Phase) -> float:
     """Seconds of one layer's attention to a shared prefix, by new prompts and by decoding sequences."""
     together = phase.decode_seqs if _shared_tokens(s, phase) else 0.0
+    queries = together * (1 + phase.drafts)
     prefix = s.workload.prefix_len
     groups = 0.0 if s.workload.prefix_seqs is None else s.workload.prefixes_of(together)
 
     def seconds(kind: AttentionKind) -> float:
-        product_s = prefix_attention_s(s, kind, phase.prefill_tokens + together, prefix)
+        product_s = prefix_attention_s(s, kind, phase.prefill_tokens + queries, prefix)
         # With few sequences in each group, a product takes as long as reading the prefixes.
         return max(product_s, decode_attention_s(s, kind, groups, kind.seen(prefix), s.rates, s.num_gpu_batches))
 
@@ -185,7 +187,10 @@ def decode_kv_bytes(s: CostInputs, phase: Phase) -> float:
 def phase_decode_attention_s(s: CostInputs, phase: Phase, device: ComputeRates) -> float:
     """Seconds of one layer's decode attention, or updates of states, in one sweep if the block were on the device."""
     seqs, batches = phase.decode_seqs, s.num_gpu_batches
-    attention_s = _mean(s, lambda kind: decode_attention_s(s, kind, seqs, _keys(s, phase, kind), device, batches))
+    queries = 1 + phase.drafts
+    attention_s = _mean(
+        s, lambda kind: few_queries_attention_s(s, kind, seqs, _keys(s, phase, kind), queries, device, batches)
+    )
     return attention_s + s.states_frac * state_update_s(s, seqs, device, batches)
 
 
@@ -317,7 +322,7 @@ def moved_bytes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
     of_prompts = phase.prefill_tokens * s.kv_token_bytes + states_out
     kv_deferred = of_prompts * deferred_rows
     kv_prefilled = of_prompts - kv_deferred
-    kv_new = kv_prefilled + phase.decode_seqs * (s.kv_token_bytes + s.layer_state_bytes)
+    kv_new = kv_prefilled + phase.decode_tokens * s.kv_token_bytes + phase.decode_seqs * s.layer_state_bytes
     of_disk = disk_bytes(s, phase)
     from_disk, to_disk = of_disk.on_disk
     skipped = 1 - sum(_experts_read_fracs(s, phase)) if reads_on_demand(s, phase) else 0.0

@@ -16,6 +16,7 @@ from batchgen.core.units import GIB, format_bytes, format_seconds
 from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.cost_parts import cost_parts, mean_parts
 from batchgen.planner.costs import head_lanes, job_seconds, layer_lanes, moved_bytes, sweep_overhead_s
+from batchgen.planner.drafts import drafted_phases, drafts_by_seqs
 from batchgen.planner.experts import break_even_tokens
 from batchgen.planner.explanation import (
     LANE_NAMES,
@@ -94,6 +95,7 @@ def make_plan(
         balance_tokens=s.balance.tokens if s.balance and counts.kv_seqs.get("cpu") else None,
         state_dtype=s.state_dtype,
         attention_budget=s.attention_budget,
+        draft_states=s.draft_state_share > 0,
     )
     return Plan(
         model=problem.model_name,
@@ -169,6 +171,7 @@ def _predict(problem: Problem, candidate: Candidate, at: Placement, startup_s: f
         source=known.source if known else f"the profile {s.hardware.name}",
         table=known.table if known else "",
         factors=dict(known.means) if known else {},
+        drafts=drafts_by_seqs(candidate.phases),
     )
 
 
@@ -229,6 +232,7 @@ def _shorter(candidate: Candidate, at: Placement) -> float:
     outputs = tuple(max(1, round(n * _SHORTEST_OUTPUT)) for n in s.workload.output_len.values)
     workload = replace(s.workload, output_len=Lengths(outputs))
     phases = phases_of(workload, s.admission, s.swept_seqs, s.max_num_batched_tokens, s.deferral)
+    phases = drafted_phases(s, phases, at)
     return min(1.0, job_seconds(replace(s, workload=workload), phases, at) / candidate.seconds)
 
 
@@ -276,7 +280,7 @@ def runs_lines(predicted: Prediction, most_s: float) -> list[str]:
 def _lengths(workload: Workload) -> str:
     if workload.task == "generate":
         return f"{workload.prompt_len.mean:,.0f} + {workload.output_len.mean:,.0f}"
-    return f"{workload.prompt_len.mean:,.0f} ({workload.made_len:,.1f} scored)"
+    return f"{workload.prompt_len.mean:,.0f} ({workload.made_len:,.1f} {workload.made})"
 
 
 def explain(plan: Plan, explained: Explanation | None = None) -> list[str]:
@@ -290,12 +294,13 @@ def explain(plan: Plan, explained: Explanation | None = None) -> list[str]:
         + (
             f"outputs of {workload.made_len:,.0f}"
             if workload.task == "generate"
-            else f"{workload.made_len:,.1f} scored"
+            else f"{workload.made_len:,.1f} {workload.made}"
         )
         + _shared(workload),
         "",
         f"block of {policy.max_num_seqs:,} sequences = {_batches(policy)}, {policy.admission} admission, up to"
         f" {policy.max_num_batched_tokens:,} tokens a sweep, {_formats(plan)}",
+        *_draft_lines(plan),
         "",
         *_placement_lines(plan),
         *explained.sentences,
@@ -317,6 +322,18 @@ def explain(plan: Plan, explained: Explanation | None = None) -> list[str]:
         *smaller_states_lines(explained),
     ]
     return lines
+
+
+def _draft_lines(plan: Plan) -> list[str]:
+    """The drafts that sequences are expected to have; no line where nothing may be drafted."""
+    rates, drafts = plan.workload.drafts, plan.prediction.drafts
+    if rates is None:
+        return []
+    expected = f"proposed in {rates.proposed:.0%} of the steps, each accepted with a chance of {rates.accepted:.0%}"
+    if not drafts:
+        return [f"no drafts, as they would save no time ({expected})"]
+    counts = ", ".join(f"{count} for up to {seqs:,} decoding sequences" for seqs, count in drafts)
+    return [f"drafts in a sweep: {counts} ({expected})"]
 
 
 def _formats(plan: Plan) -> str:
@@ -438,7 +455,7 @@ def compare_rows(plans: list[tuple[str, Plan]]) -> list[list[str]]:
 
 def frontier_lines(problem: Problem) -> list[str]:
     """FlexGen figure 1 for this job."""
-    kind = "generated" if problem.workload.task == "generate" else "scored"
+    kind = problem.workload.made
     rows = [["block latency", f"{kind} tokens/s", "block", "bottleneck"]]
     for latency_s, rate, candidate in frontier(problem):
         s = candidate.inputs

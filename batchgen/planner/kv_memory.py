@@ -81,7 +81,11 @@ def window_bytes(config: ModelConfig, sizes: Sequence[int]) -> int:
 def giving_window(config: ModelConfig, kv_block_size: int, longest_tokens: int) -> int | None:
     """Tokens that layers with a sliding window see, if they free blocks; None: no sequence gets longer."""
     windows = [window for window in config.windows if window is not None]
-    if not windows or window_blocks(max(windows), kv_block_size) >= -(-longest_tokens // kv_block_size):
+    if (
+        not windows
+        or not config.causal
+        or window_blocks(max(windows), kv_block_size) >= -(-longest_tokens // kv_block_size)
+    ):
         return None
     return max(windows)
 

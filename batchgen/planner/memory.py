@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from batchgen.core.direct_io import aligned
+from batchgen.core.draft_rates import draft_state_share
 from batchgen.core.dtypes import INT4
 from batchgen.core.kv_placement import TIERS, KVPlacement
 from batchgen.core.plan import PINNED_BYTES, VOCABULARY_CHUNKS, MemoryPlan, Policy, passing_bytes, spread_layers
@@ -141,10 +142,10 @@ def _weight_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
         return
     yield Item("gpu", "weights", held.embed_gpu * s.embedding_bytes + held.head_gpu * s.head_bytes)
     if s.model.has_head:
-        chunk = -(-s.model.vocab_size // VOCABULARY_CHUNKS) * s.output_row_bytes
+        chunk = -(-s.model.output_size // VOCABULARY_CHUNKS) * s.output_row_bytes
         yield Item("gpu", "weights in transit", held.head_cpu * (HEAD_SLOTS * chunk))
         if held.task != "score":  # to choose tokens, all of the vocabulary has to be there
-            logits = batches.max_num_seqs * s.model.vocab_size * 4
+            logits = batches.max_num_seqs * s.model.output_size * 4
             yield Item("gpu", "logits", held.head_cpu * logits, "compute")
 
 
@@ -234,7 +235,7 @@ def _held_by_placement(s: CostInputs, at: Placement) -> Held:
         staged_blocks=at.staged_blocks,
         passing_bytes=2 * passing_bytes(aligned(s.layers.largest_block)),
         disk_blocks=at.disk_blocks,
-        state_slots=state_slots(_seqs_by_tier(s, at), s.share_prefixes) if s.model.state else {},
+        state_slots=state_slots(_seqs_by_tier(s, at), s.share_prefixes, s.draft_state_share) if s.model.state else {},
         staged_states=at.staged_states,
         disk_states=at.disk_states,
     )
@@ -247,18 +248,19 @@ def _seqs_by_tier(s: CostInputs, at: Placement) -> dict[str, Linear]:
     return on_gpu | {"cpu": on_host, "disk": at.kv_disk * s.swept_seqs}
 
 
-def state_slots(seqs: Mapping[str, Linear], share_prefixes: bool) -> dict[str, Linear]:
-    """State slots of each tier: one for each sequence, and some for snapshots where prefixes are shared.
+def state_slots(seqs: Mapping[str, Linear], share_prefixes: bool, draft_share: float = 0.0) -> dict[str, Linear]:
+    """State slots of each tier: one for each sequence, some for snapshots where prefixes are shared, some for drafts.
 
     In memory there is one more, so that few sequences have a snapshot too; on disk, a tier without sequences has none.
 
     Args:
         seqs: tier -> sequences in flight.
         share_prefixes: `Policy.share_prefixes`.
+        draft_share: Slots for the states after drafts, for each sequence (`draft_state_share`).
     """
     snapshots = 1 / SEQS_PER_SNAPSHOT if share_prefixes else 0.0
     return {
-        tier: count + count * snapshots + (1 if share_prefixes and tier != "disk" else 0)
+        tier: count + count * (snapshots + draft_share) + (1 if share_prefixes and tier != "disk" else 0)
         for tier, count in seqs.items()
     }
 
@@ -364,7 +366,9 @@ def policy_state_slots(s: Sizes, policy: Policy) -> dict[str, int]:
         if count and s.model.state:
             tier = KVPlacement(name).tier
             seqs[tier] = seqs.get(tier, 0) + count
-    return {tier: int(number(slots)) for tier, slots in state_slots(seqs, policy.share_prefixes).items()}
+    share = draft_state_share(policy.max_num_seqs) if policy.draft_states else 0.0
+    slots_of = state_slots(seqs, policy.share_prefixes, share)
+    return {tier: int(number(slots)) for tier, slots in slots_of.items()}
 
 
 def _held_by_policy(s: Sizes, policy: Policy, demand: Demand, *, on_gpu: bool, process_bytes: int) -> Held:

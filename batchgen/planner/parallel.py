@@ -103,7 +103,7 @@ def split_layers(config: ModelConfig, stages: int) -> list[tuple[int, int]]:
         config: The whole model's configuration.
         stages: Number of stages, no more than there are layers.
     """
-    head = config.vocab_size * config.embed_size / max(1, config.matmul_params_per_layer)  # in layers
+    head = config.output_size * config.embed_size / max(1, config.matmul_params_per_layer)  # in layers
     if stages == 1:
         return [(0, config.num_layers)]
 

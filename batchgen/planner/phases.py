@@ -25,6 +25,9 @@ class Phase:
         context: tokens each of them attends to.
         logits_rows_per_prompt: rows of logits computed for a prompt.
         deferred_tokens: gained per sweep by sequences whose attention is deferred, which are not among `decode_seqs`.
+        most_drafts: drafts that a decoding sequence has where anything is proposed for it.
+        drafts: drafts of a decoding sequence per sweep, the mean over all.
+        accepted: drafts of these that are accepted.
     """
 
     sweeps: float
@@ -34,21 +37,29 @@ class Phase:
     context: float
     logits_rows_per_prompt: float = 1.0
     deferred_tokens: float = 0.0
+    most_drafts: int = 0
+    drafts: float = 0.0
+    accepted: float = 0.0
+
+    @property
+    def decode_tokens(self) -> float:
+        """Tokens per sweep of decoding sequences, their drafts included."""
+        return self.decode_seqs * (1 + self.drafts)
 
     @property
     def tokens(self) -> float:
         """Tokens per sweep that go through the layers."""
-        return self.prefill_tokens + self.decode_seqs + self.deferred_tokens
+        return self.prefill_tokens + self.decode_tokens + self.deferred_tokens
 
     @property
     def sampled(self) -> float:
         """Tokens generated per sweep; where prompts are scored, prompts that are done."""
-        return self.prefill_seqs + self.decode_seqs + self.deferred_tokens
+        return self.prefill_seqs + self.decode_seqs * (1 + self.accepted) + self.deferred_tokens
 
     @property
     def logits_rows(self) -> float:
         """Rows of logits per sweep."""
-        return self.prefill_seqs * self.logits_rows_per_prompt + self.decode_seqs + self.deferred_tokens
+        return self.prefill_seqs * self.logits_rows_per_prompt + self.decode_tokens + self.deferred_tokens
 
 
 @dataclass(frozen=True)

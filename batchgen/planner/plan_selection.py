@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan
 from batchgen.planner.costs import moved_bytes
+from batchgen.planner.drafts import with_drafts
 from batchgen.planner.format_search import in_best_formats
 from batchgen.planner.linear import number
 from batchgen.planner.prediction import plan_of
@@ -109,15 +110,19 @@ def simulate_candidates(problem: Problem) -> list[Simulated]:
     simulated: list[Simulated] = []
 
     def prune(seconds: float) -> bool:
-        return bool(simulated) and seconds > _MODEL_ABOVE * TIE * min(s.job_s for s in simulated)
+        return bool(simulated) and seconds > _MODEL_ABOVE * TIE * most_gain * min(s.job_s for s in simulated)
 
     def prune_order(inputs: CostInputs, order: str, seconds: float, startup_s: float) -> bool:
         return _is_slower(inputs, order, seconds, startup_s, simulated)
 
+    most_gain = 1.0  # by drafts, which the search leaves out
     fastest: Candidate | None = None
     searched = candidates(problem, _MOST_COARSE_KINDS if problem.coarse else _MOST_KINDS, prune, prune_order)
     added = () if problem.coarse else added_candidates(problem, prune)
     for candidate in itertools.chain(searched, added):
+        without_drafts_s = candidate.job_s
+        candidate = with_drafts(candidate)
+        most_gain = max(most_gain, without_drafts_s / candidate.job_s)
         fastest = fastest or candidate
         inputs = candidate.inputs
         if prune_order(inputs, inputs.batch_order, candidate.seconds, candidate.startup_s):

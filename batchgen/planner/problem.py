@@ -12,11 +12,12 @@ from functools import cached_property
 from typing import Any
 
 from batchgen.core.attention_budget import ALL
+from batchgen.core.draft_rates import draft_state_share
 from batchgen.core.dtypes import INT4, INT8, NATIVE, weight_format_of
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import ComputeRates, HardwareProfile
 from batchgen.core.kv_placement import TIERS, KVPlacement
-from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, most_batch_seqs, most_batch_tokens, window_blocks
+from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE, most_batch_seqs, most_batch_tokens, takes_drafts, window_blocks
 from batchgen.core.quality import loss_of
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
@@ -123,6 +124,14 @@ class CostInputs(Sizes):
             return bool(size)
         memory = sum(budget for tier, budget in self.budgets.items() if tier != "disk")
         return size <= self.budgets["disk"] and self.layer_bytes * self.model.num_layers > memory
+
+    @property
+    def draft_state_share(self) -> float:
+        """State slots for drafts, for each sequence; 0 where memory holds all layers, or nothing is drafted."""
+        memory = self.budgets["gpu" if self.on_gpu else "cpu"]
+        if self.workload.drafts is None or not self.model.state or not takes_drafts(self.attention_budget):
+            return 0.0
+        return draft_state_share(self.max_num_seqs) if self.layer_bytes * self.model.num_layers > memory else 0.0
 
     @property
     def rates(self) -> ComputeRates:

@@ -90,9 +90,12 @@ def _token_budgets(problem: Problem, max_num_seqs: int) -> list[int]:
     workload = problem.workload
     prompts = workload.computed_prompt_len * max_num_seqs
     steady = max_num_seqs + prompts / workload.output_len.mean
-    whole = max(LEAST_BATCHED_TOKENS, round(prompts))
-    sizes = {min(whole, max(LEAST_BATCHED_TOKENS, round(steady * more))) for more in (1.25, 5)}
-    if max_num_seqs <= _SHORT_SWEEP_TOKENS < min(sizes):
+    least = LEAST_BATCHED_TOKENS
+    if not problem.model.causal:  # the longest text has to fit in a sweep
+        least = max(least, problem.max_model_len or workload.prompt_len.max)
+    whole = max(least, round(prompts))
+    sizes = {min(whole, max(least, round(steady * more))) for more in (1.25, 5)}
+    if max(max_num_seqs, least) <= _SHORT_SWEEP_TOKENS < min(sizes):
         sizes.add(_SHORT_SWEEP_TOKENS)
     return sorted(sizes | {whole})
 
@@ -101,7 +104,7 @@ def _micro_batches(problem: Problem, max_num_seqs: int) -> list[int]:
     """Numbers of micro-batches that part the block equally; a block of all rows is rounded up."""
     if problem.num_gpu_batches is not None:
         return [problem.num_gpu_batches]
-    if problem.hardware.gpu is None:
+    if problem.hardware.gpu is None or not problem.model.causal:
         return [1]  # nothing runs beside the matmuls: parts of a batch only make them smaller
     whole_job = max_num_seqs in (problem.workload.num_seqs, problem.max_num_seqs)
     choices = _COARSE_MICRO_BATCHES if problem.coarse else _MICRO_BATCHES

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
+from batchgen.core.draft_rates import DraftRates, expected_accepted
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.kv_expansion import Recut
 from batchgen.core.kv_placement import KVPlacement
@@ -31,6 +32,8 @@ from batchgen.planner.step_costs import StepCosts, streams_of
 from batchgen.planner.step_simulator import OnStep, Simulator, Timeline
 from batchgen.schedule.adaptation import Adaptation, Change, Measured
 from batchgen.schedule.deferred_batches import DeferredBatches
+from batchgen.schedule.draft_proposer import Proposal
+from batchgen.schedule.drafting import Drafting
 from batchgen.schedule.expansion_choice import expansion_choice
 from batchgen.schedule.from_policy import kv_pools, longest_sequence, scheduler_limits, splitter
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
@@ -127,7 +130,7 @@ def simulate_job(
         simulator.run(steps, costs.sweep(loads))
         job.end_sweep(deferred_batches)
         job.adapt(simulator.now_s, *simulator.lanes_s())
-        done.append((simulator.now_s, done[-1][1] + sum(load.tokens for load in loads)))
+        done.append((simulator.now_s, done[-1][1] + sum(load.tokens for load in loads) - job.num_refused))
     timeline = simulator.timeline()
     (half_s, half), (total_s, tokens) = done[len(done) // 2], done[-1]
     job_tokens = plan.workload.num_seqs * (plan.workload.computed_prompt_len + plan.workload.output_len.mean - 1)
@@ -209,6 +212,7 @@ class SimulatedJob:
 
     Attributes:
         num_done: Number of finished rows.
+        num_refused: Drafts of the last sweep that were refused.
         recut_before: Change of the layers whose KV streams, made just before the last sweep; None: there was none.
     """
 
@@ -247,7 +251,7 @@ class SimulatedJob:
         self._output_len: dict[Sequence, int] = {}  # of sequences in flight
         self._begun: list[list[Sequence]] = []  # of each micro-batch of the sweep, those whose token only begins
         self._deferred_batches: dict[int, list[Sequence]] = {}  # under way, by number
-        self.num_done = 0
+        self.num_done = self.num_refused = 0
         self.recut_before: Recut | None = None
         self._longest = longest_sequence(policy, memory, self._compute_tier)
         limits = scheduler_limits(policy, memory, self._compute_tier, sweeps_in_flight)
@@ -256,6 +260,10 @@ class SimulatedJob:
         expected = expected_output_len
         self._scheduler = Scheduler(kv_pools(policy, memory), limits, (lambda s: expected) if expected else None)
         self._split = splitter(policy, memory, self._compute_tier)
+        self._drafts: _SimulatedDrafts | None = None
+        if plan.prediction.drafts and plan.workload.drafts is not None:
+            self._drafts = _SimulatedDrafts(plan.workload.drafts)
+            self._scheduler.drafting = Drafting([self._drafts], always=plan.prediction.most_drafts)
         self._adaptation: Adaptation | None = None
         if adapts and policy.admission == "continuous":
             costs = plan.prediction.lane_costs
@@ -377,21 +385,32 @@ class SimulatedJob:
             The number of sweeps that were jumped over: none where prompts are under way.
         """
         running = self._scheduler.running
-        if any(s.num_remaining != 1 or s.kv_placement is KVPlacement.DEFERRED for s in running):
+        if self._drafts or any(s.num_remaining != 1 or s.kv_placement is KVPlacement.DEFERRED for s in running):
             return 0
         sweeps = min([most_sweeps, *(self._output_len[s] - s.num_generated - 1 for s in running)]) if running else 0
         return self._scheduler.advance(sweeps) if sweeps > 0 else 0
 
     def _sample(self, sampled: list[Sequence]) -> None:
+        self.num_refused = 0
         for sequence in sampled:
-            sequence.tokens.append(0)
-            self._generated += 1
+            accepted = 0
+            if sequence.drafts and self._drafts is not None:
+                left = self._output_len[sequence] - sequence.num_generated - 1
+                accepted = self._drafts.accepted(len(sequence.drafts), max(0, left))
+                self.num_refused += len(sequence.drafts) - accepted
+                sequence.num_computed += accepted
+                sequence.drafts = []
+            sequence.tokens += [0] * (1 + accepted)
+            self._generated += 1 + accepted
             if sequence.num_generated >= self._output_len[sequence]:
                 del self._output_len[sequence]
                 self._scheduler.finish(sequence)
                 self.num_done += 1
                 if self._adaptation and not sequence.targets:
                     self._adaptation.finished(sequence.num_generated, len(sequence.tokens))
+
+        if self._scheduler.drafting is not None:
+            self._scheduler.drafting.taken()
 
     def _take_rows(self) -> None:
         """Add as many rows as the engine holds ready, without those that fit no pool, which would fail there."""
@@ -412,6 +431,30 @@ class SimulatedJob:
             self._scheduler.add(sequence)
 
 
+class _SimulatedDrafts:
+    """The proposer of a simulated job, whose drafts are accepted at the workload's rates."""
+
+    def __init__(self, rates: DraftRates) -> None:
+        self._rates, self._draw = rates, random.Random(0)
+
+    def begin(self, sequences: Iterable[Sequence]) -> None:
+        """Do nothing: each sequence is looked at by itself."""
+
+    def propose(self, sequence: Sequence, most: int) -> Proposal | None:
+        """Some tokens, at most so many, as often as anything is proposed."""
+        return Proposal([0] * most, 0) if self._draw.random() < self._rates.proposed else None
+
+    def ended(self, sequence: Sequence) -> None:
+        """Do nothing: the rates are all there is to know."""
+
+    def accepted(self, num_drafts: int, most: int) -> int:
+        """The number of drafts that are accepted, at most so many."""
+        for number in range(min(num_drafts, most)):
+            if self._draw.random() >= self._rates.accepted:
+                return number
+        return min(num_drafts, most)
+
+
 @lru_cache(256)
 def _sampling(max_tokens: int) -> SamplingParams:
     """Sampling parameters of rows that generate so many tokens at most: checking them takes time."""
@@ -420,7 +463,12 @@ def _sampling(max_tokens: int) -> SamplingParams:
 
 def _phase_of(sweep: list[ScheduledSequence], workload: Workload) -> Phase:
     prompts = [s for s in sweep if s.sequence.num_computed < s.sequence.num_prompt]
-    contexts = [s.num_keys for s in sweep if s.sequence.num_computed >= s.sequence.num_prompt and not s.defers]
+    decodes = [s for s in sweep if s.sequence.num_computed >= s.sequence.num_prompt and not s.defers]
+    contexts = [s.num_keys for s in decodes]
+    drafts = [s.num_drafts for s in decodes if s.num_drafts]
+    accepted = 0.0
+    if drafts and workload.drafts is not None:
+        accepted = sum(expected_accepted(workload.drafts.accepted, count) for count in drafts) / len(decodes)
     return Phase(
         sweeps=1,
         prefill_tokens=sum(s.num_tokens for s in prompts),
@@ -428,4 +476,7 @@ def _phase_of(sweep: list[ScheduledSequence], workload: Workload) -> Phase:
         decode_seqs=len(contexts),
         context=sum(contexts) / len(contexts) if contexts else workload.prompt_len.mean,
         logits_rows_per_prompt=workload.scored_len or 1.0,
+        most_drafts=max(drafts, default=0),
+        drafts=sum(drafts) / max(1, len(decodes)),
+        accepted=accepted,
     )

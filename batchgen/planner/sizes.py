@@ -266,7 +266,8 @@ def activation_bytes(
         per_token += 4 * max(config.head_dim, config.global_head_dim)
         per_chunk_token += 4 * 3 * heads
     chunk = min(max_num_batched_tokens, chunk_tokens(config, dtype_bytes, on_gpu=on_gpu))
-    logits = logit_rows * config.vocab_size * (dtype_bytes + 8)
+    output = config.output_size or config.hidden_size  # logits, or hidden states in fp32
+    logits = logit_rows * output * (dtype_bytes + 8)
     captured = captured_tokens * (per_token + per_chunk_token)
     return max_num_batched_tokens * per_token + chunk * per_chunk_token + captured + logits
 
@@ -290,7 +291,8 @@ def chunk_tokens(config: ModelConfig, dtype_bytes: int, *, on_gpu: bool) -> int:
 
 def logit_rows(config: ModelConfig, dtype_bytes: int) -> int:
     """Rows of logits that are computed together: enough for an efficient GEMM, in a bounded amount of memory."""
-    return max(_FEWEST_LOGIT_ROWS, _LOGITS_BYTES // (config.vocab_size * (dtype_bytes + 8)))
+    output = config.output_size or config.hidden_size
+    return max(_FEWEST_LOGIT_ROWS, _LOGITS_BYTES // (output * (dtype_bytes + 8)))
 
 
 def planned_logit_rows(

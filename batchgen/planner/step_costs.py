@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from batchgen.core.direct_io import aligned
+from batchgen.core.draft_rates import MOST_DRAFTS
 from batchgen.core.hardware import ComputeRates, HardwareProfile
 from batchgen.core.kv_expansion import Recut
 from batchgen.core.kv_placement import KVPlacement
@@ -27,6 +28,7 @@ from batchgen.planner.step_seconds import (
     elementwise_s,
     experts_read_ahead,
     experts_touched,
+    few_queries_attention_s,
     logits_s,
     matmul_as_stored_s,
     matmul_s,
@@ -50,7 +52,7 @@ def streams_of(plan: Plan, config: ModelConfig) -> Streams:
     on_device = kv_on_device(len(residency.layers), plan.policy.kv_layers)
     compute_tier = "gpu" if "gpu" in plan.budgets else "cpu"
     layers = {"state_layers": config.state_layers, "kv_sources": config.kv_sources}
-    return residency.streams(compute_tier, on_device, **layers, embeds=config.embeds, has_head=config.has_head)
+    return residency.streams(compute_tier, on_device, **layers, **config.ends)
 
 
 # Placements that the CPU attends to beside an accelerator.
@@ -252,7 +254,13 @@ class StepCosts:
         if attended.contexts:
             keys = attended.contexts if kind.windows[0][0] is None else [kind.read(n) for n in attended.contexts]
             total_s += decode_attention_s(s, kind, len(keys), sum(keys) / len(keys), device)
+        few = [(new, before) for new, before in attended.chunks if before and new <= 1 + MOST_DRAFTS]
+        if few:
+            queries, tokens = sum(new for new, _ in few) / len(few), sum(kind.read(new + before) for new, before in few)
+            total_s += few_queries_attention_s(s, kind, len(few), tokens / len(few), queries, device)
         for new, before in attended.chunks:
+            if before and new <= 1 + MOST_DRAFTS:
+                continue
             key = (new, before, number)
             if key not in self._chunks_s:
                 self._chunks_s[key] = prefill_attention_s(s, kind, 1, new * new)
@@ -528,8 +536,8 @@ def _weight_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
 def _head_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
     """Bytes of one chunk of the vocabulary, which is the Step's layer."""
     model = costs.inputs.model
-    chunk = -(-model.vocab_size // VOCABULARY_CHUNKS)
-    rows = max(0, min(chunk, model.vocab_size - step.layer * chunk))
+    chunk = -(-model.output_size // VOCABULARY_CHUNKS)
+    rows = max(0, min(chunk, model.output_size - step.layer * chunk))
     return rows * model.embed_size * costs.element_bytes
 
 

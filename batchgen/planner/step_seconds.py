@@ -244,6 +244,26 @@ def decode_attention_s(
     return seqs * keys * kind.kv_token_bytes / rate
 
 
+def few_queries_attention_s(
+    s: CostInputs, kind: AttentionKind, seqs: float, keys: float, queries: float, device: ComputeRates, batches: int = 1
+) -> float:
+    """Seconds of one layer's attention for a few queries of each sequence, which share one pass over its KV.
+
+    It lasts as long as reading KV once, or as the product.
+
+    Args:
+        s: The inputs of the cost model.
+        kind: The layer's kind.
+        seqs: Sequences of all micro-batches.
+        keys: Keys that each of them sees, averaged over the layers.
+        queries: Mean number of queries of a sequence.
+        device: The rates of the device.
+        batches: Number of micro-batches.
+    """
+    read_s = decode_attention_s(s, kind, seqs, keys, device, batches)
+    return read_s if queries == 1 else max(read_s, prefix_attention_s(s, kind, seqs * queries, keys))
+
+
 def state_update_s(s: CostInputs, seqs: float, device: ComputeRates, batches: int = 1) -> float:
     """Seconds of one state layer's updates by one token of each sequence: each state is read and written.
 
@@ -293,14 +313,14 @@ def _kv_rates(s: CostInputs, kind: str) -> Rates:
 
 def logits_s(s: CostInputs, rows: float, batches: int = 1, *, as_stored: bool = False) -> float:
     """Seconds of so many rows of logits, which FlexGen leaves out (footnote 1)."""
-    flops = 2 * s.model.vocab_size * s.model.embed_size * rows
+    flops = 2 * s.model.output_size * s.model.embed_size * rows
     tokens = max(1.0, rows / batches)
     return flops / _matmul_rates(s, s.output_format, as_stored=as_stored).at(width=s.model.hidden_size, tokens=tokens)
 
 
 def sampling_s(s: CostInputs, rows: float) -> float:
     """Seconds of choosing a token from each row of logits."""
-    return rows * s.model.vocab_size / s.hardware.sampling_logits_per_s
+    return rows * s.model.output_size / s.hardware.sampling_logits_per_s
 
 
 def schedule_s(s: CostInputs, sampled: float) -> float:

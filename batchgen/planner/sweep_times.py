@@ -1,4 +1,7 @@
-"""Predicted seconds of sweeps of any size under one placement, by which a running job tells its time left."""
+"""Predicted seconds of sweeps of any size under one placement, by which a running job tells its time left.
+
+Where sequences have drafts, these are the seconds in which each gains a token, a part of those of a sweep.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from dataclasses import replace
 
 from batchgen.core.plan import Plan, SweepTimes
 from batchgen.planner.costs import job_seconds
+from batchgen.planner.drafts import drafted_phases
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Placement
 from batchgen.planner.problem import CostInputs
@@ -47,7 +51,8 @@ def sweep_times(s: CostInputs, at: Placement) -> SweepTimes:
         if not prompt and not seqs:
             return 0.0
         logits = workload.scored_len or 1.0
-        return job_seconds(s, [Phase(1, prompt, prompt / per_prompt, seqs, context, logits)], at)
+        phases = drafted_phases(s, [Phase(1, prompt, prompt / per_prompt, seqs, context, logits)], at)
+        return job_seconds(s, phases, at)
 
     grid = tuple(tuple(tuple(seconds(p, d, c) for c in contexts) for d in decode_seqs) for p in prefill_tokens)
     tokens = prefill_tokens[-1]

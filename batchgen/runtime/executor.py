@@ -83,8 +83,7 @@ class Executor:
             kv_cache.on_device,
             config.state_layers,
             config.kv_sources,
-            embeds=config.embeds,
-            has_head=config.has_head,
+            **config.ends,
         )
         # On a device with streams a Step costs time to launch; a trace shows each.
         self._sweeps = Sweeps(streams, whole=tiers.driver is not None and not options.serial and not options.on_step)

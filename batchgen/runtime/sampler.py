@@ -132,8 +132,8 @@ class _Having:
     """The sampling parameters that sequences have, of which many have the same ones."""
 
     def __init__(self, sequences: Sized[Sequence]) -> None:
-        self._keys = [id(s.sampling) for s in sequences]
-        self._kinds = dict(zip(self._keys, [s.sampling for s in sequences], strict=True))
+        self._sequences = sequences
+        self._kinds = {id(s.sampling): s.sampling for s in sequences}
 
     def all(self, holds: Callable[[SamplingParams], bool]) -> bool:
         """Tell whether something holds for the parameters of all sequences."""
@@ -142,7 +142,7 @@ class _Having:
     def indices(self, holds: Callable[[SamplingParams], bool]) -> list[int]:
         """Indices of the sequences for whose parameters something holds."""
         holding = {key for key, sampling in self._kinds.items() if holds(sampling)}
-        return [i for i, key in enumerate(self._keys) if key in holding] if holding else []
+        return [i for i, s in enumerate(self._sequences) if id(s.sampling) in holding] if holding else []
 
 
 class _Logprobs:

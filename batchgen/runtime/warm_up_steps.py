@@ -35,8 +35,7 @@ def sweeps_of_layers(context: StepContext, layers: Sequence[int]) -> Sweeps:
     states = [i for i, layer in enumerate(layers) if context.config.has_state(layer)]
     sources = [layers.index(context.config.kv_source(layer)) for layer in layers]
     residency, config = context.weights.residency.of_layers(layers), context.config
-    ends = {"embeds": config.embeds, "has_head": config.has_head}
-    return Sweeps(residency.streams(context.compute_tier, on_device, states, sources, **ends))
+    return Sweeps(residency.streams(context.compute_tier, on_device, states, sources, **config.ends))
 
 
 def numbered_before(steps: Iterable[Step], layers: Sequence[int]) -> Iterator[Step]:

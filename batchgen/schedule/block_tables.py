@@ -166,6 +166,32 @@ class BlockTables:
         if (source, slot) != (slot, target):
             sequence.state = StateSlot(slot, target)
 
+    def can_keep_state(self, sequence: Sequence) -> bool:
+        """Tell whether a sequence's state can stay as it is while its next tokens make another; it may have none."""
+        states, state = self.pool(sequence).states, sequence.state
+        if states is None or state is None:
+            return True
+        return state.source == state.target and states.num_available > 0
+
+    def keep_state(self, sequence: Sequence) -> None:
+        """Have the next tokens of a sequence write its state to a slot of its own, until `settle_state`."""
+        states = self.pool(sequence).states
+        assert states is not None and sequence.state is not None, "the sequence has no state"
+        sequence.state = StateSlot(sequence.state.source, states.allocate())
+
+    def settle_state(self, sequence: Sequence, *, is_right: bool) -> None:
+        """Choose one of the two states of a sequence since `keep_state`; the other one's slot is free.
+
+        Args:
+            sequence: The sequence.
+            is_right: Whether the state after the tokens is right, so that the one before them goes.
+        """
+        states, state = self.pool(sequence).states, sequence.state
+        assert states is not None and state is not None, "the sequence has no state"
+        right, wrong = (state.target, state.source) if is_right else (state.source, state.target)
+        states.release([wrong])
+        sequence.state = StateSlot(right, right)
+
     def _fork_ends(self, sequence: Sequence) -> Iterator[int]:
         """Tokens of the whole blocks before each fork of a prompt."""
         size = self.pool(sequence).kv_block_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 from batchgen.schedule.sequence import Sequence
@@ -21,6 +22,9 @@ class Proposal(NamedTuple):  # some for each sequence of every sweep with drafts
 
 class Proposer(Protocol):
     """An object that drafts tokens. Wrong drafts cost time and change no text."""
+
+    def begin(self, sequences: Iterable[Sequence]) -> None:
+        """Prepare for the sequences of a sweep that may have drafts."""
 
     def propose(self, sequence: Sequence, most: int) -> Proposal | None:
         """The next tokens of a sequence, at most so many; None: there is nothing to go by."""

@@ -9,10 +9,11 @@ then has some all the same, to see.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 
+from batchgen.core.draft_rates import MOST_DRAFTS, DraftRates, expected_accepted
 from batchgen.schedule.draft_proposer import Proposal, Proposer
 from batchgen.schedule.finished_rows_proposer import FinishedRowsProposer
 from batchgen.schedule.grammar_proposer import GrammarProposer
@@ -20,13 +21,13 @@ from batchgen.schedule.lookup_proposer import LookupProposer
 from batchgen.schedule.sequence import Sequence
 from batchgen.schedule.sweep_fit import SweepFit
 
-_MOST = 16  # drafts of a sequence in a sweep
 _MARGIN = 1.2  # by which drafts must be worth more than they cost
 _HIGHEST, _LOWEST = 0.95, 0.02  # chance of acceptance that is thought possible, and below which nothing is drafted
 _PRIOR = 4.0  # drafts that what is thought at first counts as
 _WAITS = 1.25  # times its computation that a sweep takes which waits
 _TRIAL_EVERY, _TRIAL_PART = 64, 2  # sweeps; part of a sweep's tokens that is drafted to see what that costs
 _RECENT = 0.8  # weight of earlier sweeps in what choosing drafts costs, and in what they save
+_ENOUGH_JUDGED = 64  # drafts until their rates say anything of those of other jobs
 _JUDGED_AFTER = 12  # sweeps with drafts until that counts
 _KEPT = 0.998  # of what was measured of acceptance, after each sweep: texts change
 
@@ -79,22 +80,30 @@ class Drafting:
         self,
         proposers: List[Proposer] | None = None,
         *,
-        always: int | None = None,
+        always: int | Callable[[int], int] | None = None,
         only_while_waiting: bool = False,
+        most: int = MOST_DRAFTS,
+        reads_grow: bool = False,
+        of_model: List[Proposer] = (),
     ) -> None:
         """Have measured nothing.
 
         Args:
             proposers: Proposers, in order of preference; None: a grammar's, lookup's, and that of rows that have ended.
-            always: Drafts that each sequence has in each sweep, whatever they cost; None: as many as are worth it.
+            always: Drafts that each sequence has in each sweep, whatever they cost, or a function that gives them for
+                the number of sequences that decode; None: as many as are worth it.
             only_while_waiting: Whether there are drafts only while computation waits for weights or KV: where the next
                 sweep is launched before the tokens of this one are known, drafts hold it up.
+            most: Most drafts of a sequence in a sweep.
+            of_model: Further proposers, which the model has.
+            reads_grow: Whether sweeps with more tokens read more, as experts are read on demand.
         """
-        self._proposers = proposers or [GrammarProposer(), LookupProposer(), FinishedRowsProposer()]
+        self._most = most
+        self._proposers = proposers or [GrammarProposer(), LookupProposer(), FinishedRowsProposer(), *of_model]
         self._always, self._only_while_waiting = always, only_while_waiting
         self._pause = 0  # sweeps
         self._cost_s = self._saved_s = 0.0  # of the last sweeps with drafts
-        self._fit = SweepFit()
+        self._fit = SweepFit(reads_grow=reads_grow)
         self._worth = _Worth(self._fit, 0, 0)
         self._until_trial = _TRIAL_EVERY
         self._acceptance: dict[tuple[int, int], _Acceptance] = {}
@@ -102,6 +111,14 @@ class Drafting:
         self._on_trial = self._last_accepted = self._num_active = 0
         self.active = always is not None
         self.num_drafted = self.num_accepted = 0
+        self._num_judged = self._num_asked = self._num_proposed = 0
+
+    @property
+    def rates(self) -> DraftRates | None:
+        """Rates of all drafts so far; None: too few were judged to say anything."""
+        if self._num_judged < _ENOUGH_JUDGED:
+            return None
+        return DraftRates(self._num_proposed / self._num_asked, min(_HIGHEST, self.num_accepted / self._num_judged))
 
     def begin(self, num_tokens: int, num_rows: int) -> bool:
         """Begin with a sweep; False: no draft could be worth its time in it.
@@ -130,12 +147,17 @@ class Drafting:
             budget: Most drafts of the sweep.
         """
         started = time.perf_counter()
-        with_room = [(sequence, min(_MOST, room)) for sequence, room in rooms.items() if room > 0]
+        with_room = [(sequence, min(self._most, room)) for sequence, room in rooms.items() if room > 0]
+        for proposer in self._proposers:
+            proposer.begin([sequence for sequence, _ in with_room])
         proposals = {s: best for s, room in with_room if (best := self._best(s, room)) is not None}
+        self._num_asked += len(with_room)
+        self._num_proposed += len(proposals)
         if self._always is not None:
-            counts = self._first(proposals, budget, self._always)
+            always = self._always if isinstance(self._always, int) else self._always(len(rooms))
+            counts = self._first(proposals, budget, always)
         elif self._on_trial:
-            counts = self._first(proposals, min(budget, self._on_trial), _MOST)
+            counts = self._first(proposals, min(budget, self._on_trial), self._most)
         else:
             counts = self._worth_most(proposals, budget, self._worth)
         for sequence, count in counts.items():
@@ -154,6 +176,7 @@ class Drafting:
             drafted = self._under_way.pop(sequence)
             accepted = min(drafted.num_drafts, max(0, len(sequence.tokens) - drafted.num_tokens - 1))
             self.num_accepted += accepted
+            self._num_judged += accepted + (accepted < drafted.num_drafts)
             acceptance = self._of(drafted.kind)
             acceptance.accepted += accepted
             acceptance.judged += accepted + (accepted < drafted.num_drafts)
@@ -201,7 +224,7 @@ class Drafting:
             if proposal is None:
                 continue
             kind = (number, proposal.strength)
-            expected = _expected(self._of(kind).chance, len(proposal.tokens))
+            expected = expected_accepted(self._of(kind).chance, len(proposal.tokens))
             if expected > most_expected:
                 best, most_expected = (kind, proposal), expected
         return best
@@ -225,7 +248,9 @@ class Drafting:
         likely: list[tuple[float, Sequence]] = []
         for sequence, (kind, proposal) in proposals.items():
             chance = self._of(kind).chance
-            likely += ((chance ** (k + 1), sequence) for k in range(len(proposal.tokens)))
+            # After a refused draft, a sequence with a state has tokens run once more.
+            tokens = 1 if sequence.state is None else 2
+            likely += ((chance ** (k + 1) / tokens, sequence) for k in range(len(proposal.tokens)))
         likely.sort(key=lambda draft: -draft[0])
         counts: dict[Sequence, int] = {}
         for expected, sequence in likely[:budget]:
@@ -245,6 +270,7 @@ class _Worth:
     def __init__(self, fit: SweepFit, num_tokens: int, num_rows: int) -> None:
         sweep_s, token_s, row_s = fit.compute_s
         self._moved_s, self._draft_s = fit.moved_s, token_s + row_s
+        self._moved_draft_s = fit.moved_token_s
         self._compute_s = sweep_s + num_tokens * token_s + num_rows * row_s
         self._alone_s = sweep_s + num_rows * self._draft_s
         self._expected = float(num_rows)
@@ -257,16 +283,12 @@ class _Worth:
     def is_enough(self, expected: float) -> bool:
         """Tell whether one more draft, of which so many accepted tokens are expected, is worth its seconds."""
         now_s = max(self._moved_s, self._compute_s)
-        added_s = max(now_s, self._compute_s + self._draft_s) - now_s
+        added_s = max(self._moved_s + self._moved_draft_s, self._compute_s + self._draft_s, now_s) - now_s
         return expected * max(self._moved_s, self._alone_s) >= _MARGIN * added_s * self._expected
 
     def add(self, expected: float) -> None:
         """Count one more draft."""
         self._compute_s += self._draft_s
+        self._moved_s += self._moved_draft_s
         self._alone_s += self._draft_s
         self._expected += expected
-
-
-def _expected(chance: float, num_drafts: int) -> float:
-    """Accepted drafts that are expected of so many in a row."""
-    return chance * (1 - chance**num_drafts) / (1 - chance)

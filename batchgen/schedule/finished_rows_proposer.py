@@ -7,6 +7,8 @@ gives.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from batchgen.schedule.draft_proposer import Proposal
@@ -33,6 +35,9 @@ class FinishedRowsProposer:
         self._is_empty = True
         # By hash, the place after the latest n-gram.
         self._places = {length: np.full(ring_tokens, -1, np.int32) for length in _LENGTHS}
+
+    def begin(self, sequences: Iterable[Sequence]) -> None:
+        """Do nothing: each sequence is looked at by itself."""
 
     def propose(self, sequence: Sequence, most: int) -> Proposal | None:
         """The tokens that came after the longest indexed match, at most so many; None: there is none."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from batchgen.schedule.draft_proposer import Proposal
 from batchgen.schedule.sequence import Sequence
 
@@ -11,6 +13,9 @@ class GrammarProposer:
 
     The model may write the same bytes with other tokens, so it is asked.
     """
+
+    def begin(self, sequences: Iterable[Sequence]) -> None:
+        """Do nothing: each sequence is looked at by itself."""
 
     def propose(self, sequence: Sequence, most: int) -> Proposal | None:
         """The tokens of the forced text, at most so many; None: the next byte is free."""

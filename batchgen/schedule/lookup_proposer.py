@@ -5,6 +5,8 @@ Prompt lookup decoding (Saxena 2023): answers that quote, correct or extract rep
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from batchgen.schedule.draft_proposer import Proposal
@@ -19,6 +21,9 @@ class LookupProposer:
 
     def __init__(self) -> None:
         self._texts: dict[Sequence, _Text] = {}
+
+    def begin(self, sequences: Iterable[Sequence]) -> None:
+        """Do nothing: each sequence is looked at by itself."""
 
     def propose(self, sequence: Sequence, most: int) -> Proposal | None:
         """The tokens after the longest earlier match, at most so many; None: there is none of two tokens."""

@@ -122,6 +122,7 @@ def pack(
     on_card: bool = False,
     attention_budget: str = ALL,
     host_blocks: int = 0,
+    causal: bool = True,
 ) -> PackedBatch:
     """Pack one micro-batch.
 
@@ -135,12 +136,13 @@ def pack(
         on_card: Whether the compute device is a GPU, with attention plans of its own.
         attention_budget: Tokens that a decoding token attends to in layers that choose pages.
         host_blocks: Blocks of the host's pool, whose summaries come before those of blocks on disk.
+        causal: Whether tokens attend to earlier ones alone.
     """
     budget = AttentionBudget.of(attention_budget) if CHOSEN_PAGES in windows else None
     of_placement = by_placement(batch, compute_tier)
     passing = of_placement.get(KVPlacement.STREAMED, [])
     staged, (staged_states, state_staging) = stage(passing, windows, kv_block_size), stage_states(passing)
-    plans_on = partial(_plans, kv_block_size=kv_block_size)
+    plans_on = partial(_plans, kv_block_size=kv_block_size, causal=causal)
     rows, segments = _Rows(), []
     on_device: Segment | None = None
     for placement in SEGMENTS:
@@ -265,9 +267,10 @@ def _plans(
     *,
     kv_block_size: int,
     key_bytes: int | None,
+    causal: bool,
     pages: PageTables | None = None,
 ) -> dict[int | None, AttentionPlan]:
-    dense = partial(plan_attention, kv_block_size=kv_block_size, key_bytes=key_bytes)
+    dense = partial(plan_attention, kv_block_size=kv_block_size, key_bytes=key_bytes, causal=causal)
     chosen = partial(plan_chosen, kv_block_size=kv_block_size, key_bytes=key_bytes)
     return {
         window: dense(tables, groups, window=window)

@@ -66,6 +66,7 @@ class WeightResidency:
         *,
         embeds: bool = True,
         has_head: bool = True,
+        makes_logits: bool = True,
     ) -> Streams:
         """The data that is brought to the compute device in every sweep.
 
@@ -76,9 +77,11 @@ class WeightResidency:
             kv_sources: For each layer, the layer whose KV it attends to; empty: each attends to its own.
             embeds: Whether this is the first stage of a pipeline.
             has_head: Whether this is its last stage.
+            makes_logits: Whether the head multiplies by an output matrix.
         """
         away = [{tier for tier in groups.values() if tier != compute_tier} for groups in self.layers]
         accelerated = compute_tier == "gpu"
+        brings_head = accelerated and self.head != "gpu" and has_head and makes_logits
         # An accelerator's host would have to wait for what its router chooses.
         on_demand_tokens = 0 if accelerated else self.on_demand_tokens
         return Streams(
@@ -86,7 +89,7 @@ class WeightResidency:
             weights=tuple(bool(tiers) for tiers in away),
             disk_weights=tuple("disk" in tiers for tiers in away),
             dequantized=self.weight_format == INT4,
-            vocabulary_chunks=VOCABULARY_CHUNKS if accelerated and self.head != "gpu" and has_head else 0,
+            vocabulary_chunks=VOCABULARY_CHUNKS if brings_head else 0,
             kv_on_device=tuple(kv_on_device),
             state_layers=tuple(state_layers),
             kv_sources=tuple(kv_sources),

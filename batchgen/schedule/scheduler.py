@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from itertools import chain, islice
+from typing import NamedTuple
 
 from batchgen.core.kv_expansion import KVExpansion, Recut
 from batchgen.core.kv_placement import KVPlacement
@@ -45,6 +46,18 @@ from batchgen.schedule.window_pool import NULL_BLOCK
 _MOST_SWAPPED_BLOCKS = 256
 # Placements whose attention the compute device computes.
 _COMPUTE_ATTENDS = (KVPlacement.DEVICE, KVPlacement.STREAMED, KVPlacement.DISK)
+
+
+class _BeforeDrafts(NamedTuple):
+    """A sequence with a state, before a sweep in which it has drafts.
+
+    Attributes:
+        num_computed: Tokens that were computed.
+        num_tokens: Tokens of it in the sweep, drafts included.
+    """
+
+    num_computed: int
+    num_tokens: int
 
 
 class Scheduler:
@@ -101,6 +114,7 @@ class Scheduler:
         self.sweep_choice: SweepChoice | None = None
         self.adapts = self.brings_kv = False
         self.drafting: Drafting | None = None
+        self._before_drafts: dict[Sequence, _BeforeDrafts] = {}
         self.expected_output_len = expected_output_len or (lambda s: s.sampling.max_tokens)
         self._filling = True  # static admission: the current block still takes sequences
         self._token_slots = token_slots or TokenSlots()
@@ -153,6 +167,7 @@ class Scheduler:
     def schedule(self) -> list[ScheduledSequence]:
         """The next sweep, its blocks allocated. Empty only if there is no work, or all of it is on its way."""
         self._release_swapped()  # of a sweep that was never launched
+        self._settle_states()
         self._free_before_windows()
         sweep: list[ScheduledSequence] = []
         most, max_tokens = self._most_in_sweep(), self.limits.max_num_batched_tokens
@@ -177,8 +192,14 @@ class Scheduler:
         rooms = {s.sequence: self._room_for_drafts(s) for s in sweep if self._takes_drafts(s)}
         chosen = drafting.choose(rooms, self.limits.max_num_batched_tokens - num_tokens)
         for sequence, drafts in chosen.items():
-            if self.tables.grow(sequence, sequence.num_remaining + len(drafts)):
+            keeps_state = self.tables.can_keep_state(sequence)
+            if keeps_state and self.tables.grow(sequence, sequence.num_remaining + len(drafts)):
                 sequence.drafts = drafts
+                if sequence.state is not None:
+                    self.tables.keep_state(sequence)
+                    self._before_drafts[sequence] = _BeforeDrafts(
+                        sequence.num_computed, sequence.num_remaining + len(drafts)
+                    )
             else:
                 drafting.withdraw(sequence)
         return [ScheduledSequence(s, count + len(s.drafts)) for s, count in sweep] if chosen else sweep
@@ -186,8 +207,7 @@ class Scheduler:
     def _takes_drafts(self, scheduled: ScheduledSequence) -> bool:
         """Tell whether tokens may be drafted for a sequence in a sweep.
 
-        A state cannot go back to where it was before a refused draft, and the CPU beside an accelerator has buffers for
-        one token of each sequence.
+        The CPU beside an accelerator has buffers for one token of each sequence.
         """
         sequence, placement = scheduled.sequence, scheduled.sequence.kv_placement
         return (
@@ -195,7 +215,6 @@ class Scheduler:
             and sequence.num_computed >= sequence.num_prompt
             and sequence.tokens[-1] != PENDING
             and not sequence.targets
-            and sequence.state is None
             and (placement in _COMPUTE_ATTENDS or placement.tier == self.limits.compute_tier)
             and (sequence.constraint is None or sequence.constraint.takes_drafts)
         )
@@ -215,6 +234,21 @@ class Scheduler:
         if spare > 2 * len(self.running):
             return most
         return max(0, min(most, min(blocks, windows) * pool.kv_block_size - scheduled.num_keys))
+
+    def _settle_states(self) -> None:
+        """Give sequences whose drafts have been judged the state after the last accepted one.
+
+        A state cannot go back by some tokens. Where a draft was refused, the state is that before the sweep, and the
+        tokens that came with it are run once more.
+        """
+        for sequence in [s for s in self._before_drafts if not s.drafts]:
+            before = self._before_drafts.pop(sequence)
+            if sequence.state is None or sequence not in self.running:
+                continue
+            is_right = sequence.num_computed == before.num_computed + before.num_tokens
+            self.tables.settle_state(sequence, is_right=is_right)
+            if not is_right:
+                sequence.num_computed = before.num_computed
 
     def _free_before_windows(self) -> None:
         """Free the blocks of layers with a sliding window that no later token sees."""
@@ -265,7 +299,7 @@ class Scheduler:
             sequence.num_computed = num_keys if num_keys < num_known else num_known
             if shares and has_prompt:
                 self.tables.insert_prompt(sequence, sequence.num_computed)
-            if has_states:
+            if has_states and sequence not in self._before_drafts:
                 self.tables.commit_state(sequence)
         self._release_swapped()
 
@@ -385,6 +419,8 @@ class Scheduler:
     def _chunk(self, sequence: Sequence, budget: int) -> int:
         """The tokens of a prompt that the next sweep may have."""
         chunk = min(sequence.num_remaining, budget, self.limits.max_chunk_tokens or budget)
+        if sequence.is_whole:
+            return chunk if chunk == sequence.num_remaining else 0
         fork = self.tables.next_fork(sequence)
         return chunk if fork is None else min(chunk, fork - sequence.num_computed)
 
@@ -493,6 +529,8 @@ class Scheduler:
             if self._follows_one_in_flight(sequence):
                 self.waiting.popleft()
                 continue
+            if sequence.is_whole and not self._chunk(sequence, budget):
+                return
             is_full = len(self.running) >= self.limits.max_num_seqs
             if is_full or not self._admit_to_placement(sequence, admission, self._chunk(sequence, budget)):
                 assert self.running, f"a sequence of {len(sequence.tokens)} tokens fits no KV pool"

@@ -99,6 +99,7 @@ class Sequence:
         num_source_tokens: Number of these tokens.
         computes_prompt: Whether it is the sample, of several, that computes their prompt.
         takes_prefix: Whether it may take over KV that others have computed.
+        is_whole: Whether all of its tokens go through the layers in one sweep, as they attend to each other.
         constraint: State of its grammar, as far as `tokens` go, which outlives a preemption; None: it has none.
         drafts: Tokens that a proposer expects after `tokens`, in the sweep that is under way. They are judged one by
             one when the sweep has run, and gone then.
@@ -135,6 +136,7 @@ class Sequence:
     num_source_tokens: int = 0
     computes_prompt: bool = True
     takes_prefix: bool = True
+    is_whole: bool = False
     constraint: Constraint | None = None
     drafts: list[int] = field(default_factory=list)
     drafted: Sequence | None = None

@@ -26,10 +26,18 @@ class SweepFit:
         is_known: Whether a sweep has been measured.
         compute_s: Seconds of computation of each sweep, of each token, and of each row of logits.
         moved_s: Seconds of what computation waits for.
+        moved_token_s: Seconds by which that is more for each token more.
     """
 
-    def __init__(self) -> None:
-        self.is_known = False
+    def __init__(self, *, reads_grow: bool = False) -> None:
+        """Know nothing.
+
+        Args:
+            reads_grow: Whether sweeps with more tokens read more, as experts are read on demand.
+        """
+        self.is_known, self._reads_grow = False, reads_grow
+        self.moved_token_s = 0.0
+        self._reads = np.zeros(5)  # weight of sweeps, tokens, their squares, seconds of reading, these times tokens
         self.compute_s = (0.0, 0.0, 0.0)
         self.moved_s = 0.0
         self._squares, self._products = np.zeros((3, 3)), np.zeros(3)
@@ -57,6 +65,9 @@ class SweepFit:
         bound = seconds if waited > _WAITED * seconds else min(seconds, moved)
         self.moved_s = bound if not self.is_known else self.moved_s + (1 - _KEPT) * 4 * (bound - self.moved_s)
         self.is_known = True
+        if self._reads_grow:
+            self._reads = _KEPT * self._reads + np.array([1, num_tokens, num_tokens**2, bound, bound * num_tokens])
+            self.moved_token_s = self._read_slope()
         has = np.array([1.0, num_tokens, num_logits])
         # Relative errors: a sweep of a prompt is no more certain than one of single tokens.
         weight = 1 / max(seconds - waited, 1e-9) ** 2
@@ -65,6 +76,15 @@ class SweepFit:
         if self._num_sweeps % _FITTED_EVERY == 0:
             self.compute_s = self._fitted()
         self._num_sweeps += 1
+
+    def _read_slope(self) -> float:
+        """Seconds of reading for a token more; where sweeps have about equally many, what reads are divided by them."""
+        weight, tokens, squares, seconds, products = self._reads.tolist()
+        mean, mean_s = tokens / weight, seconds / weight
+        spread = squares / weight - mean**2
+        doubt = _DOUBT * mean**2
+        slope: float = (products / weight - mean * mean_s + doubt * mean_s / mean) / (spread + doubt)
+        return max(0.0, slope)
 
     def _fitted(self) -> tuple[float, float, float]:
         """The best fit without negative seconds."""

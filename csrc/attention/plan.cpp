@@ -84,8 +84,9 @@ void AttentionPlan::add_query(int token, const int32_t* blocks, int first, int c
             {{0, 1, first + part * size, first + std::min(count, (part + 1) * size), kAllKeys, kNoWindow, blocks}});
 }
 
-void AttentionPlan::add_prefill(int start, int stop, const int32_t* blocks, int num_blocks, int offset, int window) {
-    prompts_.push_back({start, stop, keep(blocks, num_blocks), offset, window});
+void AttentionPlan::add_prefill(int start, int stop, const int32_t* blocks, int num_blocks, int offset, int window,
+                                int ahead) {
+    prompts_.push_back({start, stop, keep(blocks, num_blocks), offset, window, ahead});
 }
 
 void AttentionPlan::add_shared(int start, int stop, const int32_t* blocks, int num_blocks) {
@@ -104,8 +105,11 @@ void AttentionPlan::add_prompts(const Shared* shared, int start, int stop) {
         for (; prompt != prompts_.end() && prompt->start < last; prompt++) {
             const int from = std::max(first, prompt->start), to = std::min(last, prompt->stop);
             const int at = prompt->offset + from - prompt->start, window = prompt->window;
-            spans.push_back({from - first, to - from, window ? std::max(0, at - window + 1) : 0, at + to - from, at,
-                             window ? window : kNoWindow, prompt->blocks});
+            // The kernel counts a window from the last key that a query sees.
+            const int ahead = std::min(prompt->ahead, prompt->num_keys());
+            spans.push_back({from - first, to - from, window ? std::max(0, at - window + 1) : 0,
+                             std::min(at + to - from + ahead, prompt->num_keys()), at + ahead,
+                             window ? window + ahead : kNoWindow, prompt->blocks});
             if (prompt->stop > last) break;
         }
         add(first, last - first, std::move(spans));

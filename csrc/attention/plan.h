@@ -28,9 +28,10 @@ class AttentionPlan {
     // Adds one query that sees the first num_keys keys of blocks, which may be other ones at each call: they are not
     // copied.
     void add_chosen(int token, const int32_t* blocks, int num_keys);
-    // Adds queries [start, stop) of one sequence, the first at key `offset`. window: keys that each query sees; 0: all
-    // before it.
-    void add_prefill(int start, int stop, const int32_t* blocks, int num_blocks, int offset, int window);
+    // Adds queries [start, stop) of one sequence, the first at key `offset` and the last at its last key. window: keys
+    // up to its own that each query sees; 0: all. ahead: keys after its own that each query sees; 0 in causal
+    // attention.
+    void add_prefill(int start, int stop, const int32_t* blocks, int num_blocks, int offset, int window, int ahead);
     // Adds queries [start, stop) of several sequences that see every key of the blocks, beside their own keys.
     void add_shared(int start, int stop, const int32_t* blocks, int num_blocks);
     // The instruction set that attends; "": the active one.
@@ -54,7 +55,9 @@ class AttentionPlan {
     struct Prompt {
         int start, stop;
         const int32_t* blocks;
-        int offset, window;
+        int offset, window, ahead;
+
+        int num_keys() const { return offset + stop - start; }
     };
     struct Shared {
         int start, stop;

@@ -37,7 +37,7 @@ def wanted(path, stores):
         if "regex" in SAMPLING[kind] or "json_schema" in SAMPLING[kind]:
             pytest.importorskip("llguidance")
         parts = make_parts(path, CPU, policy_of(path, "memory", "float32", "continuous", 1), stores)
-        with Engine.from_parts(parts, drafts=False) as engine:
+        with Engine.from_parts(parts, drafts=0) as engine:
             return undisturbed(engine, requests_of(prompts_of(), SAMPLING[kind]))
 
     return get
@@ -58,7 +58,12 @@ def answers_of(wanted):
     }
 
 
-CASES = [(kind, tier) for kind in SAMPLING for tier in TIERS if tier != "experts on demand"]
+STATE_CASES = [
+    (family, tier)
+    for family in ("qwen3_5", "qwen3_next", "lfm2")
+    for tier in ("memory", "disk", "memory and disk", "streamed", "device", "mixed")
+]
+CASES = [(kind, tier) for kind in SAMPLING for tier in TIERS]
 
 
 @pytest.mark.parametrize(
@@ -101,9 +106,22 @@ def test_drafts_on_ranks_that_share_every_layer_change_no_sample(path, stores, w
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
 
 
+@pytest.mark.parametrize(("family", "tier"), rotating("drafts with states").sample(STATE_CASES, 6))
+def test_states_go_back_to_before_a_refused_draft(family, tier, tiny_models, stores):
+    path, _ = tiny_models(family)
+    policy = policy_of(path, tier, "float32", "continuous", 1 + len(tier) % 2)
+    device = TIERS[tier][0]
+    plain, without = run(make_parts(path, device, policy, stores), "drawn", 0)
+    drafts = partly_right(answers_of(plain), most=4)
+    done, stats = run(make_parts(path, device, policy, stores), "drawn", drafts)
+    assert_same(done, plain)
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+    assert stats.generated_tokens == without.generated_tokens
+
+
 def test_accepted_drafts_save_sweeps(path, stores, wanted):
     policy = policy_of(path, "memory", "float32", "continuous", 1)
-    _, without = run(make_parts(path, CPU, policy, stores), "greedy", False)
+    _, without = run(make_parts(path, CPU, policy, stores), "greedy", 0)
     _, stats = run(make_parts(path, CPU, policy, stores), "greedy", partly_right(answers_of(wanted("greedy")), most=4))
     assert stats.generated_tokens == without.generated_tokens
     assert stats.sweeps < 0.75 * without.sweeps
@@ -124,7 +142,7 @@ def test_forced_tokens_take_no_sweep_and_change_no_sample(family, tier, kind, ti
     requests = requests_of(prompts_of(), sampling)
     policy = policy_of(path, tier, "float32", "continuous", 2)
     found = {}
-    for drafts in (False, lambda: Drafting(always=4)):
+    for drafts in (0, lambda: Drafting(always=4)):
         with Engine.from_parts(make_parts(path, TIERS[tier][0], policy, stores), drafts=drafts) as engine:
             found[bool(drafts)] = undisturbed(engine, requests), engine.stats
     (wanted, without), (done, stats) = found[False], found[True]

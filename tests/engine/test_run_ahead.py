@@ -95,7 +95,7 @@ def parts_of(tiny_models, tmp_path):
 
 
 def completions(parts, requests, **options):
-    with Engine.from_parts(parts, drafts=False, **options) as engine:
+    with Engine.from_parts(parts, drafts=0, **options) as engine:
         done = sorted(engine.generate(requests), key=lambda c: c.index)
         assert engine.used_kv_blocks == 0, "KV blocks leaked"
     return done, engine.stats
@@ -185,7 +185,7 @@ def test_results_do_not_wait_for_more_input(parts_of):
         yield Request(PROMPTS[1], FREE)
 
     ahead = Ahead(parts_of())
-    with Engine.from_parts(ahead.parts, drafts=False) as engine:
+    with Engine.from_parts(ahead.parts, drafts=0) as engine:
         for completion in engine.generate(rows()):
             yielded.append(completion)
             if len(yielded) == ENCODE_CHUNK:
@@ -196,7 +196,7 @@ def test_results_do_not_wait_for_more_input(parts_of):
 def test_an_engine_that_was_stopped_goes_on(parts_of):
     ahead = Ahead(parts_of())
     requests = [Request(p, FREE) for p in PROMPTS]
-    with Engine.from_parts(ahead.parts, drafts=False) as engine:
+    with Engine.from_parts(ahead.parts, drafts=0) as engine:
         next(iter(engine.generate(requests)))
         assert engine.used_kv_blocks == 0, "KV blocks leaked"
         stop = len(ahead.events) + 45
@@ -215,7 +215,7 @@ def test_calls_that_take_turns(parts_of):
     inner = [Request(p[::-1], FREE) for p in PROMPTS[:2]]
 
     def nested(parts):
-        with Engine.from_parts(parts, drafts=False) as engine:
+        with Engine.from_parts(parts, drafts=0) as engine:
             return [(c.samples, [d.samples for d in engine.generate(inner)]) for c in engine.generate(outer)]
 
     assert nested(Ahead(parts_of()).parts) == nested(parts_of())
@@ -224,7 +224,7 @@ def test_calls_that_take_turns(parts_of):
 def test_scores(parts_of, tiny_models):
     ahead = Ahead(parts_of())
     rows = [ScoreRequest(p, ([5, 6, 7], [9], [5, 6, 8, 10]), i) for i, p in enumerate(PROMPTS)]
-    with Engine.from_parts(ahead.parts, drafts=False) as engine:
+    with Engine.from_parts(ahead.parts, drafts=0) as engine:
         found = sorted(engine.score(rows), key=lambda scored: scored.index)
     check_scores(tiny_models("llama")[1], rows, found)
     assert ahead.num_ahead >= engine.stats.sweeps - 1

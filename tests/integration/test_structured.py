@@ -210,7 +210,7 @@ def test_masks_are_made_while_the_next_sweep_computes(model, monkeypatch):
         make(self, steps, ahead)
 
     monkeypatch.setattr(Grammars, "_advance", make_while_computing)
-    engine = make_engine(model, drafts=False)  # which are chosen when masks are there
+    engine = make_engine(model, drafts=0)  # which are chosen when masks are there
     run = engine.parts.executor.run
 
     def run_and_tell(batches, on_logits, **options):

@@ -57,11 +57,9 @@ def test_what_cannot_be_done_is_refused(job):
             job(attention_budget="10%", **{flag: 2})
 
 
-def test_options_that_make_drafts_impossible_are_named(job, capfd):
-    for output, options in (("budget.parquet", {"attention_budget": "10%"}), ("states.parquet", {"family": "qwen3_5"})):
-        job(output, drafts=True, progress="plain", **options)
-    said = capfd.readouterr().err
-    assert "--drafts has no effect: --attention-budget is 10%" in said
-    assert "--drafts has no effect: this model has states" in said
-    job("plain.parquet", drafts=True, progress="plain")
+def test_a_budget_that_makes_drafts_impossible_is_named(job, capfd):
+    job("budget.parquet", drafts=4, progress="plain", attention_budget="10%")
+    assert "--drafts has no effect: --attention-budget is 10%" in capfd.readouterr().err
+    job("states.parquet", drafts=4, progress="plain", family="qwen3_5")
+    job("plain.parquet", drafts=4, progress="plain")
     assert "no effect" not in capfd.readouterr().err

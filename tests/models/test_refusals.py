@@ -99,9 +99,9 @@ def test_the_nearest_family_is_named(name):
 
 
 WHAT_IT_IS = {
-    "BertModel": "is an encoder",
+    "ElectraModel": "is an encoder",
     "ModernBertForMaskedLM": "is an encoder",
-    "XLMRobertaModel": "is an encoder",
+    "NomicBertModel": "is an encoder",
     "CLIPModel": "is an encoder",
     "T5EncoderModel": "is an encoder",
     "T5ForConditionalGeneration": "has an encoder",

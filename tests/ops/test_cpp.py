@@ -19,7 +19,8 @@ from thorough import covering, some_draws, some_of
 
 from batchgen.core.dtypes import KV_CODE_BITS, KVFormat, code_bytes
 from batchgen.ops import cpp as kernels
-from batchgen.ops import int8, quant, reference
+from batchgen.ops import int8, quant, reference, torch_attention
+from batchgen.ops.attention_operands import AttentionOperands
 from batchgen.ops.attention_plan import (
     AttentionPlan,
     DecodeGroup,
@@ -153,6 +154,25 @@ def attention_case(case, dtype, kv_format):
 @given(sweeps())
 def test_attention_fp32(case):
     check_attention(case, torch.float32, "float32", 2e-5)
+
+
+@real_sets
+@pytest.mark.parametrize("window", [None, 1, 7, 40])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(12, 12, 32), (4, 1, 64)])
+def test_tokens_of_whole_texts_see_keys_on_both_sides(heads, kv_heads, head_dim, window, instruction_set):
+    """Those of the C++ kernels and of torch, where some keys of the last block are of no token."""
+    sequences = [(1, 0, False), (2, 0, False), (16, 0, False), (77, 0, False), (130, 0, False), (33, 0, False)]
+    slices, _, num_blocks = laid_out(0, sequences, 16, 3)
+    plan = plan_attention(SweepTables.of(slices), [], kv_block_size=16, key_bytes=64, window=window, causal=False)
+    q = random(1, sum(count for count, *_ in sequences), heads, head_dim, scale=1.5 * head_dim**-0.5)
+    kv = random(2, num_blocks, 2, kv_heads, 16, head_dim)
+    expected = attended(q, kv, slices, window, causal=False)
+    made = kernels.attention_plan(plan, kv_heads, heads // kv_heads, 16, head_dim * 4, instruction_set)
+    torch.testing.assert_close(kernels.attention(q, kv, made).double(), expected, atol=2e-5, rtol=2e-5)
+    operands = AttentionOperands(heads, kv_heads, head_dim, 16, torch.float32, KVFormat.of("float32"))
+    prepared = torch_attention.prepare_attention(plan, operands, torch.device("cpu"))
+    of_torch = torch_attention.paged_attention(q, kv, prepared)
+    torch.testing.assert_close(of_torch.double(), expected, atol=2e-5, rtol=2e-5)
 
 
 def test_keys_of_blocks_that_only_seem_to_lie_together():

@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 
+from batchgen.core.draft_rates import DraftRates
 from batchgen.core.request import SamplingParams
 from batchgen.schedule.draft_proposer import Proposal
 from batchgen.schedule.drafting import Drafting
@@ -85,8 +86,36 @@ def test_a_fit_of_equal_sweeps_takes_all_seconds_for_those_of_tokens():
     assert 256 * (token_s + row_s) == pytest.approx(0.5 + 256 * 0.002, rel=0.1)
 
 
+def test_a_fit_of_sweeps_that_read_more_for_more_tokens_finds_how_much():
+    fit = SweepFit(reads_grow=True)
+    for tokens in (16, 32, 64, 40) * 20:
+        read_s = 0.4 + 0.01 * tokens
+        fit.add(tokens, tokens, read_s, {"compute": 0.01, "disk_read": read_s}, {"disk_read": read_s - 0.01})
+    assert fit.moved_token_s == pytest.approx(0.01, rel=0.25)
+    alike = SweepFit(reads_grow=True)
+    for _ in range(20):
+        alike.add(16, 16, 0.56, {"compute": 0.01, "disk_read": 0.56}, {"disk_read": 0.55})
+    assert alike.moved_token_s == pytest.approx(0.56 / 16, rel=0.05), "each token is taken to read its part"
+
+
+def test_rates_of_drafts_are_those_that_were_judged():
+    drafting = Drafting([Right()], always=4)
+    sequences = [sequence_of([1, 2, 3], [4]) for _ in range(20)]
+    assert drafting.rates is None
+    for k in range(20):
+        assert drafting.begin(20, 20)
+        chosen = drafting.choose(dict.fromkeys(sequences[k % 2 :: 2], 16), 2048)
+        for sequence in chosen:
+            sequence.tokens += [7, 7, 8]  # two of four drafts are right, the third is judged, the fourth is not
+        drafting.taken()
+    assert drafting.rates == DraftRates(proposed=1.0, accepted=pytest.approx(2 / 3))
+
+
 class Right:
     """Drafts of which as many are accepted as the test says."""
+
+    def begin(self, sequences):
+        pass
 
     def propose(self, sequence, most):
         return Proposal([7] * most, 1) if most else None

@@ -28,7 +28,7 @@ def laid_out(prefix_blocks, sequences, kv_block_size, seed):
     return [slices[i] for i in order], groups, total + 2
 
 
-def attended(q, kv, slices, window, softcap=0.0, sinks=None):
+def attended(q, kv, slices, window, softcap=0.0, sinks=None, *, causal=True):
     """Plain attention in float64, one sequence at a time. kv: fp32 [blocks, 2, kv_heads, kv_block_size, head_dim]."""
     out, row = [], 0
     for s in slices:
@@ -43,7 +43,7 @@ def attended(q, kv, slices, window, softcap=0.0, sinks=None):
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         distance = torch.arange(s.num_cached, s.num_keys)[:, None] - torch.arange(s.num_keys)
-        hidden = (distance < 0) | (distance >= (window or 10**9))
+        hidden = (distance < 0) & causal | (distance.abs() >= (window or 10**9))
         scores = scores.masked_fill(hidden, float("-inf"))
         if sinks is None:
             weights = scores.softmax(-1)

@@ -21,6 +21,9 @@ class PartlyRight:
     def __init__(self, answers: Mapping[tuple[tuple[int, ...], int], tuple[int, ...]], seed: int) -> None:
         self._answers, self._rng = answers, random.Random(seed)
 
+    def begin(self, sequences) -> None:
+        pass
+
     def propose(self, sequence: Sequence, most: int) -> Proposal | None:
         answer = self._answers[tuple(sequence.tokens[: sequence.num_prompt]), sequence.sample_index]
         tokens = list(answer[sequence.num_generated :])[:most]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from batchgen.core.request import Request, ScoreRequest
+from batchgen.job.options import OF_VECTORS
 from batchgen.job.source import RequestSource
 from batchgen.output.parts import DamagedPart, part_columns, part_paths
 from batchgen.output.row_map import RowMap
@@ -22,6 +23,7 @@ _SHOWN_CHARS = 1000
 _MADE = {
     "generate": ("text", "generated_tokens"),
     "score": ("logprobs", "num_tokens"),
+    **dict.fromkeys(OF_VECTORS, ("embedding", None)),
 }  # column of results, and column of their lengths
 
 
@@ -65,23 +67,25 @@ def finished_rows(parts_dir: Path, source: RequestSource, task: str) -> Finished
     Args:
         parts_dir: Directory of the parts.
         source: Input of the rows.
-        task: "generate" or "score".
+        task: A task of `job.options.TASKS`.
     """
     prompts: Counter[int] = Counter()
     outputs: Counter[int] = Counter()
     seen, candidates = RowMap(np.uint8), dict[int, Path]()  # row -> its part
     shown = _FROM_FIRST + next(source.batches(0, 1), (0, None))[0]  # a shard begins later
     results_column, lengths_column = _MADE[task]
+    counted = ["prompt_tokens", "error", *([] if lengths_column is None else [lengths_column])]
     for path in reversed(part_paths(parts_dir)):
         with contextlib.suppress(DamagedPart):
             rows = part_columns(path, ["row"]).column(0).to_numpy()
             first = int(rows.min())
             newest = seen.get(first, int(rows.max()) + 1 - first)[rows - first] == 0
             seen.put(rows, 1)
-            lengths = part_columns(path, ["prompt_tokens", "error", lengths_column]).filter(newest)
+            lengths = part_columns(path, counted).filter(newest)
             fine = lengths.filter(lengths.column("error").is_null())
             prompts.update(fine.column("prompt_tokens").to_pylist())
-            outputs.update(fine.column(lengths_column).combine_chunks().flatten().to_pylist())
+            if lengths_column is not None:
+                outputs.update(fine.column(lengths_column).combine_chunks().flatten().to_pylist())
             candidates |= dict.fromkeys(rows[newest & (rows < shown)].tolist(), path)
     ordered = sorted(candidates)
     chosen = {ordered[i * len(ordered) // SAMPLE_ROWS] for i in range(SAMPLE_ROWS)} if ordered else set()
@@ -101,7 +105,8 @@ def _results(parts: Mapping[int, Path], made: str) -> dict[int, tuple[str, str |
             for i in np.flatnonzero(np.isin(numbers, [row for row, part in parts.items() if part == path])):
                 values = table.column(made)[int(i)].as_py() or []
                 shown = [value if isinstance(value, str) else f"{value:.4g}" for value in values]
-                results[int(numbers[i])] = _cut("\n---\n".join(shown)), table.column("error")[int(i)].as_py()
+                text = (" " if made == "embedding" else "\n---\n").join(shown)
+                results[int(numbers[i])] = _cut(text), table.column("error")[int(i)].as_py()
     return results
 
 

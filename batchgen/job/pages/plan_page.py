@@ -165,7 +165,7 @@ def _frontier(plan: Plan, problem: Problem) -> list[str]:
         chosen.append("chosen" if s.max_num_seqs == plan.policy.max_num_seqs else "")
         block = f"{s.num_gpu_batches} x {s.gpu_batch_size}, {s.admission}"
         rows.append([_duration(latency_s), f"{rate:,.1f}", block, f"{s.weight_format}, KV {s.kv_format}", bound])
-    verb = "generated" if plan.workload.task == "generate" else "scored"
+    verb = plan.workload.made
     dots = [f"{row[2]}: {row[0]}, {row[1]} tokens/s" for row in rows]
     listed = {round(i * (len(rows) - 1) / (_MOST_BLOCKS - 1)) for i in range(_MOST_BLOCKS)}
     points = [(latency_s, rate) for latency_s, rate, _ in blocks]

@@ -54,7 +54,7 @@ class RunPage:
         Args:
             parts_dir: Directory of the parts.
             source: Input of the rows.
-            task: "generate" or "score".
+            task: A task of `job.options.TASKS`.
         """
         self._rows = finished_rows(parts_dir, source, task)
 

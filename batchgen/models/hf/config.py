@@ -6,14 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchgen.models.config import ModelConfig
-from batchgen.models.families import ARCHITECTURES, HEAD_NORMS, LAYER_NORMS, PROJECTION_NORMS
+from batchgen.models.families import HEAD_NORMS, LAYER_NORMS, LEARNED_POSITIONS, PROJECTION_NORMS
 from batchgen.models.hf.fields import (
+    family_of,
+    gives_hidden_states,
     read_activation,
     read_architecture,
     read_biases,
     read_config_keys,
+    read_encoder,
     read_gemma4,
     read_heads,
+    read_learned_positions,
     read_mlps,
     read_norm_place,
     read_query_scale,
@@ -39,20 +43,21 @@ def config_of_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
     Raises:
         InputError: An architecture, RoPE kind or quantization is not supported.
     """
-    config = unwrapped(config)
+    config = stated = unwrapped(config)
     architecture = read_architecture(config)
-    family = ARCHITECTURES[architecture]
+    family = family_of(architecture)
     dtype = stated_dtype(config) or "float32"
     config, keys = read_config_keys(config, architecture)
-    opt, gpt_oss = family == "opt", family == "gpt_oss"
+    learned, gpt_oss = family in LEARNED_POSITIONS, family == "gpt_oss"
     hidden, layers = keys["hidden_size"], keys["num_hidden_layers"]
     heads, kv_heads, head_dim = read_heads(keys, family)
     max_position = keys["max_position_embeddings"]
-    rope, local_rope = (None, None) if opt else read_ropes(config, keys, family, head_dim)
+    rope, local_rope = (None, None) if learned else read_ropes(config, keys, family, head_dim)
+    position_offset, max_position = read_learned_positions(keys, family) if learned else (0, max_position)
     if rope is not None and rope.kind == "yarn" and rope.original_max_position:
         max_position = max(max_position, int(rope.original_max_position * rope.factor))
     windows, norm_place = read_windows(config, keys, family, layers), read_norm_place(keys, family)
-    return ModelConfig(
+    parsed = ModelConfig(
         architecture=architecture,
         family=family,
         num_layers=layers,
@@ -70,7 +75,7 @@ def config_of_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
         head_bias=keys.get("lm_head_bias", False),
         **read_scales(keys, family),
         activation=read_activation(keys, family),
-        gated_mlp=not opt,
+        gated_mlp=not learned,
         qk_norm=family in HEAD_NORMS,
         projection_norms=family in PROJECTION_NORMS,
         tied_embeddings=read_ties(keys),
@@ -78,7 +83,7 @@ def config_of_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
         windows=windows,
         **read_states(keys, family, layers),
         embed_size=keys.get("word_embed_proj_dim") or hidden,
-        position_offset=2 if opt else 0,
+        position_offset=position_offset,
         norm_place=norm_place,
         final_norm=norm_place != "sums" and not keys.get("_remove_final_layer_norm", False),
         bos_token_id=keys["bos_token_id"],
@@ -91,4 +96,6 @@ def config_of_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
         attention_softcap=float(keys.get("attn_logit_softcapping") or 0),
         logit_softcap=float(keys.get("final_logit_softcapping") or 0),
         **read_gemma4(keys, family, windows),
+        **read_encoder(keys, family),
     )
+    return parsed.without_logits() if gives_hidden_states(stated) else parsed

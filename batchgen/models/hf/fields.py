@@ -12,10 +12,13 @@ from batchgen.core.errors import InputError
 from batchgen.models.config import Activation, NormPlace
 from batchgen.models.families import (
     ARCHITECTURES,
+    BERTS,
     DELTA_NETS,
+    ENCODERS,
     GEMMA,
     GEMMA4,
     GRANITE_MIXTURES,
+    LEARNED_POSITIONS,
     MIXTURES,
     OUTPUT_NORMS,
     SHORT_CONVS,
@@ -58,6 +61,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 # Activations that linear layers end with, and those of a gate, which are one with the product that follows.
 _ALONE, _GATES = ("relu", "gelu", "gelu_tanh"), ("silu", "gelu_tanh")
+_EPSILONS = ("norm_eps", "rms_norm_eps", "layer_norm_eps")  # names of what norms add
 _GEMMA4_PERIOD = 6  # layers, of which the last one has no window
 
 
@@ -74,11 +78,16 @@ def read_config_keys(config: Mapping[str, Any], architecture: str) -> tuple[Mapp
     Raises:
         InputError: A value has the wrong type or is not supported; the message names the key.
     """
-    family = ARCHITECTURES[architecture]
+    family = family_of(architecture)
     if architecture in _WITH_IMAGES:
         config = _text_part(config, family)
     _refuse_quantization(config.get("quantization_config"), family)
     return config, read_keys(config, family)
+
+
+def family_of(architecture: str) -> str:
+    """The family of an architecture, which is known."""
+    return ENCODERS.get(architecture) or ARCHITECTURES[architecture]
 
 
 def stated_dtype(config: Mapping[str, Any]) -> str | None:
@@ -148,7 +157,7 @@ def read_activation(keys: Mapping[str, Any], family: str) -> Activation:
         return "silu"
     names = ("activation_function", "hidden_activation", "hidden_act")
     name, stated = next((name, keys[name]) for name in names if name in keys)
-    computed: tuple[str, ...] = _ALONE if family == "opt" else _GATES
+    computed: tuple[str, ...] = _ALONE if family in LEARNED_POSITIONS else _GATES
     if family in DELTA_NETS:  # the convolution before the recurrence has it too
         computed = ("silu",)
     if keys.get("hidden_size_per_layer_input"):  # the gate of Gemma 4's per-layer embeddings has it too
@@ -159,16 +168,34 @@ def read_activation(keys: Mapping[str, Any], family: str) -> Activation:
     return known[stated]
 
 
+def gives_hidden_states(config: Mapping[str, Any]) -> bool:
+    """Tell whether the class that a `config.json` names has no output matrix: an encoder, or layers alone."""
+    stated = config.get("architectures") or []
+    if config.get("use_bidirectional_attention") is True:
+        return True
+    return bool(stated) and (stated[0] in ENCODERS or stated[0] not in ARCHITECTURES)
+
+
+def _with_head(name: str) -> str:
+    """The class with an output matrix that has the layers of another class: Qwen3ForCausalLM for Qwen3Model."""
+    for end in ("TextModel", "Model", "ForSequenceClassification"):
+        if name not in ARCHITECTURES and name.endswith(end) and f"{name[: -len(end)]}ForCausalLM" in ARCHITECTURES:
+            return f"{name[: -len(end)]}ForCausalLM"
+    return name
+
+
 def read_architecture(config: Mapping[str, Any]) -> str:
+    """The class whose layers a model has, as transformers names it; of a decoder the one with an output matrix."""
     stated, model_type = config.get("architectures") or [], config.get("model_type")
     if not isinstance(stated, list) or not all(isinstance(name, str) for name in stated):
         raise InputError(f"architectures must be a list of names, not {shown(stated)}")
-    types = {name: _MODEL_TYPES.get(name, family) for name, family in ARCHITECTURES.items()}
+    families = {**ARCHITECTURES, **ENCODERS}
+    types = {name: _MODEL_TYPES.get(name, family) for name, family in families.items()}
     # Some configs state the model type only.
-    names = stated or [name for name, known in types.items() if known == model_type]
+    names = list(map(_with_head, stated)) or [name for name, known in types.items() if known == model_type]
     if not names and model_type is None:
         raise InputError("neither architectures nor model_type is stated: take the model's own config.json")
-    if not names or names[0] not in ARCHITECTURES:
+    if not names or names[0] not in families:
         name = f"architecture {names[0]}" if names else f"model_type {shown(model_type)}"
         raise InputError(f"{name} is not supported; {_instead(config, names[0] if names else str(model_type))}")
     architecture: str = names[0]
@@ -198,7 +225,7 @@ def _instead(config: Mapping[str, Any], name: str) -> str:
 
 
 def read_norm_place(keys: Mapping[str, Any], family: str) -> NormPlace:
-    if not keys.get("do_layer_norm_before", True):
+    if family in BERTS or not keys.get("do_layer_norm_before", True):
         return "sums"
     return "both" if family in (*GEMMA, *GEMMA4) else "outputs" if family in OUTPUT_NORMS else "inputs"
 
@@ -345,12 +372,30 @@ def read_biases(keys: Mapping[str, Any], family: str) -> dict[str, Any]:
     """The fields of a ModelConfig that tell which linear layers have biases."""
     if family == "opt":
         return dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), keys["enable_bias"])
+    if family in BERTS:
+        return dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)
     attention = keys.get("attention_bias", False)
     return {
         "qkv_bias": attention or keys.get("qkv_bias", family == "qwen2"),
         "out_bias": keys.get("attention_out_bias", attention),
         "mlp_bias": family == "gpt_oss" or keys.get("mlp_bias", False),
     }
+
+
+def read_encoder(keys: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """The fields of a ModelConfig that only encoders have."""
+    if family not in BERTS:
+        return {"causal": False} if keys.get("use_bidirectional_attention") else {}
+    return {"causal": False, "embed_norm": True, "token_types": keys["type_vocab_size"]}
+
+
+def read_learned_positions(keys: Mapping[str, Any], family: str) -> tuple[int, int]:
+    """Number of rows of learned position embeddings before the one of position 0, and the number of positions."""
+    rows: int = keys["max_position_embeddings"]
+    if family == "opt":
+        return 2, rows
+    offset = 0 if family == "bert" else keys["pad_token_id"] + 1
+    return offset, rows - offset
 
 
 def read_ties(keys: Mapping[str, Any]) -> bool:
@@ -362,7 +407,7 @@ def read_ties(keys: Mapping[str, Any]) -> bool:
 
 def read_scales(keys: Mapping[str, Any], family: str) -> dict[str, Any]:
     """The fields of a ModelConfig that scale embeddings, hidden states and logits, and what norms add."""
-    eps = 1e-5 if family == "opt" else keys.get("norm_eps", keys.get("rms_norm_eps"))
+    eps = 1e-5 if family == "opt" else next(keys[name] for name in _EPSILONS if name in keys)
     return scales_of(
         float(eps),
         embedding=keys["hidden_size"] ** 0.5
@@ -403,6 +448,8 @@ def read_windows(
 ) -> tuple[int | None, ...]:
     """The sliding window of each layer, in positions; None: the layer has no window."""
     window = keys.get("sliding_window") if keys.get("use_sliding_window", True) else None
+    if window is not None and keys.get("use_bidirectional_attention"):  # of both sides together
+        window = window // 2 + 1
     types = keys.get("layer_types")
     types = _layer_types(keys, family, layers, window) if types is None else types
     types = ["full_attention" if kind == "attention" else kind for kind in types]  # as Granite 4 has it

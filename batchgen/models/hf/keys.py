@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchgen.core.errors import InputError
-from batchgen.models.families import GRANITE_MIXTURES, HEAD_NORMS, PROJECTION_NORMS, SHORT_CONVS
+from batchgen.models.families import BERTS, GRANITE_MIXTURES, HEAD_NORMS, PROJECTION_NORMS, SHORT_CONVS
 from batchgen.models.stated_numbers import is_count, is_index, is_number, require_positive, shown
 
 
@@ -157,7 +157,21 @@ _GRANITE_MIXTURE = {
     "num_local_experts": Key(8, "index"),  # 0 in files of Granite 4 that have one MLP
     "num_experts_per_tok": Key(2, "index"),
 }
+_BERT = {
+    **_counts(vocab_size=30522, hidden_size=768, intermediate_size=3072, num_hidden_layers=12),
+    **_counts(num_attention_heads=12, max_position_embeddings=512),
+    **_flags(tie_word_embeddings=True),
+    **_ends(None, None),
+    "hidden_act": Key("gelu", "name"),
+    "layer_norm_eps": Key(1e-12, "share"),
+    "type_vocab_size": Key(2, "index"),
+    "pad_token_id": Key(0, "token"),
+}
+_ROBERTA = {**_BERT, **_counts(vocab_size=50265), "pad_token_id": Key(1, "token")}
 KEYS: dict[str, dict[str, Key]] = {
+    "bert": _BERT,
+    "roberta": _ROBERTA,
+    "xlm-roberta": {**_ROBERTA, **_counts(vocab_size=30522)},
     "opt": {
         **_counts(vocab_size=50272, hidden_size=768, num_hidden_layers=12, ffn_dim=3072, num_attention_heads=12),
         **_counts(max_position_embeddings=2048),
@@ -221,6 +235,7 @@ KEYS: dict[str, dict[str, Key]] = {
         "rope_local_base_freq": Key(1e4, "positive"),
         "sliding_window_pattern": Key(6, "count"),
         "final_logit_softcapping": Key(None, "positive", True),
+        "use_bidirectional_attention": Key(False, "flag", True),
     },
     "gemma4": {
         **_GEMMA4,
@@ -394,6 +409,7 @@ READ_APART = frozenset(
 _OF_TRAINING = (
     "dropout",
     "attention_dropout",
+    "attention_probs_dropout_prob",
     "layerdrop",
     "resid_pdrop",
     "embd_pdrop",
@@ -422,11 +438,12 @@ _NO_ROPE: dict[str, tuple[Any, ...]] = {"rope_scaling": (None,), "rope_parameter
 # Keys that batchgen computes with these values alone.
 FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
     **dict.fromkeys(KEYS, _EVERYWHERE),
+    **{name: {**_EVERYWHERE, "position_embedding_type": (None, "absolute"), "is_decoder": (False,)} for name in BERTS},
     "opt": {**_EVERYWHERE, **_NO_ROPE, "layer_norm_elementwise_affine": (True,)},
     "llama": {**_EVERYWHERE, "activation": (None, "swiglu")},  # of Falcon 3, beside its hidden_act
     "gemma2": {**_EVERYWHERE, **_CAUSAL},
     # Transformers does not apply the cap, the name says that it is applied: nobody can say what is meant.
-    "gemma3": {**_EVERYWHERE, **_CAUSAL, "attn_logit_softcapping": (None,)},
+    "gemma3": {**_EVERYWHERE, "attn_logit_softcapping": (None,)},
     "gemma4": {**_EVERYWHERE, **_CAUSAL_TEXT},
     "gemma4_unified": {**_EVERYWHERE, **_CAUSAL_TEXT},
     "mixtral": {**_EVERYWHERE, **_NORM_TOPK},
@@ -481,6 +498,9 @@ _NAMES_OF_NOTES = """
     model_max_length max_sequence_length seq_length initial_context_length experts_per_token max_window_layers
     hidden_act hidden_activation intermediate_size original_max_position_embeddings layer_types
     vocab_size_per_layer_input num_nextn_predict_layers mtp_num_hidden_layers mtp_use_dedicated_embeddings
+    output_past pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type
+    directionality sbert_ce_default_activation_function
+    sentence_transformers
     block_dim block_mlp_init_scale block_norm_eps block_out_init_scale block_use_xavier_init
     conv_dim conv_dim_out conv_use_xavier_init num_heads theta
 """

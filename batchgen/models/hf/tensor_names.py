@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from batchgen.models.config import ModelConfig
 from batchgen.models.families import (
+    BERTS,
     DELTA_NETS,
     GEMMA,
     GEMMA4,
@@ -99,6 +100,21 @@ _OPT_NAMES = {
     "down": "layers.{}.fc2",
 }
 
+_BERT_NAMES = {
+    "embed": "embeddings.word_embeddings",
+    "positions": "embeddings.position_embeddings",
+    "token_types": "embeddings.token_type_embeddings",
+    "embed_norm": "embeddings.LayerNorm",
+    "q": "encoder.layer.{}.attention.self.query",
+    "k": "encoder.layer.{}.attention.self.key",
+    "v": "encoder.layer.{}.attention.self.value",
+    "out": "encoder.layer.{}.attention.output.dense",
+    "input_norm": "encoder.layer.{}.attention.output.LayerNorm",
+    "up": "encoder.layer.{}.intermediate.dense",
+    "down": "encoder.layer.{}.output.dense",
+    "post_norm": "encoder.layer.{}.output.LayerNorm",
+}
+
 
 def tensor_names(config: ModelConfig) -> dict[str, str]:
     """For each part of a layout, its name in safetensors files, without a checkpoint's prefix of all names."""
@@ -106,6 +122,7 @@ def tensor_names(config: ModelConfig) -> dict[str, str]:
         **_mixture_names(config.num_experts),
         "gpt_oss": _gpt_oss_names(config.num_layers),
         "opt": _OPT_NAMES,
+        **dict.fromkeys(BERTS, _BERT_NAMES),
         "phi3": _PHI3_NAMES,
         **dict.fromkeys(GEMMA, _GEMMA_NAMES),
         **dict.fromkeys(GEMMA4, _GEMMA4_NAMES | _gemma4_mixture_names(config.num_experts)),

@@ -31,6 +31,8 @@ _ANY_PREFIX = (("model.", ""), ("", ""), ("model.language_model.", ""), ("langua
 # Family -> prefixes of all names of tensors, and of an output matrix's; checkpoints differ.
 _PREFIXES = {
     "opt": (("model.decoder.", ""), ("decoder.", "")),
+    "bert": (("bert.", ""), ("", "")),
+    **dict.fromkeys(("roberta", "xlm-roberta"), (("roberta.", ""), ("", ""))),
 }
 
 
@@ -64,18 +66,18 @@ def hf_parts(
         stored = change(part, _find(config, model, names, tensors, stacked_either_way, scheme, part))
         parts[part.name, part.layer] = in_head_order(config, part.name, in_sections(config, part.name, stored))
     _refuse_unread(config, names, tensors)
-    if config.tied_embeddings and f"{names['lm_head']}.weight" in tensors:
+    if config.tied_embeddings and not config.hidden_output and f"{names['lm_head']}.weight" in tensors:
         _check_tied(tensors, f"{names['embed']}.weight", f"{names['lm_head']}.weight")
     return parts
 
 
 def _part_names(config: ModelConfig, model: Path, tensors: Tensors) -> dict[str, str]:
     """For each part of a layout, its name in the files of this checkpoint, with {} for the number of the layer."""
-    prefixes = _PREFIXES.get(config.family, _ANY_PREFIX)
-    present = [(prefix, of_head) for prefix, of_head in prefixes if f"{prefix}embed_tokens.weight" in tensors]
+    prefixes, table = _PREFIXES.get(config.family, _ANY_PREFIX), tensor_names(config)
+    present = [(prefix, of_head) for prefix, of_head in prefixes if f"{prefix}{table['embed']}.weight" in tensors]
     if not present:
-        raise missing_tensor(model, tensors, f"{prefixes[0][0]}embed_tokens.weight")
-    (prefix, of_head), table = present[0], tensor_names(config)
+        raise missing_tensor(model, tensors, f"{prefixes[0][0]}{table['embed']}.weight")
+    prefix, of_head = present[0]
     return {part: prefix + name for part, name in table.items()} | {"lm_head": f"{of_head}lm_head"}
 
 
@@ -117,6 +119,8 @@ def _refuse_unread(config: ModelConfig, names: dict[str, str], tensors: Tensors)
     Biases that are all zero, as GPTQ's files have them, are allowed.
     """
     read = {f"{names['lm_head']}.weight"}  # `_check_tied` checks a tied model's
+    if config.hidden_output:
+        read.add(f"{names['lm_head']}.bias")
     for part in all_parts(config):
         stem, _, suffix = part.name.rpartition(".")
         if stem in names:

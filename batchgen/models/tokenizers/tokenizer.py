@@ -62,6 +62,31 @@ class Tokenizer:
         """
         return self._encode(texts, add_special_tokens)
 
+    @cached_property
+    def num_added(self) -> tuple[int, int]:
+        """Number of special tokens that are added before a text, and after it."""
+        mask = self._backend.encode("a", add_special_tokens=True).special_tokens_mask
+        text = [place for place, special in enumerate(mask) if not special] or [0]
+        return text[0], len(mask) - 1 - text[-1]
+
+    def encode_pair(self, first: str, second: str, most: int | None = None, cut: str = "right") -> list[list[int]]:
+        """The token ids of a pair of texts with the special tokens around them, and the type of each token.
+
+        Args:
+            first: The first text.
+            second: The second text.
+            most: The most tokens, beyond which the longer text is cut; None: no text is cut.
+            cut: Side at which a text is cut, "left" or "right".
+        """
+        encoding = self._encoder.encode(first, second)
+        if most is not None and len(encoding) > most:
+            from tokenizers import Tokenizer as Backend
+
+            cutting = Backend.from_str(self._encoder.to_str())
+            cutting.enable_truncation(most, strategy="longest_first", direction=cut)
+            encoding = cutting.encode(first, second)
+        return [encoding.ids, encoding.type_ids]
+
     def encode_chat(self, messages: Sequence[dict[str, Any]], options: ChatOptions = PLAIN_CHAT) -> list[int]:
         """The token ids of a conversation, rendered by the chat template up to the assistant's answer.
 

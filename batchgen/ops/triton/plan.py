@@ -162,7 +162,7 @@ class DevicePlan:
     def mark_copied(self) -> None:
         if self.buffer.device.type == "cuda":
             self.copied = self.copied or torch.cuda.Event()
-            self.copied.record()
+            self.copied.record(torch.cuda.current_stream(self.buffer.device))
 
 
 @dataclass(frozen=True)

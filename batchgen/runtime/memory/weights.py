@@ -264,7 +264,8 @@ class Weights:
         for name, tensor in head.items():  # small tensors lie where they are used
             tier = self.residency.head if name == OUTPUT_MATRIX else self._compute_tier
             head[name] = self.arenas[tier].memory.keep(tensor)
-        if self._tiers.links is not None and self.residency.head != "gpu" and config.has_head:
+        brings_head = self._tiers.links is not None and self.residency.head != "gpu" and config.has_head
+        if brings_head and not config.hidden_output:
             matrix = embeddings[_EMBEDDINGS] if config.tied_embeddings else head[OUTPUT_MATRIX]
             self.output_matrix.make_buffers(matrix, self.arenas["gpu"])
         return as_weights(source.stored("embeddings", 0), embeddings), as_weights(source.stored("head", 0), head)

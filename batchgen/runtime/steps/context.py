@@ -54,6 +54,8 @@ class StepContext:
         tokens: sampled tokens on the device; None: the host hands them to the next sweep.
         deferred_of: Step id -> the deferred batch that it works for.
         on_logits: function that takes the sweep's logits.
+        take_hidden: function that takes the hidden states before the output matrix, [rows of logits, embed]; None:
+            nobody wants them.
         vocabulary_chunks: Whether it takes chunks of the vocabulary.
         one_batch: Whether the sweep has one micro-batch.
         is_alone: Whether nothing is received from other stages of a pipeline, or sent to them.
@@ -95,6 +97,7 @@ class StepContext:
         self.tokens: TokenTable | None = None
         self.deferred_of: dict[int, DeferredBatchState] = {}
         self.on_logits: OnLogits = nobody_takes_logits
+        self.take_hidden: Callable[[Sequence[LogitsRow], Tensor], None] | None = None
         self.vocabulary_chunks = self.one_batch = self.is_alone = self.expands = False
         self._logits: Tensor | None = None
 

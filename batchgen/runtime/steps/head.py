@@ -1,4 +1,4 @@
-"""The Step of the head: logits, whole or chunk by chunk of the vocabulary."""
+"""The Step of the head: logits, whole or chunk by chunk of the vocabulary; or hidden states for embeddings."""
 
 from __future__ import annotations
 
@@ -7,21 +7,31 @@ import torch
 from batchgen.models import layers
 from batchgen.runtime.batch_state import RELEASED, BatchState
 from batchgen.runtime.steps.context import StepContext
+from batchgen.schedule.sequence import LogitsRow
 from batchgen.schedule.step_graph import Step
 
 
 def head(context: StepContext, step: Step, batch: BatchState) -> None:
-    """Compute the logits of the rows that ask for them, or those of one vocabulary chunk."""
+    """Compute the logits of the rows that ask for them, or those of one vocabulary chunk.
+
+    A model without an output matrix hands its hidden states over instead, fp32 [rows, hidden].
+    """
     if not context.options.makes_logits:
         batch.hidden = RELEASED
         return
     config, weights = context.config, context.weights
     if step.layer == 0:
         batch.hidden = layers.before_logits(config, weights.head, batch.hidden)
+        if context.take_hidden is not None:
+            context.take_hidden(batch.packed.logits_rows, batch.hidden)
+    if config.hidden_output:
+        context.take_logits(_wanted(batch), batch.hidden.float(), 0)
+        batch.hidden = RELEASED
+        return
     start, rows = weights.vocabulary_chunk(step.layer, step.weight_slot)
     stop = start + rows.shape[0]
     bias = weights.head_bias(start, stop)
-    wanted = [*batch.packed.logits_rows, *(row for deferred_batch in batch.joined for row in deferred_batch.rows)]
+    wanted = _wanted(batch)
     if rows.shape[0] == config.vocab_size or context.vocabulary_chunks:
         count = context.options.logit_rows or len(wanted) or 1
         for i in range(0, len(wanted), count):
@@ -36,3 +46,8 @@ def head(context: StepContext, step: Step, batch: BatchState) -> None:
             context.take_logits(wanted, batch.logits, 0)
     if stop == config.vocab_size:
         batch.hidden = batch.logits = RELEASED
+
+
+def _wanted(batch: BatchState) -> list[LogitsRow]:
+    """The rows of the micro-batch's hidden states in the head, those of deferred batches last."""
+    return [*batch.packed.logits_rows, *(row for deferred_batch in batch.joined for row in deferred_batch.rows)]

@@ -1,0 +1,61 @@
+"""Rates of drafts: how often something can be proposed for a sequence, and how much of it is accepted. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+MOST_DRAFTS = 16  # of a sequence in a sweep
+
+
+@dataclass(frozen=True)
+class DraftRates:
+    """Drafts that the rows of a job are expected to have and to accept.
+
+    Attributes:
+        proposed: Part of the decoding steps in which anything is proposed.
+        accepted: Chance that a draft is accepted if those before it are.
+        most: Most drafts of a sequence in a sweep.
+        only_while_streaming: Whether there are drafts only where weights or KV come from another tier in each sweep.
+    """
+
+    proposed: float
+    accepted: float
+    most: int = MOST_DRAFTS
+    only_while_streaming: bool = False
+
+    def drafts_of(self, most: int) -> float:
+        """Mean number of drafts of a sequence in a sweep that allows so many."""
+        return self.proposed * most
+
+    def accepted_of(self, most: int) -> float:
+        """Mean number of accepted drafts of a sequence in a sweep that allows so many."""
+        return self.proposed * expected_accepted(self.accepted, most)
+
+
+# Rates of a job of which nothing is known yet: half of what is typical where answers copy nothing from their prompts.
+UNKNOWN_RATES = DraftRates(0.2, 0.6)
+
+
+# Sequences that have a state slot for drafts of their own. Where many more are in flight, computation binds anyway.
+_MOST_DRAFT_STATES = 64
+
+
+def draft_state_share(max_num_seqs: int) -> float:
+    """State slots for drafts, as a part of the sequences in flight.
+
+    Args:
+        max_num_seqs: The most sequences in flight.
+    """
+    return min(1.0, _MOST_DRAFT_STATES / max_num_seqs)
+
+
+@lru_cache(4096)
+def expected_accepted(chance: float, num_drafts: int) -> float:
+    """Accepted drafts that are expected of so many in a row.
+
+    Args:
+        chance: Chance of each draft if those before it are accepted.
+        num_drafts: Number of drafts.
+    """
+    return float(num_drafts) if chance == 1 else chance * (1 - chance**num_drafts) / (1 - chance)

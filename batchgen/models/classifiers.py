@@ -1,0 +1,154 @@
+"""Heads of classifiers and rerankers: the linear layers of `*ForSequenceClassification`, and yes or no of a decoder.
+
+Such a head is a `VectorSpec` whose values have labels. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from batchgen.core.errors import InputError
+from batchgen.models.config import ModelConfig
+from batchgen.models.families import TYPED_PAIRS
+from batchgen.models.files import ModelFiles, weight_tensors
+from batchgen.models.hf.config_files import read_json_object
+from batchgen.models.pooling import Dense, LabelFunction, VectorSpec
+from batchgen.models.tensor_files.headers import TensorInfo
+
+if TYPE_CHECKING:
+    from batchgen.models.tokenizers.tokenizer import Tokenizer
+
+_CLASSIFIES = "ForSequenceClassification"
+# Family of an encoder -> (prefix of a linear layer over the first token, activation after it), in order.
+_ENCODER_HEADS = {
+    "bert": (("bert.pooler.dense.", "Tanh"), ("classifier.", "Identity")),
+    **dict.fromkeys(("roberta", "xlm-roberta"), (("classifier.dense.", "Tanh"), ("classifier.out_proj.", "Identity"))),
+}
+_DECODER_HEAD = (("score.", "Identity"),)
+# The template that Qwen3-Reranker was trained with.
+_SYSTEM = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the"
+    ' answer can only be "yes" or "no".'
+)
+_BEFORE = "<|im_start|>system\n" + _SYSTEM + "<|im_end|>\n<|im_start|>user\n<Instruct>: {}\n<Query>: "
+_BETWEEN = "\n<Document>: "
+_AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+_USUAL_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+NO_YES = ("no", "yes")
+
+
+def is_classifier(files: ModelFiles) -> bool:
+    """Tell whether the model is a `*ForSequenceClassification`."""
+    return any(name.endswith(_CLASSIFIES) for name in _stated(files).get("architectures") or [])
+
+
+def read_classifier(files: ModelFiles, config: ModelConfig) -> VectorSpec:
+    """The head of a `*ForSequenceClassification`: its linear layers, and its labels.
+
+    Several labels exclude each other (softmax), unless `problem_type` is multi_label_classification (sigmoid). A single
+    number is the one of the last layer, as of a reward model, unless the file states an activation.
+
+    Args:
+        files: The model's files.
+        config: The model's configuration.
+
+    Raises:
+        InputError: The model is no classifier.
+    """
+    stated = _stated(files)
+    if not is_classifier(files):
+        raise InputError(f"{files.name} is no *{_CLASSIFIES}: --task classify needs one")
+    tensors, labels = weight_tensors(files), _labels(stated)
+    layers = _DECODER_HEAD if config.causal else _ENCODER_HEADS[config.family]
+    dense = tuple(Dense(_path(tensors, f"{prefix}weight", files), prefix, activation) for prefix, activation in layers)
+    return VectorSpec(
+        "last" if config.causal else "cls",
+        dense,
+        normalize=False,
+        size=len(labels),
+        labels=labels,
+        of_labels=_function(stated, len(labels)),
+        pair_offset=config.vocab_size if config.family in TYPED_PAIRS and config.token_types > 1 else 0,
+    )
+
+
+def read_reranker(
+    files: ModelFiles, config: ModelConfig, tokenizer: Callable[[], Tokenizer], instruction: str | None
+) -> VectorSpec:
+    """The head that scores pairs of a query and a document: a cross-encoder's, or yes and no of Qwen3-Reranker.
+
+    The score of a decoder is the probability of "yes" against "no" after its template.
+
+    Args:
+        files: The model's files.
+        config: The model's configuration.
+        tokenizer: Function that returns the model's tokenizer.
+        instruction: Task that the documents are judged by; None: that of a web search.
+
+    Raises:
+        InputError: The model is no reranker.
+    """
+    if is_classifier(files):
+        if instruction is not None:
+            raise InputError("--instruction is for decoders that answer yes or no, and the model is a cross-encoder")
+        spec = read_classifier(files, config)
+        if len(spec.labels) > 1:
+            raise InputError(f"{files.name} has {len(spec.labels)} labels: give --task classify, a reranker has one")
+        return spec
+    ids = [tokenizer().token_id(word) for word in NO_YES]
+    if files.kind != "hf" or not config.causal or None in ids or tokenizer().token_id("<|im_start|>") is None:
+        raise InputError(f"{files.name} is neither a cross-encoder nor a Qwen3-Reranker in safetensors")
+    tensors = weight_tensors(files)
+    ends = ("lm_head.", "model.embed_tokens.", "embed_tokens.")
+    prefix = next((end for end in ends if f"{end}weight" in tensors), ends[1])
+    rows = tuple(token for token in ids if token is not None)
+    dense = Dense(_path(tensors, f"{prefix}weight", files), prefix, rows=rows)
+    before = _BEFORE.format(instruction or _USUAL_INSTRUCTION)
+    return VectorSpec(
+        "last",
+        (dense,),
+        normalize=False,
+        size=len(NO_YES),
+        labels=NO_YES,
+        of_labels="softmax",
+        pair_texts=(before, _BETWEEN, _AFTER),
+    )
+
+
+def _stated(files: ModelFiles) -> Mapping[str, Any]:
+    return read_json_object(files.path / "config.json") if files.kind == "hf" else {}
+
+
+def _labels(stated: Mapping[str, Any]) -> tuple[str, ...]:
+    """The name of each label, in order. Raises InputError."""
+    names = stated.get("id2label")
+    if not isinstance(names, Mapping):
+        count = stated.get("num_labels", 2)
+        return tuple(f"LABEL_{i}" for i in range(count))
+    try:
+        ordered = tuple(str(names[key]) for key in sorted(names, key=int))
+    except ValueError as error:
+        raise InputError("id2label in config.json must have numbers as keys") from error
+    if len(set(ordered)) < len(ordered):
+        raise InputError("id2label in config.json has the same name twice: rename one")
+    return ordered
+
+
+def _function(stated: Mapping[str, Any], count: int) -> LabelFunction:
+    """The function of a classifier's values that its file states, or the usual one."""
+    nested = stated.get("sentence_transformers")
+    named = nested.get("activation_fn") if isinstance(nested, Mapping) else None
+    named = str(named or stated.get("sbert_ce_default_activation_function") or "").rpartition(".")[2]
+    if count > 1:
+        return "sigmoid" if stated.get("problem_type") == "multi_label_classification" else "softmax"
+    if isinstance(nested, Mapping) and not named:
+        return "sigmoid"  # a cross-encoder of sentence-transformers
+    return "sigmoid" if named == "Sigmoid" else "identity"
+
+
+def _path(tensors: Mapping[str, TensorInfo], name: str, files: ModelFiles) -> Path:
+    if name not in tensors:
+        raise InputError(f"{files.path} has no tensor {name}: fetch the model again")
+    return tensors[name].path

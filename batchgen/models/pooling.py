@@ -1,0 +1,218 @@
+"""The rest of a model of vectors after its layers, as its files state it: pooling, further modules, prompts.
+
+The files of embedding models are those of sentence-transformers: `modules.json`, `1_Pooling/config.json`, `2_Dense/`,
+`2_Normalize/`, `sentence_bert_config.json` and `config_sentence_transformers.json`. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from batchgen.core.errors import InputError
+from batchgen.models.config import ModelConfig
+from batchgen.models.files import ModelFiles
+from batchgen.models.hf.config_files import read_json_object
+
+Pooling = Literal["mean", "cls", "last"]
+LabelFunction = Literal["softmax", "sigmoid", "identity"]
+POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
+# Names of the modes in 1_Pooling/config.json.
+_MODES: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
+_FLAGS = {"mean_tokens": "mean", "cls_token": "cls", "lasttoken": "lasttoken", "max_tokens": "max"}
+_FLAGS |= {"mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "weightedmean_tokens": "weightedmean"}
+# Activation of a Dense module, by the last part of its name in torch.
+_ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid", "SiLU")
+INSTRUCTION = "Instruct: {}\nQuery:"  # of Qwen3-Embedding
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A linear layer over pooled vectors.
+
+    Attributes:
+        weights: Path of the safetensors file with its weight.
+        prefix: Prefix of the names of its weight and bias in the file.
+        activation: Name of the activation after it, one of torch.nn's classes.
+        rows: Rows of the weight that are its own; empty: all.
+    """
+
+    weights: Path
+    prefix: str = "linear."
+    activation: str = "Identity"
+    rows: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class VectorSpec:
+    """All that turns the hidden states of a text into its vector: an embedding, or probabilities of labels.
+
+    Attributes:
+        pooling: "mean" of all tokens, "cls" (the first one) or "last".
+        dense: Linear layers over the pooled vector, in order.
+        normalize: Whether the vector is divided by its length.
+        dimensions: Number of first values that are kept (Matryoshka); None: all.
+        prompt: Text before each text.
+        max_tokens: The most tokens of a text by the model's files; None: they do not say.
+        size: Number of values of the vector.
+        labels: Label of each value, of a classifier; empty: the vector is an embedding.
+        of_labels: Function of the values of a classifier: "softmax", "sigmoid" or "identity".
+        pair_texts: Texts before, between and after the two texts of a pair, which are one text then; None: the
+            tokenizer puts pairs together.
+        pair_offset: Number by which token ids of the second text of a pair are raised (`ModelConfig.token_types`).
+    """
+
+    pooling: Pooling
+    dense: tuple[Dense, ...] = ()
+    normalize: bool = True
+    dimensions: int | None = None
+    prompt: str = ""
+    max_tokens: int | None = None
+    size: int = 0
+    labels: tuple[str, ...] = ()
+    of_labels: LabelFunction = "identity"
+    pair_texts: tuple[str, str, str] | None = None
+    pair_offset: int = 0
+
+    def identity(self) -> dict[str, Any]:
+        """All that decides vectors beside the model's layers, as JSON values."""
+        dense = [[str(module.weights.parent.name), module.activation] for module in self.dense]
+        pooled = {"pooling": self.pooling, "dense": dense, "normalize": self.normalize}
+        head = {**pooled, "dimensions": self.dimensions, "prompt": self.prompt}
+        labels = {"labels": self.labels, "of_labels": self.of_labels, "pair_texts": self.pair_texts}
+        return {**head, **labels} if self.labels else head
+
+
+def read_head(
+    files: ModelFiles,
+    config: ModelConfig,
+    *,
+    pooling: str | None = None,
+    normalize: bool | None = None,
+    dimensions: int | None = None,
+    prompt_name: str | None = None,
+    instruction: str | None = None,
+) -> VectorSpec:
+    """The head of a model of embeddings, by its files and by the options that replace what they state.
+
+    Without a `modules.json` decoders pool the last token and encoders the mean, as sentence-transformers does it, and
+    vectors are normalised.
+
+    Args:
+        files: The model's files.
+        config: The model's configuration.
+        pooling: Pooling that replaces that of the files; None: theirs.
+        normalize: Whether vectors are normalised; None: as the files say.
+        dimensions: Number of first values that are kept; None: all.
+        prompt_name: Name of a prompt in `config_sentence_transformers.json`; None: its default prompt.
+        instruction: Task that the texts are queries of, in the words that Qwen3-Embedding was trained with; None: none.
+
+    Raises:
+        InputError: A module is not supported, or an option does not fit the model.
+    """
+    folder = files.path if files.kind == "hf" else None
+    head = VectorSpec("last" if config.causal else "mean", size=config.embed_size)
+    if folder is not None and (folder / "modules.json").exists():
+        head = _of_modules(folder, head)
+    head = replace(head, prompt=_prompt(folder, prompt_name, instruction))
+    if pooling is not None:
+        if pooling not in POOLINGS:
+            raise InputError(f"--pooling must be one of {', '.join(POOLINGS)}, not {pooling!r}")
+        head = replace(head, pooling=pooling)
+    if normalize is not None:
+        head = replace(head, normalize=normalize)
+    if dimensions is not None:
+        if not 1 <= dimensions <= head.size:
+            raise InputError(f"--dimensions must be between 1 and the {head.size} of the model, not {dimensions}")
+        head = replace(head, dimensions=dimensions, size=dimensions)
+    return head
+
+
+def _of_modules(folder: Path, head: VectorSpec) -> VectorSpec:
+    """The head that the modules of a directory describe. Raises InputError."""
+    head = replace(head, normalize=False)
+    for module in _read_list(folder / "modules.json"):
+        kind, place = str(module.get("type", "")).rpartition(".")[2], folder / str(module.get("path") or "")
+        if kind == "Transformer":
+            head = replace(head, max_tokens=_max_tokens(place))
+        elif kind == "Pooling":
+            head = replace(head, pooling=_pooling(place / "config.json"))
+        elif kind == "Normalize":
+            head = replace(head, normalize=True)
+        elif kind == "Dense":
+            if head.normalize:
+                raise InputError(f"{folder / 'modules.json'}: a Dense module after Normalize is not supported")
+            dense, size = _dense(place)
+            head = replace(head, dense=(*head.dense, dense), size=size)
+        elif kind != "Dropout":
+            raise InputError(f"{folder / 'modules.json'}: modules of type {kind or 'unknown'} are not supported")
+    return head
+
+
+def _read_list(path: Path) -> list[dict[str, Any]]:
+    from batchgen.core.typed_json import parse_json
+
+    try:
+        modules = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: fetch it again") from error
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise InputError(f"{path} is not a list of modules: fetch it again")
+    return modules
+
+
+def _max_tokens(place: Path) -> int | None:
+    """The most tokens of a text by a Transformer module's configuration; None: it does not say."""
+    for name in ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_xlm-roberta_config.json"):
+        if (place / name).exists():
+            most = read_json_object(place / name).get("max_seq_length")
+            return most if isinstance(most, int) and most > 0 else None
+    return None
+
+
+def _pooling(path: Path) -> Pooling:
+    stated = read_json_object(path)
+    modes = stated.get("pooling_mode")
+    if modes is None:
+        modes = [mode for flag, mode in _FLAGS.items() if stated.get(f"pooling_mode_{flag}")]
+    modes = [modes] if isinstance(modes, str) else modes
+    if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in _MODES:
+        raise InputError(f"{path}: pooling {modes!r} is not supported; supported: {', '.join(_MODES)}")
+    if stated.get("include_prompt") is False:
+        raise InputError(f"{path}: prompts that are left out of the pooling are not supported")
+    return _MODES[modes[0]]
+
+
+def _dense(place: Path) -> tuple[Dense, int]:
+    """A Dense module, and the number of values that it gives."""
+    stated, weights = read_json_object(place / "config.json"), place / "model.safetensors"
+    activation = str(stated.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
+    if activation not in _ACTIVATIONS:
+        raise InputError(f"{place / 'config.json'}: activation {activation} is not supported")
+    if not weights.exists():
+        raise InputError(f"{place} has no model.safetensors: convert its weights to safetensors")
+    size = stated.get("out_features")
+    if not isinstance(size, int) or size < 1:
+        raise InputError(f"{place / 'config.json'} has no out_features: fetch it again")
+    return Dense(weights, activation=activation), size
+
+
+def _prompt(folder: Path | None, name: str | None, instruction: str | None) -> str:
+    """The text before each text. Raises InputError where the model has no prompt of this name."""
+    if instruction is not None:
+        if name is not None:
+            raise InputError("--instruction and --prompt-name exclude each other: leave out one")
+        return INSTRUCTION.format(instruction)
+    path = None if folder is None else folder / "config_sentence_transformers.json"
+    stated: Mapping[str, Any] = read_json_object(path) if path is not None and path.exists() else {}
+    prompts = stated.get("prompts") or {}
+    chosen = stated.get("default_prompt_name") if name is None else name
+    if chosen is None:
+        return ""
+    if not isinstance(prompts, dict) or not isinstance(prompts.get(chosen), str):
+        known = f"its prompts: {', '.join(prompts)}" if prompts else "it has no prompts"
+        raise InputError(f"--prompt-name {chosen}: the model has no such prompt, {known}")
+    prompt: str = prompts[chosen]
+    return prompt

@@ -1,0 +1,349 @@
+"""Jobs that embed, classify and rerank: vectors and scores of transformers, columns, and one line for a mistake."""
+
+import base64
+import json
+import random
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_encoders import CLASSIFIERS, ENCODERS, add_special_tokens, make_encoder, write_modules
+from tiny_tokenizers import TEXT
+from tokenizers import Tokenizer
+
+import batchgen
+from batchgen import InputError
+
+CLOSE = 1e-4
+WORDS = TEXT.split()
+
+
+def texts(count=30, seed=0, most=40):
+    rng = random.Random(seed)
+    lengths = [rng.choice((1, 2, 5, 12, most)) for _ in range(count)]
+    return [" ".join(WORDS[start : start + n]) for n in lengths for start in [rng.randrange(len(WORDS) - n)]]
+
+
+def hidden_of(model, path, text, pair=None):
+    """The hidden states of a text's tokens, [tokens, hidden], of a model of transformers without a head."""
+    encoding = Tokenizer.from_file(str(Path(path) / "tokenizer.json")).encode(text, pair)
+    types = {"token_type_ids": torch.tensor([encoding.type_ids])} if pair and "Bert" in type(model).__name__ else {}
+    with torch.inference_mode():
+        return model(torch.tensor([encoding.ids]), **types).last_hidden_state[0]
+
+
+def run(path, column, task="embed", **options):
+    """The rows of a job over a column of texts, or over a dict of columns."""
+    table = pa.table(column if isinstance(column, dict) else {"text": column})
+    options = {"dtype": "float32", "task": task, **options}
+    with tempfile.TemporaryDirectory() as folder:  # without an output of its own, a job finds an earlier one's rows
+        batchgen.run(str(path), table, Path(folder, "out.parquet"), **options)
+        return pq.read_table(Path(folder, "out.parquet"))
+
+
+def vectors(table):
+    return np.array(table["embedding"].to_pylist(), np.float32)
+
+
+def kind_of(table):
+    kind = table.schema.field("embedding").type
+    return kind.list_size, kind.value_type
+
+
+@pytest.fixture(scope="module", params=sorted(ENCODERS))
+def encoder(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp(request.param)
+    return path, make_encoder(request.param, path)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_vectors_of_an_encoder_are_those_of_transformers(encoder, pooling):
+    path, model = encoder
+    rows = texts()
+    wanted = [
+        F.normalize(states.mean(0) if pooling == "mean" else states[0], dim=0)
+        for states in (hidden_of(model, path, text) for text in rows)
+    ]
+    found = vectors(run(path, rows, pooling=pooling))
+    assert np.abs(found - torch.stack(wanted).numpy()).max() < CLOSE
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_vectors_of_a_decoder_are_those_of_transformers(family, pooling, tiny_models):
+    path, model = tiny_models(family)
+    rows, decoder = texts(), model.model
+    wanted = [
+        F.normalize(states.mean(0) if pooling == "mean" else states[-1], dim=0)
+        for states in (hidden_of(decoder, path, text) for text in rows)
+    ]
+    found = vectors(run(path, rows, pooling=pooling, max_num_batched_tokens=64, max_num_seqs=5))
+    assert np.abs(found - torch.stack(wanted).numpy()).max() < CLOSE
+
+
+def test_modules_of_the_files_are_applied_in_their_order(tmp_path):
+    model = make_encoder("BertModel", tmp_path)
+    dense = write_modules(
+        tmp_path, "mean_tokens", dense=(64, 24), prompts={"query": "query: "}, default_prompt_name=None
+    )
+    rows = texts(8)
+
+    def vector(text):
+        pooled = hidden_of(model, tmp_path, text).mean(0)
+        return torch.tanh(F.linear(pooled, dense["linear.weight"], dense["linear.bias"]))
+
+    whole = vectors(run(tmp_path, rows))
+    assert np.abs(whole - torch.stack([F.normalize(vector(text), dim=0) for text in rows]).numpy()).max() < CLOSE
+    queries = vectors(run(tmp_path, rows, prompt_name="query", dimensions=10))
+    wanted = [F.normalize(vector(f"query: {text}")[:10], dim=0) for text in rows]
+    assert np.abs(queries - torch.stack(wanted).numpy()).max() < CLOSE
+    with pytest.raises(InputError, match="--prompt-name passage: the model has no such prompt, its prompts: query"):
+        run(tmp_path, rows, prompt_name="passage")
+    with pytest.raises(InputError, match="--dimensions must be between 1 and the 24 of the model, not 25"):
+        run(tmp_path, rows, dimensions=25)
+
+
+@pytest.mark.parametrize("weights", ["native", "int8"])
+@pytest.mark.parametrize("device", ["cpu", "emulated:gpu-memory=256MiB,h2d=2GiB/s,d2h=2GiB/s"])
+def test_vectors_are_the_same_on_a_device_and_close_with_weights_in_8_bits(device, weights, encoder):
+    path, _ = encoder
+    rows = texts(12)
+    plain = vectors(run(path, rows, device="cpu"))
+    found = vectors(run(path, rows, device=device, weights=weights))
+    if weights == "native":
+        assert np.abs(found - plain).max() < CLOSE
+    else:
+        assert (found * plain).sum(1).min() > 0.98
+
+
+def test_an_instruction_comes_before_each_query(tiny_models):
+    path, model = tiny_models("qwen3")
+    found = vectors(run(path, ["Which day?"], instruction="Find ferries"))
+    states = hidden_of(model.model, path, "Instruct: Find ferries\nQuery:Which day?")
+    assert np.abs(found[0] - F.normalize(states[-1], dim=0).numpy()).max() < CLOSE
+
+
+def test_smaller_numbers_are_close_and_cosines_need_no_scale(tiny_models):
+    path, _ = tiny_models("llama")
+    rows = texts(6)
+    whole = run(path, rows)
+    assert kind_of(whole) == (64, pa.float32())
+    halves = run(path, rows, vector_dtype="float16")
+    assert kind_of(halves) == (64, pa.float16())
+    assert np.abs(vectors(halves) - vectors(whole)).max() < 1e-3
+    bytes_ = run(path, rows, vector_dtype="int8")
+    assert kind_of(bytes_) == (64, pa.int8())
+    scales = np.array(bytes_["embedding_scale"].to_pylist())[:, None]
+    assert np.abs(vectors(bytes_) * scales - vectors(whole)).max() <= scales.max() / 2 * 1.001
+
+
+def test_a_long_text_fails_or_is_cut_between_its_special_tokens(tmp_path):
+    model = make_encoder("BertModel", tmp_path)
+    write_modules(tmp_path, "mean_tokens")
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 20}))
+    long, empty = " ".join(WORDS[:40]), ""
+    table = run(tmp_path, [long, "short", empty])
+    overlong = f"the text has {len(hidden_of(model, tmp_path, long))} tokens, the context holds 20"
+    errors = [error and error.split(":")[0] for error in table["error"].to_pylist()]
+    assert errors == [overlong, None, "the prompt is empty"]
+    assert table["embedding"].to_pylist()[0] is None
+    ids = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(long).ids
+    for side, kept in {"right": [*ids[:19], ids[-1]], "left": [ids[0], *ids[-19:]]}.items():
+        with torch.inference_mode():
+            states = model(torch.tensor([kept])).last_hidden_state[0]
+        found = vectors(run(tmp_path, [long], on_overlong=f"truncate-{side}"))
+        assert np.abs(found[0] - F.normalize(states.mean(0), dim=0).numpy()).max() < CLOSE
+
+
+def test_a_job_goes_on_with_the_rows_that_are_left(tiny_models, tmp_path):
+    path, _ = tiny_models("llama")
+    source, output = tmp_path / "in.parquet", tmp_path / "out.parquet"
+    pq.write_table(pa.table({"text": texts(12)}), source)
+    options = {"task": "embed", "dtype": "float32"}
+    stopped = batchgen.run(str(path), source, output, max_time="0.000001s", **options)
+    assert stopped["state"] == "stopped"
+    batchgen.run(str(path), source, output, **options)
+    again = run(path, pq.read_table(source)["text"].to_pylist())
+    assert np.abs(vectors(pq.read_table(output)) - vectors(again)).max() < 1e-5
+    assert batchgen.run(str(path), source, output, **options)["state"] == "already complete"
+    with pytest.raises(batchgen.BatchgenError):
+        batchgen.run(str(path), source, output, pooling="mean", **options)
+
+
+def test_lines_for_the_embeddings_endpoint_are_answered_in_its_form(tiny_models, tmp_path):
+    path, _ = tiny_models("llama")
+    rows = texts(3)
+    bodies = [
+        {"input": rows[0]},
+        {"input": rows[1:], "dimensions": 8, "encoding_format": "base64"},
+        {"input": rows[0], "dimensions": 65},
+        {"input": []},
+    ]
+    lines = [
+        {"custom_id": str(i), "method": "POST", "url": "/v1/embeddings", "body": {"model": "m", **body}}
+        for i, body in enumerate(bodies)
+    ]
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = batchgen.run(str(path), source, output, task="embed", dtype="float32")
+    whole = vectors(run(path, rows))
+    first, second = (json.loads(line)["response"]["body"] for line in output.read_text().splitlines())
+    assert np.abs(np.array(first["data"][0]["embedding"]) - whole[0]).max() < 1e-5
+    cut = whole[1:, :8] / np.linalg.norm(whole[1:, :8], axis=1, keepdims=True)
+    found = [np.frombuffer(base64.b64decode(one["embedding"]), "<f4") for one in second["data"]]
+    assert np.abs(np.array(found) - cut).max() < 1e-5
+    assert first["usage"]["prompt_tokens"] == first["usage"]["total_tokens"] > 0
+    errors = [json.loads(line) for line in Path(report["errors_output"]).read_text().splitlines()]
+    assert [(line["custom_id"], line["error"]["message"]) for line in errors] == [
+        ("2", "dimensions 65 are more than the 64 of the model"),
+        ("3", "the input is empty"),
+    ]
+
+
+def logits_of(model, path, text, pair=None):
+    encoding = Tokenizer.from_file(str(Path(path) / "tokenizer.json")).encode(text, pair)
+    types = {"token_type_ids": torch.tensor([encoding.type_ids])} if type(model).__name__.startswith("Bert") else {}
+    with torch.inference_mode():
+        return model(torch.tensor([encoding.ids]), **types).logits[0]
+
+
+@pytest.mark.parametrize("name", sorted(CLASSIFIERS))
+def test_probabilities_of_labels_are_those_of_transformers(name, tmp_path):
+    labels = {0: "good", 1: "bad", 2: "ugly"}
+    model = make_encoder(name, tmp_path, id2label=labels, label2id={v: k for k, v in labels.items()})
+    rows = texts(12)
+    wanted = torch.stack([logits_of(model, tmp_path, text).softmax(0) for text in rows])
+    table = run(tmp_path, rows, "classify")
+    found = np.array([[row[label] for label in labels.values()] for row in table["probabilities"].to_pylist()])
+    assert np.abs(found - wanted.numpy()).max() < CLOSE
+    assert table["label"].to_pylist() == [labels[i] for i in wanted.argmax(1).tolist()]
+    assert np.abs(np.array(table["score"].to_pylist()) - wanted.max(1).values.numpy()).max() < CLOSE
+
+
+def test_a_reward_model_gives_one_number(tmp_path):
+    model = make_encoder("LlamaForSequenceClassification", tmp_path, num_labels=1)
+    rows = texts(6)
+    table = run(tmp_path, rows, "classify")
+    wanted = torch.cat([logits_of(model, tmp_path, text) for text in rows])
+    assert table.column_names == ["text", "score", "prompt_tokens", "error"]
+    assert np.abs(np.array(table["score"].to_pylist()) - wanted.numpy()).max() < CLOSE
+
+
+@pytest.mark.parametrize("name", ["BertForSequenceClassification", "RobertaForSequenceClassification"])
+def test_a_cross_encoder_scores_queries_with_documents(name, tmp_path):
+    model = make_encoder(name, tmp_path, num_labels=1)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["sentence_transformers"] = {"activation_fn": "torch.nn.modules.activation.Sigmoid"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    pairs = {"query": texts(10, most=12), "document": texts(10, seed=1, most=20)}
+    table = run(tmp_path, pairs, "rerank")
+    wanted = [logits_of(model, tmp_path, *pair).sigmoid() for pair in zip(*pairs.values(), strict=True)]
+    assert np.abs(np.array(table["score"].to_pylist()) - torch.cat(wanted).numpy()).max() < CLOSE
+
+
+def test_a_decoder_reranks_by_its_answers_yes_and_no(tiny_models, tmp_path):
+    from batchgen.models.classifiers import NO_YES
+
+    path, model = tiny_models("qwen3")
+    for file in Path(path).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    # The tiny vocabulary has neither word whole: two of its tokens stand for them.
+    file = tmp_path / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocab = tokenizer["model"]["vocab"]
+    ids = dict(zip(NO_YES, sorted(vocab.values())[-2:], strict=True))
+    names = {number: word for word, number in ids.items()}
+    tokenizer["model"]["vocab"] = {names.get(number, token): number for token, number in vocab.items()}
+    kept = set(tokenizer["model"]["vocab"])
+    pairs = [pair if isinstance(pair, list) else pair.split(" ") for pair in tokenizer["model"]["merges"]]
+    tokenizer["model"]["merges"] = [pair for pair in pairs if {*pair, "".join(pair)} <= kept]
+    file.write_text(json.dumps(tokenizer))
+    table = run(tmp_path, {"query": ["Which day?", "Fish?"], "document": ["Monday.", "Onions."]}, "rerank")
+    for query, document, score in zip(
+        *(table[name].to_pylist() for name in ("query", "document", "score")), strict=True
+    ):
+        text = (
+            "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct"
+            ' provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: Given'
+            f" a web search query, retrieve relevant passages that answer the query\n<Query>: {query}\n<Document>:"
+            f" {document}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+        )
+        token_ids = Tokenizer.from_file(str(file)).encode(text).ids
+        with torch.inference_mode():
+            logits = model(torch.tensor([token_ids])).logits[0, -1]
+        assert abs(logits[[ids["no"], ids["yes"]]].softmax(0)[1].item() - score) < CLOSE
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"task": "generate"}, "gives no text, as it has no output matrix: give --task embed, classify, rerank"),
+        ({"task": "classify"}, r"is no \*ForSequenceClassification: --task classify needs one"),
+        ({"task": "rerank", "prompt_column": "text", "pair_column": "text"}, "is neither a cross-encoder nor a Qwen3"),
+        ({"max_tokens": 5}, "--max-tokens has no meaning with --task embed"),
+        ({"choices": ["a"]}, "--choices has no meaning with --task embed"),
+        ({"pipeline": 2}, "--task embed needs the whole model in one process: leave --pipeline out"),
+        ({"pair_column": "text"}, "--pair-column is for --task classify or rerank"),
+        ({"instruction": "a", "prompt_name": "b"}, "--instruction and --prompt-name exclude each other"),
+    ],
+)
+def test_a_mistake_gets_one_clear_line(options, message, tmp_path):
+    make_encoder("BertModel", tmp_path)
+    with pytest.raises(InputError, match=message):
+        run(tmp_path, ["a"], **options)
+
+
+def test_options_of_vectors_are_refused_where_text_is_generated(tiny_models):
+    path, _ = tiny_models("llama")
+    with pytest.raises(InputError, match="--dimensions is for --task embed: give that task, or leave --dimensions out"):
+        run(path, ["a"], "generate", dimensions=3)
+
+
+def test_special_tokens_are_put_around_texts(tmp_path):
+    add_special_tokens(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    from batchgen.models.files import ModelFiles
+    from batchgen.models.tokenizers.loading import load_tokenizer
+
+    tokenizer = load_tokenizer(ModelFiles(tmp_path, "hf", "tiny"))
+    assert tokenizer.num_added == (1, 1)
+    (first, types), (cut, _) = tokenizer.encode_pair("The ferry", "left"), tokenizer.encode_pair("The ferry", "left", 4)
+    assert types[0] == 0 and types[-1] == 1 and len(first) > len(cut) == 4
+
+
+def test_the_choices_of_options_are_those_of_the_modules_that_know_them():
+    from batchgen.job import options
+    from batchgen.models import pooling
+    from batchgen.output import embed_columns
+
+    assert options.POOLINGS == pooling.POOLINGS
+    assert options.VECTOR_DTYPES == embed_columns.VECTOR_DTYPES
+
+
+def test_a_pair_whose_template_would_be_cut_fails():
+    from batchgen.core.errors import RowError
+    from batchgen.core.request import Request
+    from batchgen.engine.embedding import prompted, tokens_to_embed
+    from batchgen.engine.encode import LengthLimit
+    from batchgen.models.pooling import VectorSpec
+
+    class Letters:
+        num_added = (0, 0)
+
+        def least_tokens(self, text):
+            return 0
+
+        def encode_batch(self, texts, add_special_tokens=True):
+            return [list(map(ord, text)) for text in texts]
+
+    spec = VectorSpec("last", pair_texts=("[", "|", "]"))
+    request = prompted(Request("ab", pair="cd"), spec)
+    limit = LengthLimit.of(7, "truncate-right")
+    assert tokens_to_embed(Letters(), spec, request, limit, "truncate-right") == list(map(ord, "[ab|cd]"))
+    with pytest.raises(RowError, match="the text has 7 tokens, the context holds 6: cut the document before"):
+        tokens_to_embed(Letters(), spec, request, LengthLimit.of(6, "truncate-right"), "truncate-right")

@@ -1,0 +1,120 @@
+"""Drafts in a plan: some where weights stream, none where computation binds, and seconds as the simulator has them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from batchgen.core.draft_rates import DraftRates, expected_accepted
+from batchgen.core.plan import Plan
+from batchgen.core.workload import Workload
+from batchgen.models.hf.config import config_of_hf
+from batchgen.planner.explain import explain
+from batchgen.planner.plan_selection import plan_problem
+from batchgen.planner.problem import problem_of
+from batchgen.planner.simulation import simulate_job
+from batchgen.profiler.shipped import shipped_profile
+
+SHAPES = Path(__file__).parents[2] / "recipes" / "throughput" / "shapes"
+GIB = 1 << 30
+NEARLY_ALL, HALF = DraftRates(1.0, 0.95), DraftRates(0.5, 0.7)
+
+
+def shape(name):
+    return config_of_hf(json.loads((SHAPES / name / "config.json").read_text()))
+
+
+def planned(rates, *, memory, rows=32, workload=(160, 96), machine="zen4", model="llama-3.1-8b", **given):
+    """The plan of a job, and its simulation from the first row to the last."""
+    config, hardware = shape(model), shipped_profile(machine)
+    job = replace(Workload.uniform(rows, *workload), drafts=rates)
+    problem = problem_of(
+        hardware, config, job, dtype="bfloat16", max_model_len=sum(workload), process_bytes=400 << 20,
+        cpu_memory=memory, max_num_seqs=rows, **given,
+    )  # fmt: skip
+    plan = plan_problem(problem)
+    return plan, simulate_job(plan, config, hardware)
+
+
+def sweeps_s(plan):
+    return plan.prediction.total_s - plan.prediction.startup_s
+
+
+@pytest.mark.parametrize("rates", [NEARLY_ALL, HALF])
+def test_a_plan_that_streams_weights_has_drafts_and_predicts_what_they_save(rates):
+    without, _ = planned(None, memory=8 * GIB)
+    plan, run = planned(rates, memory=8 * GIB)
+    assert without.prediction.drafts == ()
+    assert plan.prediction.most_drafts(32) >= 4
+    assert sweeps_s(plan) == pytest.approx(run.total_s, rel=0.15)
+    assert sweeps_s(plan) < sweeps_s(without) / (1 + 0.4 * rates.accepted_of(8) ** 0.5)
+    assert any(line.startswith("drafts in a sweep: ") for line in explain(plan))
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+def test_streaming_alone_has_drafts_where_only_that_is_asked_for():
+    rates = replace(NEARLY_ALL, only_while_streaming=True)
+    in_memory, _ = planned(rates, memory=24 * GIB)
+    assert in_memory.prediction.drafts == ()
+    assert any(line.startswith("no drafts, as they would save no time") for line in explain(in_memory))
+    assert planned(rates, memory=8 * GIB)[0].prediction.drafts
+
+
+def test_nothing_is_drafted_where_computation_binds():
+    without, _ = planned(None, memory=30 * GIB, rows=256)
+    plan, run = planned(DraftRates(0.5, 0.3), memory=30 * GIB, rows=256)
+    assert plan.prediction.most_drafts(256) == 0
+    assert sweeps_s(plan) == pytest.approx(run.total_s, rel=0.15)
+    assert sweeps_s(plan) <= 1.02 * sweeps_s(without)
+
+
+def test_no_more_are_planned_than_the_option_allows():
+    plan, _ = planned(replace(NEARLY_ALL, most=3), memory=8 * GIB)
+    assert 0 < max(drafts for _, drafts in plan.prediction.drafts) <= 3
+
+
+def test_the_time_left_counts_drafts():
+    without, _ = planned(None, memory=8 * GIB)
+    plan, _ = planned(NEARLY_ALL, memory=8 * GIB)
+    full = [times.prediction.sweep_times.seconds[0][-1][0] for times in (without, plan)]
+    assert full[1] < full[0] / 2, "the seconds in which each sequence gains a token"
+
+
+def test_expected_drafts_are_a_geometric_sum():
+    assert expected_accepted(0.5, 3) == pytest.approx(0.5 + 0.25 + 0.125)
+    assert expected_accepted(1, 4) == 4
+    assert DraftRates(0.5, 0.5).accepted_of(2) == pytest.approx(0.375)
+
+
+def delta_net(**changes):
+    """A shape of Qwen3.5 with states in most layers."""
+    values = {
+        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_size": 4096,
+        "intermediate_size": 12288, "num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4,
+        "head_dim": 256, "vocab_size": 151936, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        "layer_types": ["full_attention" if j % 4 == 3 else "linear_attention" for j in range(32)],
+        "hidden_act": "silu", "tie_word_embeddings": False,
+    }  # fmt: skip
+    return config_of_hf(values | changes)
+
+
+def test_a_plan_whose_weights_do_not_fit_keeps_state_slots_for_drafts():
+    config, hardware = delta_net(), shipped_profile("zen4")
+    plans = {}
+    for rates in (None, NEARLY_ALL):
+        job = replace(Workload.uniform(32, 160, 96), drafts=rates)
+        problem = problem_of(
+            hardware, config, job, dtype="bfloat16", max_model_len=256, process_bytes=400 << 20, cpu_memory=12 * GIB,
+            max_num_seqs=32,
+        )  # fmt: skip
+        plans[rates] = plan_problem(problem)
+    plan, without = plans[NEARLY_ALL], plans[None]
+    assert plan.states.slots["cpu"] == without.states.slots["cpu"] + 32
+    assert plan.prediction.drafts
+    run = simulate_job(plan, config, hardware)
+    assert sweeps_s(plan) == pytest.approx(run.total_s, rel=0.15)
+    assert sweeps_s(plan) < sweeps_s(without) / 2
