@@ -58,8 +58,8 @@ def _tokens(context: StepContext, packed: PackedBatch, on_host: bool) -> dict[st
         arrays["tokens"] = packed.token_ids
     if len(packed.pending_rows):
         arrays |= {"rows": packed.pending_rows, "slots": packed.pending_slots}
-    tensors: dict[str, Tensor] = {}
-    if arrays:
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    if arrays and context.device != CPU:
         together = upload(np.concatenate(list(arrays.values())), context.device)
         tensors = dict(zip(arrays, together.split([len(array) for array in arrays.values()]), strict=True))
     return {
