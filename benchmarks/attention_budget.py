@@ -4,10 +4,11 @@
   are then decoded one by one, each attending to the budget's pages, and the token that the text has is scored.
 - **Retrieval.** A sentence with a number of six digits lies somewhere in a text of the same kind, and the end of the
   prompt asks for it. The prompt is read whole, so the first digit is found by full attention; the others are not.
-- **Speed.** Sweeps of decoding sequences with contexts of one length.
+- **Speed.** Sweeps of decoding sequences with contexts of one length, whose KV is in memory or on disk. KV is random
+  numbers, so that chosen pages lie apart. Budgets take turns, sweep by sweep.
 
-Everything goes through the engine's executor, on the CPU, in fp32 or bf16. The result file keeps what it has: a
-measurement that was stopped goes on.
+Everything goes through the engine's executor, on the CPU, in fp32 or bf16. A prompt is read once for all budgets, which
+begin with the same KV. The result file keeps what it has: a measurement that was stopped goes on.
 
     python benchmarks/attention_budget.py
     python benchmarks/attention_budget.py --part perplexity --lengths 2048 --budget all --budget 10%
@@ -20,10 +21,13 @@ import argparse
 import json
 import math
 import random
+import shutil
+import tempfile
 import time
 from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as List
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -39,13 +43,18 @@ from batchgen.engine.loader import LoadRequest, in_memory_policy, load_parts, re
 from batchgen.engine.parts import EngineParts
 from batchgen.models.files import ModelFiles, read_config, resolve_model
 from batchgen.models.tokenizers.loading import load_tokenizer
+from batchgen.ops.chosen_attention import summarise
+from batchgen.runtime.memory.transfers import untouched
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
 from batchgen.schedule.sequence import Sequence
+from batchgen.schedule.staging import Run
 
 BUDGETS = (ALL, "50%", "20%", "10%", "5%")
+PLACEMENTS = (KVPlacement.CPU, KVPlacement.DISK)
 LENGTHS = (2048, 4096, 8192)
 DECODED = 512  # tokens of a window that are decoded
 CHUNK = 512  # tokens of a prompt in a sweep
+SWEEPS = 12  # that are timed, and one
 CITIES = (
     "Lisbon",
     "Oslo",
@@ -63,15 +72,16 @@ CITIES = (
 
 
 class Rows:
-    """Sequences in memory that go through the executor together, one sweep after the other."""
+    """Sequences that go through the executor together, one sweep after the other."""
 
     def __init__(self, parts: EngineParts, prompts: List[List[int]], longest: int) -> None:
         self.parts, block = parts, parts.policy.kv_block_size
         pages = -(-longest // block)
-        if len(prompts) * pages > parts.memory.kv_blocks["cpu"]:
+        (placement,) = parts.policy.kv_seqs
+        if len(prompts) * pages > parts.memory.kv_blocks[KVPlacement(placement).tier]:
             raise SystemExit("the KV of so many rows does not fit: give a smaller --rows")
         self.sequences = [
-            Sequence(i, i, 0, list(prompt), SamplingParams(max_tokens=longest), KVPlacement.CPU)
+            Sequence(i, i, 0, list(prompt), SamplingParams(max_tokens=longest), KVPlacement(placement))
             for i, prompt in enumerate(prompts)
         ]
         for i, sequence in enumerate(self.sequences):
@@ -105,8 +115,10 @@ class Rows:
         return self.sweep(1)
 
 
-def load(files: ModelFiles, budget: str, dtype: str, rows: int, longest: int) -> EngineParts:
-    """The model on the CPU, everything in memory."""
+def load(
+    files: ModelFiles, budget: str, dtype: str, rows: int, longest: int, placement: KVPlacement = KVPlacement.CPU
+) -> EngineParts:
+    """The model on the CPU, everything in memory but perhaps KV."""
     device, config = Device("cpu"), read_config(files)
     policy = in_memory_policy(
         config,
@@ -119,17 +131,53 @@ def load(files: ModelFiles, budget: str, dtype: str, rows: int, longest: int) ->
         share_prefixes=False,
         attention_budget=budget,
     )
+    policy = replace(policy, kv_seqs={str(placement): rows})
+    budgets, folder = dict(resolve_budgets(device)), Path(tempfile.gettempdir())
+    if placement is KVPlacement.DISK:
+        budgets |= {"disk": shutil.disk_usage(folder).free // 2}
     request = LoadRequest(
-        files, config, policy, dtype=dtype, device=device, budgets=resolve_budgets(device), min_output_len=1
+        files, config, policy, dtype=dtype, device=device, budgets=budgets, min_output_len=1, offload_dir=folder
     )
     return load_parts(request, lambda: load_tokenizer(files))
 
 
-def perplexity(parts: EngineParts, windows: List[List[int]]) -> dict:
+def summarise_pages(parts: EngineParts, pages: torch.Tensor, layer: int, kv: torch.Tensor) -> None:
+    """Write the summaries of pages that are complete, if the layer chooses any. kv: KV of the pages in their order."""
+    if layer in parts.executor.kv_cache._summaries.get("cpu", {}):
+        blocks, bits = torch.arange(len(pages)), parts.executor.kv_cache.format.bits
+        summarise(kv, blocks, pages, parts.executor.kv_cache.summaries("cpu", layer), bits=bits)
+
+
+class Prompts:
+    """Prompts that were read once; engines with budgets of their own go on from them."""
+
+    def __init__(self, files: ModelFiles, dtype: str, prompts: List[List[int]], longest: int) -> None:
+        self._prompts, self._longest = prompts, longest
+        parts = load(files, ALL, dtype, len(prompts), longest)
+        rows = Rows(parts, prompts, longest)
+        self._logits = rows.read_prompts()
+        self._blocks = max(max(s.block_table) for s in rows.sequences) + 1
+        pools = parts.executor.kv_cache.pools["cpu"]
+        self._kv = {layer: pool[: self._blocks].clone() for layer, pool in pools.items()}
+        parts.executor.close()
+
+    def rows(self, parts: EngineParts) -> tuple[Rows, torch.Tensor]:
+        """The rows in another engine as they were when their prompts had been read, and their logits."""
+        rows, size = Rows(parts, self._prompts, self._longest), parts.policy.kv_block_size
+        complete = [page for s in rows.sequences for page in s.block_table[: len(s.tokens) // size]]
+        pages = torch.tensor(complete)
+        for layer, kv in self._kv.items():
+            parts.executor.kv_cache.pools["cpu"][layer][: self._blocks].copy_(kv)
+            summarise_pages(parts, pages, layer, kv.index_select(0, pages))
+        for sequence in rows.sequences:
+            sequence.num_computed = len(sequence.tokens)
+        return rows, self._logits
+
+
+def perplexity(parts: EngineParts, prompts: Prompts, windows: List[List[int]]) -> dict:
     """The perplexity of the last tokens of each window, decoded after the tokens before them."""
-    first = len(windows[0]) - DECODED
-    rows = Rows(parts, [window[:first] for window in windows], len(windows[0]))
-    logits, nats = rows.read_prompts(), 0.0
+    first, nats = len(windows[0]) - DECODED, 0.0
+    rows, logits = prompts.rows(parts)
     for place in range(first, len(windows[0])):
         targets = torch.tensor([window[place] for window in windows])
         nats -= float(logits.log_softmax(-1).gather(1, targets[:, None]).sum())
@@ -154,10 +202,9 @@ def needles(files: ModelFiles, length: int, count: int) -> Iterator[tuple[list[i
         yield [*body[:depth], *fact, *body[depth:], *question], answer
 
 
-def retrieval(parts: EngineParts, cases: List[tuple[List[int], List[int]]]) -> dict:
+def retrieval(parts: EngineParts, prompts: Prompts, cases: List[tuple[List[int], List[int]]]) -> dict:
     """The share of numbers found: all digits right, and digits beyond the first right where those before them are."""
-    rows = Rows(parts, [prompt for prompt, _ in cases], max(len(p) + len(a) for p, a in cases))
-    logits, right = rows.read_prompts(), []
+    (rows, logits), right = prompts.rows(parts), []
     for place in range(len(cases[0][1])):
         chosen = logits.argmax(-1).tolist()
         right.append([token == answer[place] for token, (_, answer) in zip(chosen, cases, strict=True)])
@@ -167,17 +214,53 @@ def retrieval(parts: EngineParts, cases: List[tuple[List[int], List[int]]]) -> d
     return {"numbers_found": float(table.all(0).mean()), "tokens_found": float(table.mean()), "cases": len(cases)}
 
 
-def speed(parts: EngineParts, rows: int, length: int, sweeps: int = 24) -> dict:
-    """Seconds of a decode sweep over rows with contexts of one length: the median."""
-    rng = random.Random(1)
-    batch = Rows(parts, [[rng.randrange(1000, 9000) for _ in range(length - sweeps - 8)]] * rows, length)
-    batch.read_prompts()
-    seconds = []
-    for _ in range(sweeps):
-        started = time.perf_counter()
-        batch.decode([rng.randrange(1000, 9000)] * rows)
-        seconds.append(time.perf_counter() - started)
-    return {"sweep_s": float(np.median(seconds)), "tokens_per_s": rows / float(np.median(seconds)), "rows": rows}
+def fill_with_random_kv(parts: EngineParts, rows: Rows, length: int) -> None:
+    """Give each row a context of so many tokens, with random numbers as KV."""
+    cache, size = parts.executor.kv_cache, parts.policy.kv_block_size
+    count = -(-length // size)
+    for layer in parts.config.kv_layers:
+        shape = cache.shape_of(layer)
+        raw = untouched((count, shape.disk_block_bytes), torch.uint8)
+        kv = torch.randn((count, *shape.block), generator=torch.Generator().manual_seed(layer)).to(shape.dtype)
+        raw[:, : shape.block_bytes] = kv.view(torch.uint8).view(count, -1)
+        for sequence in rows.sequences:
+            first = sequence.block_table[0]
+            if sequence.kv_placement is KVPlacement.DISK:
+                cache._on_disk.write(layer, raw, [Run(first, 0, count)])
+            else:
+                cache.pools["cpu"][layer][first : first + count].copy_(kv)
+            summarise_pages(parts, torch.arange(first, first + length // size), layer, kv[: length // size])
+    for sequence in rows.sequences:
+        sequence.num_computed = length
+
+
+def speed(files: ModelFiles, budgets: List[str], placement: KVPlacement, dtype: str, rows: int, length: int) -> dict:
+    """Seconds of a decode sweep over rows with contexts of one length: the median, by budget."""
+    rng, batches = random.Random(1), {}
+    for budget in budgets:
+        parts = load(files, budget, dtype, rows, length, placement)
+        start = length - SWEEPS - 8
+        batches[budget] = Rows(parts, [[rng.randrange(1000, 9000) for _ in range(start)]] * rows, length)
+        fill_with_random_kv(parts, batches[budget], start)
+    seconds: dict[str, list[float]] = {budget: [] for budget in budgets}
+    read: dict[str, float] = {}
+    for sweep in range(SWEEPS):
+        for budget, batch in batches.items():
+            before, started = batch.parts.executor.bytes_moved["disk_read"], time.perf_counter()
+            batch.decode([rng.randrange(1000, 9000)] * rows)
+            batch.parts.executor.lanes.drain()
+            if sweep:  # the first one has pages of memory to ask for
+                seconds[budget].append(time.perf_counter() - started)
+                read[budget] = batch.parts.executor.bytes_moved["disk_read"] - before
+    for batch in batches.values():
+        batch.parts.executor.close()
+    medians = {budget: float(np.median(times)) for budget, times in seconds.items()}
+    return {
+        "rows": rows,
+        "sweep_s": medians,
+        "disk_bytes_read": read,
+        "times_as_fast": {budget: medians[ALL] / s for budget, s in medians.items()} if ALL in medians else {},
+    }
 
 
 def main() -> None:
@@ -192,26 +275,34 @@ def main() -> None:
     args = parser.parse_args()
     files = resolve_model(args.model)
     held = json.loads(args.output.read_text()) if args.output.exists() else {}
-    results = held.get("results", {})
+    results, budgets = held.get("results", {}), args.budget or BUDGETS
+
+    def keep(name: str, result: dict) -> None:
+        results[name] = result
+        write(args.output, {"text": TEXT, "results": results})
+        print(name, result, flush=True)
+
     text = load_tokenizer(files).encode_batch([real_text()])[0]
     for length in args.lengths:
-        windows = [text[i * length : (i + 1) * length] for i in range(args.rows)]
-        cases = list(needles(files, length, args.rows))
-        for budget in args.budget or BUDGETS:
-            for part in args.part or ("perplexity", "retrieval", "speed"):
-                name = f"{args.model}, {args.dtype}, {part}, {length}, {budget}"
-                if name in results:
-                    continue
+        name = f"{args.model}, {args.dtype}, {length}"
+        for placement in PLACEMENTS if "speed" in (args.part or ("speed",)) else ():
+            if (title := f"{name}, speed, {placement}") not in results:
+                keep(title, speed(files, budgets, placement, args.dtype, args.rows, length))
+        for part in args.part or ("perplexity", "retrieval"):
+            missing = [budget for budget in budgets if f"{name}, {part}, {budget}" not in results]
+            if part == "speed" or not missing:
+                continue
+            windows = [text[i * length : (i + 1) * length] for i in range(args.rows)]
+            cases = list(needles(files, length, args.rows))
+            read = [w[: length - DECODED] for w in windows] if part == "perplexity" else [p for p, _ in cases]
+            prompts = Prompts(files, args.dtype, read, length + 16)
+            for budget in missing:
                 parts = load(files, budget, args.dtype, args.rows, length + 16)
-                if part == "perplexity":
-                    results[name] = perplexity(parts, windows)
-                elif part == "retrieval":
-                    results[name] = retrieval(parts, cases)
-                else:
-                    results[name] = speed(parts, args.rows, length)
+                found = (
+                    perplexity(parts, prompts, windows) if part == "perplexity" else retrieval(parts, prompts, cases)
+                )
                 parts.executor.close()
-                write(args.output, {"text": TEXT, "results": results})
-                print(name, results[name], flush=True)
+                keep(f"{name}, {part}, {budget}", {**found, "rows": args.rows})
 
 
 if __name__ == "__main__":

@@ -119,6 +119,20 @@ def perplexities(*names: str) -> Callable[[dict], str]:
     return words
 
 
+BUDGETS, BUDGET_LENGTHS = ("20%", "10%"), (2048, 4096, 8192)
+
+
+def budget_speed(placement: str) -> Callable[[dict], str]:
+    def words(d: dict) -> str:
+        def of_length(length: int) -> str:
+            found = d["results"][f"demo, bfloat16, {length}, speed, {placement}"]["times_as_fast"]
+            return f"{length:,} tokens: " + ", ".join(f"{found[budget]:.2f}" for budget in BUDGETS)
+
+        return "; ".join(map(of_length, BUDGET_LENGTHS))
+
+    return words
+
+
 def state_decode(dtype: str) -> Callable[[dict], str]:
     def words(d: dict) -> str:
         shares = []
@@ -352,6 +366,7 @@ HYBRID, GEMMA = "Qwen3.6-35B-A3B's shape in Q4_0 (21.0 GB)", "Gemma 4 26B-A4B's 
 HYBRID_COMMAND = "larger_than_memory.py --shape qwen3.6-35b-a3b --work-dir DIR"
 GEMMA_COMMAND = "larger_than_memory.py --shape gemma-4-26b-a4b --engines batchgen --work-dir DIR"
 STATES_COMMAND = "cpu_engines.py --shape {} --workloads fixed --engines batchgen,vllm --repeats 1"
+BUDGET_COMMAND = "attention_budget.py --dtype bfloat16 --rows 4 --budget all --budget 20% --budget 10%"
 POLICIES = "twenty policies drawn at random, median and worst error"
 
 TABLES: dict[str, list[Row]] = {
@@ -428,6 +443,15 @@ TABLES: dict[str, list[Row]] = {
             "perplexity",
             "perplexity.py",
             perplexities("int8 KV", "int5 KV"),
+        ),
+        *(
+            Row(
+                f"decoding with an attention budget of 20% and of 10%, KV {place}, times as fast as `all`",
+                "attention_budget",
+                f"{BUDGET_COMMAND} --part speed",
+                budget_speed(placement),
+            )
+            for placement, place in (("cpu", "in memory"), ("disk", "on disk"))
         ),
         Row(
             "the demo model in Q4_1",
@@ -660,8 +684,19 @@ def quotes() -> Iterator[tuple[Path, str]]:
     for name, loss in KV_LOSSES.items():
         yield tiers, f"| `{name}` | {KV_CODE_BITS[name]}.5 | +{format_loss(loss)} |"
     yield tiers, f"Weights in int8 and int4 have a perplexity that is {format_losses(WEIGHT_LOSSES)} higher"
+    yield from budget_quotes(ROOT / "docs" / "attention_budget.md", read("attention_budget")["results"])
     for quality in (NEAR, SMALL):
         yield ROOT / "docs" / "planning.md", f"at most {QUALITIES[quality]:.0%} higher".replace("%", " %")
+
+
+def budget_quotes(page: Path, results: dict) -> Iterator[tuple[Path, str]]:
+    """Rows of the tables of attention budgets, and the bytes that a sweep reads."""
+    for length in BUDGET_LENGTHS:
+        for placement, place in (("cpu", "in memory"), ("disk", "on disk")):
+            ratios = results[f"demo, bfloat16, {length}, speed, {placement}"]["times_as_fast"]
+            yield page, f"| {length:,} | {place} | " + " | ".join(f"{ratios[b]:.2f}" for b in BUDGETS) + " |"
+    whole, fifth, tenth = results["demo, bfloat16, 8192, speed, disk"]["disk_bytes_read"].values()
+    yield page, f"{whole / 1e6:.0f} MB, {fifth / 1e6:.0f} MB and {tenth / 1e6:.0f} MB"
 
 
 def described() -> str:

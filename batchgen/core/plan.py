@@ -169,6 +169,17 @@ class Policy:
             return 0
         return (MOST_DRAFTS if self.streams(compute_tier) else 0) if asked is None else asked
 
+    def summary_tier(self, compute_tier: str) -> str:
+        """The tier of the summaries of KV pages that are not in the compute device's own memory.
+
+        They are where pages are chosen: with the compute device, unless the CPU attends to any of these sequences.
+
+        Args:
+            compute_tier: The tier of the compute device's own memory.
+        """
+        on_cpu = self.kv_seqs.get(KVPlacement.CPU, 0) + self.kv_seqs.get(KVPlacement.DEFERRED, 0)
+        return "cpu" if on_cpu else compute_tier
+
     @property
     def batch_seqs(self) -> int:
         """The most sequences of one micro-batch."""

@@ -655,7 +655,7 @@ def _make_kv_cache(request: LoadRequest, memory: MemoryPlan, tiers: Tiers) -> KV
         offload_dir=request.offload_dir,
         on_device=kv_on_device(request.config.num_layers, request.policy.kv_layers),
         window_blocks=memory.window_blocks or None,
-        chooses=chooses_pages(request.policy),
+        summaries_in=request.policy.summary_tier(tiers.compute_tier) if chooses_pages(request.policy) else None,
         expansion=memory.expansion,
     )
     return kv_cache

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypedDict
 
-from batchgen.core.attention_budget import CHOSEN_PAGES, DENSE_LAYERS
+from batchgen.core.attention_budget import CHOSEN_PAGES, DENSE_LAYERS, AttentionBudget
 from batchgen.core.errors import InputError
 from batchgen.core.kernel_choice import attention_key, linear_key
 from batchgen.core.typed_json import read_typed
@@ -555,6 +555,16 @@ class ModelConfig:
         """
         layers = enumerate(self.windows)
         return tuple(CHOSEN_PAGES if chooses and self.chooses_pages(j) else window for j, window in layers)
+
+    def choosing_layers(self, attention_budget: str) -> tuple[bool, ...]:
+        """For each layer, whether decoding tokens choose pages there; empty: they attend to all of them everywhere.
+
+        Args:
+            attention_budget: Tokens that a decoding token attends to, as `--attention-budget` states them.
+        """
+        if AttentionBudget.of(attention_budget) is None:
+            return ()
+        return tuple(map(self.chooses_pages, range(self.num_layers)))
 
     @cached_property
     def expert_layers(self) -> int:

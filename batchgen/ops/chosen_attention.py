@@ -73,6 +73,52 @@ def prepare_attention(
     return ChosenAttention(prepared, torch_pages.TorchPages.of(choice, device), None, complete, isa)
 
 
+@dataclass(frozen=True)
+class StagedChoice:
+    """The sequences of a batch that choose pages before these are brought to where attention is computed.
+
+    Attributes:
+        tokens: The batch's token of each sequence, int64 [n], on the device.
+        pages: The sequences, with their queries in the same order: for C++ kernels, or as tensors.
+        isa: Instruction set on the CPU. "": the process's.
+    """
+
+    tokens: Tensor
+    pages: PageChoice | torch_pages.TorchPages
+    isa: str
+
+    def choose(self, q: Tensor, summaries: Tensor) -> Tensor:
+        """The KV blocks of the chosen pages in the order of their tokens, int64 [n, pages]; the rest is padding.
+
+        Args:
+            q: Query of each sequence, [n, heads, head_dim].
+            summaries: Summaries of the layer's pages, [blocks, kv_heads, 2, head_dim].
+        """
+        if not isinstance(self.pages, PageChoice):
+            return self.pages.choose(q, summaries)
+        table = np.zeros((len(q), self.pages.most_pages), np.int32)
+        cpp.choose_pages(q, summaries, self.pages, table, self.isa)
+        return torch.from_numpy(table).long()
+
+
+def prepare_choice(
+    choice: PageChoice, operands: AttentionOperands, device: torch.device = ops.CPU, isa: str = ""
+) -> StagedChoice:
+    """Turn a batch's choice of pages into the form that chooses in each layer.
+
+    Args:
+        choice: Sequences that choose, with tokens counted in the batch.
+        operands: Shapes and dtypes of queries and KV.
+        device: Device that has the queries.
+        isa: Instruction set on the CPU. "": the process's.
+    """
+    pages = replace(choice, tokens=np.arange(len(choice.tokens)))
+    by_kernels = ops.has_cpu_attention(operands, device)
+    return StagedChoice(
+        upload(choice.tokens, device), pages if by_kernels else torch_pages.TorchPages.of(pages, device), isa
+    )
+
+
 def paged_attention(
     q: Tensor, kv: Tensor, plan: PreparedPlan, summaries: Tensor | None, out: Tensor | None = None, **softmax: Any
 ) -> Tensor:

@@ -78,7 +78,7 @@ def plan_chosen(
     num_blocks = -(-tables.num_keys // kv_block_size)
     num_pages = np.array([pages.budget.pages(count, kv_block_size) for count in num_blocks.tolist()], np.int64)
     chooses = pages.decodes & (tables.num_queries == 1) & (num_pages < num_blocks)
-    kept = [part for group in groups for part in _without(group, chooses)]
+    kept = [part for group in groups for part in without_members(group, chooses)]
     plan = plan_attention(tables, kept, kv_block_size=kv_block_size, key_bytes=key_bytes, left_out=chooses)
     members = np.flatnonzero(chooses)
     places = _places(tables.tables[members], num_blocks[members])
@@ -103,7 +103,40 @@ def _places(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return numbers_within(counts) + np.repeat(first, counts)
 
 
-def _without(group: SharedGroup, left_out: np.ndarray) -> list[SharedGroup]:
+def choice_in_pool(
+    budget: AttentionBudget,
+    tokens: np.ndarray,
+    num_keys: np.ndarray,
+    blocks: np.ndarray,
+    summaries: np.ndarray,
+    kv_block_size: int,
+) -> PageChoice:
+    """The choice of sequences whose chosen pages are brought from elsewhere, which happens before attention.
+
+    Args:
+        budget: Pages that a token attends to.
+        tokens: Packed token of each sequence, int64 [n].
+        num_keys: Number of tokens of each sequence after the sweep, int64 [n].
+        blocks: All KV blocks of each sequence where they lie, one table after the other, int32.
+        summaries: The number of each block's summary, int32.
+        kv_block_size: Number of tokens in a KV block.
+    """
+    num_blocks = -(-num_keys // kv_block_size)
+    num_pages = np.array([budget.pages(count, kv_block_size) for count in num_blocks.tolist()], np.int64)
+    nothing = np.zeros(0, np.int64)
+    return PageChoice(
+        tokens=tokens,
+        starts=np.concatenate([[0], np.cumsum(num_blocks)]).astype(np.int64),
+        blocks=np.ascontiguousarray(blocks, np.int32),
+        summaries=np.ascontiguousarray(summaries, np.int32),
+        num_pages=num_pages,
+        num_keys=num_keys - (num_blocks - num_pages) * kv_block_size,
+        complete_blocks=nothing,
+        complete_summaries=nothing,
+    )
+
+
+def without_members(group: SharedGroup, left_out: np.ndarray) -> list[SharedGroup]:
     """The parts of a shared group, of neighbours each, that have none of some sequences and are worth an item."""
     members = np.array(group.members)
     members = members[~left_out[members]]

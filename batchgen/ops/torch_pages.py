@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from batchgen.core.attention_budget import FIRST_PAGES, RECENT_PAGES
+from batchgen.ops import dispatch as ops
 from batchgen.ops import quant
 from batchgen.ops.attention_plan import PageChoice
 from batchgen.ops.host_copy import upload
@@ -24,7 +25,7 @@ def summarise(kv: Tensor, blocks: Tensor, summaries: Tensor, targets: Tensor, bi
         keys = quant.dequantize(keys, summaries.shape[-1], dtype=torch.float32, bits=bits)
     pages = torch.stack((keys.amin(2), keys.amax(2)), dim=2)
     # Prompts that a GPU attends to may be of sequences whose decoding tokens are the CPU's: their summaries are there.
-    summaries.index_copy_(0, targets.to(summaries.device), pages.to(summaries.device, summaries.dtype))
+    ops.scatter_rows(summaries, targets, pages.to(summaries.dtype))
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class TorchPages:
             return upload(np.ascontiguousarray(array, np.int64), device)
 
         blocks, summaries = (on_device(numbers[columns]) for numbers in (choice.blocks, choice.summaries))
-        rest = on_device(counts[:, None]), on_device(choice.num_pages[:, None])
+        rest = on_device(counts)[:, None], on_device(choice.num_pages)[:, None]
         return cls(on_device(choice.tokens), blocks, summaries, *rest, choice.most_pages)
 
     def choose(self, q: Tensor, summaries: Tensor) -> Tensor:
@@ -80,10 +81,19 @@ class TorchPages:
         n, count = self.blocks.shape
         kv_heads, head_dim = summaries.shape[1], summaries.shape[3]
         queries = q.index_select(0, self.tokens).float().view(n, kv_heads, -1, head_dim)
-        low, high = summaries[self.summaries].float().unbind(3)  # each [n, pages, kv_heads, head_dim]
+        low, high = self._summaries(summaries).float().unbind(3)  # each [n, pages, kv_heads, head_dim]
         bounds = torch.einsum("nhgd,nphd->nhgp", queries.clamp(min=0), high)
         bounds += torch.einsum("nhgd,nphd->nhgp", queries.clamp(max=0), low)
         page = torch.arange(count, device=q.device)
         outside = (page < FIRST_PAGES) | (page >= self.counts - RECENT_PAGES)
         bounds = bounds.masked_fill(outside[:, None, None], -torch.inf)
         return bounds.softmax(-1).flatten(1, 2).sum(1)
+
+    def _summaries(self, summaries: Tensor) -> Tensor:
+        """The summaries of all pages of each sequence, [n, pages, kv_heads, 2, head_dim]."""
+        if summaries.device == self.summaries.device:
+            return summaries[self.summaries]
+        shape = *self.summaries.shape, *summaries.shape[1:]
+        found = torch.empty(shape, dtype=summaries.dtype, device=self.summaries.device)
+        ops.gather_rows(found.flatten(0, 1), summaries, self.summaries.view(-1))
+        return found

@@ -8,13 +8,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from batchgen.core.attention_budget import AttentionBudget
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.ops.attention_plan import SequenceSlice, SweepTables, find_shared_groups
 from batchgen.planner.layer_sizes import AttentionKind
 from batchgen.schedule.extents import runs_of
 from batchgen.schedule.micro_batches import by_placement
+from batchgen.schedule.page_staging import choosers_of
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
-from batchgen.schedule.staging import num_shared, swap_runs
+from batchgen.schedule.staging import Choosers, num_shared, swap_runs
 from batchgen.schedule.step_graph import BatchFlow
 from batchgen.schedule.window_pool import NULL_BLOCK
 
@@ -53,6 +55,22 @@ class StagedStates(NamedTuple):
 _NO_STATES = StagedStates()
 
 
+class ChosenLoad(NamedTuple):
+    """KV that passes through the staging buffer where decoding tokens choose pages: amounts of each such layer.
+
+    Attributes:
+        host_blocks: KV blocks of earlier sweeps that are copied from the host's pool.
+        disk_reads: (KV blocks, runs of neighbouring blocks) of earlier sweeps that are read from disk.
+        all_disk: (KV blocks, runs of neighbouring blocks), old and new, of sequences on disk.
+        pages: Pages whose summaries the choice reads.
+    """
+
+    host_blocks: int
+    disk_reads: tuple[int, int]
+    all_disk: tuple[int, int]
+    pages: int
+
+
 @dataclass(frozen=True)
 class BatchLoad:
     """Amounts that one micro-batch of a sweep computes and moves.
@@ -79,6 +97,7 @@ class BatchLoad:
         states: Sequences whose KV or state passes through the staging buffer.
         hidden_on_host: Whether activations wait in host memory between layers.
         swapped: (KV blocks, runs of neighbouring blocks) that come from the host's pool to the device's, for good.
+        chosen: KV that passes in layers where decoding tokens choose pages; None: as in other layers.
     """
 
     tokens: int
@@ -96,6 +115,7 @@ class BatchLoad:
     states: StagedStates = _NO_STATES
     hidden_on_host: bool = False
     swapped: tuple[int, int] = (0, 0)
+    chosen: ChosenLoad | None = None
 
     @property
     def flow(self) -> BatchFlow:
@@ -109,6 +129,7 @@ class BatchLoad:
             hidden_on_host=self.hidden_on_host,
             samples=self.logits_rows > 0,
             swaps_in=self.swapped[0] > 0,
+            chooses=self.chosen is not None,
         )
 
     @property
@@ -133,6 +154,7 @@ def load_of(
     windows: bool = False,
     reuses_kv: bool = False,
     hidden_on_host: bool = False,
+    budget: AttentionBudget | None = None,
 ) -> BatchLoad:
     """The load of a scheduled micro-batch, before its sweep is committed.
 
@@ -143,6 +165,7 @@ def load_of(
         windows: Whether any layer has a sliding window.
         reuses_kv: Whether any layer attends to the KV of another.
         hidden_on_host: Whether activations wait in host memory between layers.
+        budget: Pages that a decoding token attends to, where it chooses some; None: all.
     """
     of_placement = by_placement(batch, compute_tier)
     attended = {name: _attended(members, kv_block_size, sharing=True) for name, members in of_placement.items()}
@@ -155,21 +178,11 @@ def load_of(
     on_host = [s for s in staged if not _on_disk(s)]
     host_blocks = _history_blocks(on_host, kv_block_size, windowed=False)
     windowed_host_blocks = _history_blocks(on_host, kv_block_size, windowed=True) if windows else host_blocks
-    reads: list[tuple[int, int]] = []
+    of_disk = _disk_load(on_disk, kv_block_size)
     writes: list[tuple[int, int]] = []
-    blocks = 0
-    all_reads: list[tuple[int, int]] = []
-    read: set[int] = set()
     for s in on_disk:
-        used = _blocks(s.num_keys, kv_block_size)
-        table = s.sequence.block_table[:used]
-        first = num_shared(table, read)
-        read.update(table[first:])
-        reads += runs_of(table[first : _blocks(s.sequence.num_computed, kv_block_size)])
+        table = s.sequence.block_table[: _blocks(s.num_keys, kv_block_size)]
         writes += runs_of(table[s.sequence.num_computed // kv_block_size :])
-        blocks += used - first
-        if reuses_kv:
-            all_reads += runs_of(table[first:])
     return BatchLoad(
         tokens=sum([s.num_tokens for s in batch]),
         sampled=sum([s.num_keys >= len(s.sequence.tokens) for s in batch]),
@@ -182,13 +195,73 @@ def load_of(
         new_host_blocks=sum(
             _blocks(s.num_keys, kv_block_size) - _blocks(s.sequence.num_computed, kv_block_size) for s in on_host
         ),
-        disk_reads=_blocks_and_runs(reads),
+        disk_reads=of_disk.reads,
         disk_writes=_blocks_and_runs(writes),
-        all_disk=(blocks, len(all_reads)),
+        all_disk=of_disk.all_reads if reuses_kv else (of_disk.all_reads[0], 0),
         states=StagedStates(_begun(on_host), len(on_host), _begun(on_disk), len(on_disk)),
         hidden_on_host=hidden_on_host,
         swapped=(sum(run.count for run in swaps), len(swaps)),
+        chosen=_chosen(on_host, on_disk, choosers_of(staged, budget, kv_block_size), kv_block_size),
     )
+
+
+def _chosen(
+    on_host: Sequence[ScheduledSequence],
+    on_disk: Sequence[ScheduledSequence],
+    choosers: Choosers,
+    kv_block_size: int,
+) -> ChosenLoad | None:
+    """The KV that passes where pages are chosen; None: nobody chooses.
+
+    Which pages are chosen is not known: those of a sequence are taken to lie as if they were drawn from all.
+
+    Args:
+        on_host, on_disk: Staged sequences.
+        choosers: Pages that each sequence attends to which chooses.
+        kv_block_size: Tokens of a page.
+    """
+    if not choosers:
+        return None
+    dense = _disk_load([s for s in on_disk if s.sequence not in choosers], kv_block_size)
+    host_blocks = _history_blocks([s for s in on_host if s.sequence not in choosers], kv_block_size, windowed=False)
+    read, read_runs, used, used_runs, pages = *dense.reads, *dense.all_reads, 0
+    for s in (*on_host, *on_disk):
+        if (count := choosers.get(s.sequence)) is None:
+            continue
+        num_blocks = _blocks(s.num_keys, kv_block_size)
+        old, pages = count - (s.sequence.num_computed % kv_block_size == 0), pages + num_blocks
+        if not _on_disk(s):
+            host_blocks += old
+            continue
+        runs = 1 + round(page_runs(count, num_blocks))
+        read, read_runs, used, used_runs = read + old, read_runs + min(old, runs), used + count, used_runs + runs
+    return ChosenLoad(host_blocks, (read, read_runs), (used, used_runs), pages)
+
+
+def page_runs(pages: float, num_blocks: int) -> float:
+    """Runs of neighbouring blocks beyond the first one, of pages that are drawn from a sequence's blocks."""
+    return max(0.0, pages - 1) * (1 - pages / num_blocks)
+
+
+class _DiskLoad(NamedTuple):
+    """(KV blocks, runs of neighbouring blocks) that sequences have on disk: those of earlier sweeps, and all."""
+
+    reads: tuple[int, int]
+    all_reads: tuple[int, int]
+
+
+def _disk_load(on_disk: Sequence[ScheduledSequence], kv_block_size: int) -> _DiskLoad:
+    """The blocks of sequences on disk; a prefix that several share counts once."""
+    reads: list[tuple[int, int]] = []
+    all_reads: list[tuple[int, int]] = []
+    read: set[int] = set()
+    for s in on_disk:
+        table = s.sequence.block_table[: _blocks(s.num_keys, kv_block_size)]
+        first = num_shared(table, read)
+        read.update(table[first:])
+        reads += runs_of(table[first : _blocks(s.sequence.num_computed, kv_block_size)])
+        all_reads += runs_of(table[first:])
+    return _DiskLoad(_blocks_and_runs(reads), _blocks_and_runs(all_reads))
 
 
 def _blocks_and_runs(runs: Sequence[tuple[int, int]]) -> tuple[int, int]:

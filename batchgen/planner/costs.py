@@ -7,6 +7,7 @@ prefilled next to decoding sequences (continuous admission), so FlexGen's T_pre 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import singledispatch
@@ -16,6 +17,7 @@ from batchgen.core.dtypes import INT8, NATIVE_FORMATS
 from batchgen.core.hardware import ComputeRates, known
 from batchgen.core.plan import first_batch_cpu_share
 from batchgen.ops.attention_plan import MIN_SHARED_SEQUENCES, MIN_SHARED_TOKENS
+from batchgen.planner.batch_load import page_runs
 from batchgen.planner.layer_sizes import AttentionKind
 from batchgen.planner.linear import Linear, number
 from batchgen.planner.phases import Phase
@@ -229,10 +231,26 @@ def _history_tokens(s: CostInputs, phase: Phase) -> float:
     return phase.context - 1 + (s.kv_block_size - 1) / 2
 
 
+def _chosen_blocks(s: CostInputs, phase: Phase) -> float | None:
+    """KV blocks of earlier sweeps that come for the decoding sequences, where these choose pages; None: all come."""
+    if s.layers.budget is None:
+        return None
+    blocks = math.ceil(phase.context / s.kv_block_size)
+    chosen = s.layers.budget.pages(blocks, s.kv_block_size)
+    # One token in so many begins a page, of which nothing is to come.
+    return None if chosen >= blocks else phase.decode_seqs * (chosen - 1 / s.kv_block_size)
+
+
+def _skipped_blocks(s: CostInputs, phase: Phase, brought: float) -> float:
+    """KV blocks that do not come in layers where pages are chosen. brought: those that come in other layers."""
+    chosen = _chosen_blocks(s, phase)
+    return 0.0 if chosen is None else max(0.0, brought - chosen)
+
+
 def streamed_kv_bytes(s: CostInputs, phase: Phase) -> float:
     """Bytes of one layer's history that come to the compute device in a sweep if all sequences were `streamed`.
 
-    A shared prefix comes once for each micro-batch.
+    A shared prefix comes once for each micro-batch. Of sequences that choose pages these alone come.
     """
     shared = s.workload.prefix_len
     unshared = max(0.0, _history_tokens(s, phase) - shared)
@@ -245,7 +263,8 @@ def streamed_kv_bytes(s: CostInputs, phase: Phase) -> float:
     if s.window:
         most = s.window - 1 + s.kv_block_size - 1
         windowed = brought(min(unshared, most), min(shared, max(0.0, most - unshared)))
-    return s.read_kv_bytes(tokens, windowed) / s.model.num_layers
+    skipped = _skipped_blocks(s, phase, tokens / s.kv_block_size) * s.layers.mean_choosing_block
+    return s.read_kv_bytes(tokens, windowed) / s.model.num_layers - skipped
 
 
 def _times_brought(s: CostInputs, phase: Phase) -> float:
@@ -299,15 +318,39 @@ def disk_bytes(s: CostInputs, phase: Phase) -> DiskBytes:
     read = (phase.decode_seqs * _history_tokens(s, phase) - again * shared) / s.kv_block_size
     written = phase.decode_seqs + prompts / s.kv_block_size
     states_in, states_out = ((phase.decode_seqs + n) * s.layer_state_bytes for n in _prompt_states(s, phase))
-    sizes = s.layers
+    sizes, skipped = s.layers, _skipped_blocks(s, phase, read)
 
-    def moved(stored: float, reused: float) -> tuple[float, float]:  # what is reused comes with its new tokens
-        return read * stored + (read + written) * reused + states_in, written * stored + states_out
+    def moved(stored: float, reused: float, choosing: float) -> tuple[float, float]:
+        # What is reused comes with its new tokens.
+        brought = read * stored + (read + written) * reused - skipped * choosing
+        return brought + states_in, written * stored + states_out
 
     return DiskBytes(
-        on_disk=moved(sizes.mean_disk_block, sizes.mean_disk_reused_block),
-        copied=moved(sizes.mean_block, sizes.mean_reused_block),
+        on_disk=moved(sizes.mean_disk_block, sizes.mean_disk_reused_block, sizes.mean_disk_choosing_block),
+        copied=moved(sizes.mean_block, sizes.mean_reused_block, sizes.mean_choosing_block),
     )
+
+
+def _chosen_chain(s: CostInputs, phase: Phase, at: Placement, compute: Linear) -> dict[str, Linear]:
+    """Seconds of computation and of bringing chosen pages, which wait for each other within one layer of one sweep.
+
+    Pages are chosen by the queries of a micro-batch, whose attention waits until they are there.
+
+    Args:
+        s: The inputs of the cost model.
+        phase: The sweep.
+        at: The placement.
+        compute: Seconds of computation with the placement.
+    """
+    if (chosen := _chosen_blocks(s, phase)) is None:
+        return {}
+    hardware, sizes = s.hardware, s.layers
+    read_s = transfer_s(chosen * sizes.mean_disk_choosing_block, hardware.disk_read_bytes_per_s)
+    chain = compute + at.kv_disk * read_s
+    if s.on_gpu:
+        link_s = transfer_s(chosen * sizes.mean_choosing_block, hardware.h2d_bytes_per_s)
+        chain = chain + (at.kv_streamed + at.kv_disk) * link_s
+    return {"chain_pages": chain}
 
 
 def moved_bytes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]:
@@ -349,13 +392,13 @@ def moved_bytes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
 def _requests(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]:
     """Requests of one layer over each transfer lane beside its bytes.
 
-    Disks have one request for each sequence's KV. Links have one copy for each tensor, and for each kind of
-    micro-batches' data, in proportion to what is where, though a tenth of the sequences are copied as often as all of
-    them: else it would not be linear.
+    Disks have one request for each sequence's KV, and one for each run of chosen pages. Links have one copy for each
+    tensor, and for each kind of micro-batches' data, in proportion to what is where, though a tenth of the sequences
+    are copied as often as all of them: else it would not be linear.
     """
     keeping = len(s.model.kv_layers) / s.model.num_layers + s.states_frac  # layers that keep anything of a sequence
     requests: dict[str, Linear] = {
-        "disk_read": at.kv_disk * (phase.decode_seqs * keeping),
+        "disk_read": at.kv_disk * (phase.decode_seqs * (keeping + _more_requests(s, phase))),
         "disk_write": at.kv_disk * ((phase.decode_seqs + phase.prefill_seqs) * keeping),
     }
     if not s.on_gpu or not s.hardware.link_overhead_s:
@@ -371,6 +414,15 @@ def _requests(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]:
     if phase.deferred_tokens:
         h2d, d2h = h2d + 1, d2h + COPIES_SENT
     return requests | {"h2d": h2d, "d2h": d2h}
+
+
+def _more_requests(s: CostInputs, phase: Phase) -> float:
+    """Requests to the disk beyond one for a decoding sequence that chooses pages, the mean over all layers."""
+    if (chosen := _chosen_blocks(s, phase)) is None or not phase.decode_seqs:
+        return 0.0
+    pages, blocks = chosen / phase.decode_seqs, math.ceil(phase.context / s.kv_block_size)
+    choosing = sum(s.model.choosing_layers(s.attention_budget)) / s.model.num_layers
+    return choosing * page_runs(pages, blocks)
 
 
 def _transfer_lanes(s: CostInputs, moved: Mapping[str, Linear], requests: Mapping[str, Linear]) -> dict[str, Linear]:
@@ -416,6 +468,7 @@ def layer_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
             lanes["compute"] = lanes["compute"] - experts_skipped_frac(s, phase) * dequantize_experts_s(s)
         if reads_on_demand(s, phase):
             _add_on_demand(s, phase, at, lanes)
+    lanes |= _chosen_chain(s, phase, at, lanes["compute"])
     lanes["dram"] = _dram_bytes(s, phase, at, moved) * (1 / s.hardware.dram_bytes_per_s)
     return lanes
 

@@ -61,16 +61,93 @@ def kv_block_bytes(config: ModelConfig, kv_block_size: int, kv_format: str) -> t
 
 
 @lru_cache(maxsize=64)
-def summary_bytes(config: ModelConfig, kv_format: str) -> int:
-    """Bytes of the summaries of one KV block in all layers that choose pages."""
-    layers = [j for j in config.kv_layers if config.chooses_pages(j)]
-    shapes = map(config.attention_of, layers)
-    return sum(shape.num_kv_heads * KVFormat.of(kv_format).summary_bytes(shape.head_dim) for shape in shapes)
+def summary_bytes(config: ModelConfig, kv_format: str, attention_budget: str) -> tuple[int, ...]:
+    """Bytes of the summary of one KV block in each layer: 0 where no pages are chosen, or KV of another is attended to.
+
+    Args:
+        config: The model's configuration.
+        kv_format: Format of KV.
+        attention_budget: Tokens that a decoding token attends to, as `--attention-budget` states them.
+    """
+    sizes, choosing = [0] * config.num_layers, config.choosing_layers(attention_budget)
+    for layer in config.kv_layers if choosing else ():
+        if choosing[layer]:
+            shape = config.attention_of(layer)
+            sizes[layer] = shape.num_kv_heads * KVFormat.of(kv_format).summary_bytes(shape.head_dim)
+    return tuple(sizes)
 
 
-def _summary_bytes(config: ModelConfig, policy: Policy) -> int:
-    """Bytes of the summaries of one KV block under a policy: none where all tokens attend to all before them."""
-    return 0 if AttentionBudget.of(policy.attention_budget) is None else summary_bytes(config, policy.kv_format)
+@dataclass(frozen=True)
+class _Summaries:
+    """The summaries of KV blocks under a policy.
+
+    Attributes:
+        block_bytes: bytes of those of one block, in all layers; 0 where all tokens attend to all before them.
+        passing_tier: tier of those of blocks that are not in the compute device's own memory.
+        kv_bytes: bytes of a block itself, in all layers.
+    """
+
+    block_bytes: int
+    passing_tier: str
+    kv_bytes: int
+
+    @classmethod
+    def of(cls, config: ModelConfig, policy: Policy, compute_tier: str) -> _Summaries:
+        size = sum(summary_bytes(config, policy.kv_format, policy.attention_budget))
+        kv_bytes = sum(kv_block_bytes(config, policy.kv_block_size, policy.kv_format))
+        return cls(size, policy.summary_tier(compute_tier), kv_bytes)
+
+    def _tier(self, pool: str) -> str:
+        """The tier of the summaries of a pool's blocks."""
+        return "gpu" if pool == "gpu" else self.passing_tier
+
+    def beside(self, pool: str) -> int:
+        """Bytes of the summaries of a block that are in its own tier."""
+        return self.block_bytes if self._tier(pool) == pool else 0
+
+    def fitting(self, pool: str, most: int, least: int, capacity: Mapping[str, int]) -> int:
+        """The most blocks of a pool, of at least so many, whose summaries fit where they lie in another tier."""
+        if not self.block_bytes or self._tier(pool) == pool:
+            return most
+        return max(least, min(most, capacity[self._tier(pool)] // self.block_bytes))
+
+    def take(self, pool: str, blocks: int, taken: dict[str, int], capacity: dict[str, int]) -> None:
+        """Count the summaries of a pool's blocks where they lie in another tier."""
+        if (tier := self._tier(pool)) != pool:
+            taken[tier] += blocks * self.block_bytes
+            capacity[tier] -= blocks * self.block_bytes
+
+    def most_blocks(self, useful: Mapping[str, int], least: int, capacity: int) -> dict[str, int]:
+        """The most blocks of each pool, so that summaries leave the GPU's own pool its part of the memory.
+
+        Args:
+            useful: Blocks of each pool that are of use.
+            least: Blocks of a row that must fit.
+            capacity: Bytes of the GPU's memory for KV and summaries.
+        """
+        wanted = self.block_bytes * sum(count for pool, count in useful.items() if pool != "gpu")
+        if self.passing_tier != "gpu" or not wanted:
+            return dict(useful)
+        others = useful.get("gpu", 0) * (self.kv_bytes + self.block_bytes)
+        part = min(1.0, max(0, capacity) / (wanted + others))
+        return {pool: count if pool == "gpu" else max(least, int(count * part)) for pool, count in useful.items()}
+
+
+def _useful_blocks(policy: Policy, demand: Demand, count: int) -> int:
+    """Blocks of a pool that are of use to its sequences.
+
+    More than every sequence at full length is never used; the demand may know better, but any row must fit.
+
+    Args:
+        policy: The policy.
+        demand: Memory requirements of the rows.
+        count: Sequences of the pool.
+    """
+    longest = -(-policy.max_model_len // policy.kv_block_size)
+    if demand.most_kv_tokens is None:
+        return count * longest
+    expected = -(-demand.most_kv_tokens * count // policy.max_num_seqs)
+    return min(count * longest, max(-(-expected // policy.kv_block_size), longest))
 
 
 def window_bytes(config: ModelConfig, sizes: Sequence[int]) -> int:
@@ -122,29 +199,31 @@ def kv_pools(
     least = -(-demand.min_tokens // kv_block_size)
     capacity = {tier: budgets[tier] - sum(fixed.values()) for tier, fixed in parts.items()}
     blocks, of_windows, taken, short = {}, {}, dict.fromkeys(parts, 0), {}
-    # Summaries of blocks on disk are in host memory, of which the pool there gets the rest.
-    for pool, count in sorted(seqs.items(), key=lambda item: item[0] != "disk"):
-        # More than every sequence at full length is never used; the demand may know better, but any row must fit.
-        useful = count * -(-policy.max_model_len // kv_block_size)
-        if demand.most_kv_tokens is not None:
-            expected = -(-demand.most_kv_tokens * count // policy.max_num_seqs)
-            useful = min(useful, max(-(-expected // kv_block_size), -(-policy.max_model_len // kv_block_size)))
+    summaries = _Summaries.of(config, policy, "gpu" if "gpu" in budgets else "cpu")
+    most = summaries.most_blocks(
+        {pool: _useful_blocks(policy, demand, count) for pool, count in seqs.items()}, least, capacity.get("gpu", 0)
+    )
+    # Summaries may lie in another tier than their blocks: the pool of that tier gets the rest.
+    for pool, count in sorted(seqs.items(), key=lambda item: ("disk", "cpu", "gpu").index(item[0])):
+        useful = summaries.fitting(pool, most[pool], least, capacity)
         if window is not None and pool != "disk":
-            split = _Split.of(config, policy, window, count)
+            split = _Split.of(config, policy, window, count, summaries.beside(pool))
             if capacity[pool] < split.bytes_of(least, split.least(least)):
                 short[pool] = split.bytes_of(least, split.least(least)) - capacity[pool]
                 continue
             blocks[pool], of_windows[pool] = split.shared_out(capacity[pool], least, useful)
             taken[pool] += split.bytes_of(blocks[pool], of_windows[pool])
+            summaries.take(pool, blocks[pool], taken, capacity)
             continue
         sizes = _pool_block_bytes(config, policy, pool)
+        sizes[pool] += summaries.beside(pool)
         for tier, size in sizes.items():
             if capacity[tier] < least * size:
                 short[tier] = least * size - capacity[tier]
         blocks[pool] = max(0, min([useful, *(capacity[tier] // size for tier, size in sizes.items() if size)]))
         for tier, size in sizes.items():
             taken[tier] += blocks[pool] * size
-        capacity["cpu"] -= blocks[pool] * (pool == "disk") * sizes.get("cpu", 0)
+        summaries.take(pool, blocks[pool], taken, capacity)
     for tier, size in capacity.items():
         if size < 0:
             short.setdefault(tier, -size)
@@ -212,7 +291,7 @@ class _Split:
     """One pool's division between layers that keep all KV and layers with a sliding window.
 
     Attributes:
-        block_bytes: bytes of a block of all layers of the former kind.
+        block_bytes: bytes of a block of all layers of the former kind, with its summaries if they lie there.
         window_block_bytes: bytes of a block of all layers with a sliding window.
         of_window: blocks that a decoding sequence holds in the latter.
         most: blocks of the latter that are of use to all sequences.
@@ -224,12 +303,13 @@ class _Split:
     most: int
 
     @classmethod
-    def of(cls, config: ModelConfig, policy: Policy, window: int, count: int) -> _Split:
+    def of(cls, config: ModelConfig, policy: Policy, window: int, count: int, summary: int) -> _Split:
+        """The division for so many sequences. summary: bytes of a block's summaries that lie in the same tier."""
         sizes = kv_block_bytes(config, policy.kv_block_size, policy.kv_format)
         windowed, of_window = window_bytes(config, sizes), window_blocks(window, policy.kv_block_size)
         chunks = -(-policy.max_num_batched_tokens * count // policy.max_num_seqs)
         most = count * of_window + chunk_blocks(chunks, policy.kv_block_size)
-        return cls(sum(sizes) - windowed + _summary_bytes(config, policy), windowed, of_window, most)
+        return cls(sum(sizes) - windowed + summary, windowed, of_window, most)
 
     def least(self, blocks: int) -> int:
         """Window blocks of a row with so many blocks, chunk by chunk."""
@@ -253,16 +333,13 @@ class _Split:
 
 
 def _pool_block_bytes(config: ModelConfig, policy: Policy, pool: str) -> dict[str, int]:
-    """Bytes of a block of all layers and of its summaries, by tier."""
-    summaries = _summary_bytes(config, policy)
+    """Bytes of a block of all layers, by tier."""
     sizes = kv_block_bytes(config, policy.kv_block_size, policy.kv_format)
     if pool == "cpu" and policy.kv_layers:
         on_device = kv_on_device(config.num_layers, policy.kv_layers)
         gpu = sum(size for size, stays in zip(sizes, on_device, strict=True) if stays)
-        return {"gpu": gpu, "cpu": sum(sizes) - gpu + summaries}
-    if pool == "disk" and summaries:  # which are in host memory
-        return {"disk": sum(map(aligned, sizes)), "cpu": summaries}
-    return {pool: sum(map(aligned, sizes)) if pool == "disk" else sum(sizes) + summaries}
+        return {"gpu": gpu, "cpu": sum(sizes) - gpu}
+    return {pool: sum(map(aligned, sizes)) if pool == "disk" else sum(sizes)}
 
 
 def _too_small(

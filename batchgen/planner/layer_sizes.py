@@ -103,7 +103,12 @@ class LayerSizes:
     @cached_property
     def summary_block(self) -> int:
         """Bytes of the summaries of a KV block in all layers; 0 where all tokens are attended to."""
-        return 0 if self.budget is None else summary_bytes(self.model, self.kv_format)
+        return sum(self.summaries)
+
+    @cached_property
+    def summaries(self) -> tuple[int, ...]:
+        """Bytes of the summary of a KV block in each layer with KV of its own that chooses pages; 0 in others."""
+        return summary_bytes(self.model, self.kv_format, self.attention_budget)
 
     @cached_property
     def _windows(self) -> tuple[int | None, ...]:
@@ -152,6 +157,21 @@ class LayerSizes:
         """Bytes of a KV block of all layers that attend, (without, with) a sliding window."""
         windowed = window_bytes(self.model, self.read_blocks)
         return sum(self.read_blocks) - windowed, windowed
+
+    @cached_property
+    def mean_choosing_block(self) -> float:
+        """Bytes of a KV block in layers that choose pages, the mean over all layers."""
+        return self._mean(self._choosing_blocks)
+
+    @cached_property
+    def mean_disk_choosing_block(self) -> float:
+        """Bytes of a KV block on disk in layers that choose pages, the mean over all layers."""
+        return self._mean(map(aligned, self._choosing_blocks))
+
+    @cached_property
+    def _choosing_blocks(self) -> tuple[int, ...]:
+        choosing = self.model.choosing_layers(self.attention_budget) or (False,) * self.model.num_layers
+        return tuple(size if chooses else 0 for size, chooses in zip(self.read_blocks, choosing, strict=True))
 
     @cached_property
     def largest_block(self) -> int:

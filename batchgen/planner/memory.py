@@ -193,12 +193,23 @@ def kv_bytes(s: CostInputs, at: Placement) -> dict[str, Linear]:
     shared, chunks = s.shared_kv_bytes, s.chunk_kv_bytes * s.swept_seqs / s.max_num_seqs
     deferred = s.deferred_seqs * (s.seq_kv_bytes + s.chunk_kv_bytes / s.max_num_seqs)
     return {
-        "gpu": at.kv_gpu * (all_seqs + chunks) + (shared if s.on_gpu else 0.0),
+        "gpu": at.kv_gpu * (all_seqs + chunks) + (shared if s.on_gpu else 0.0) + _passing_summary_bytes(s, at),
         "cpu": (at.kv_cpu + at.kv_streamed) * (all_seqs + chunks)
         + (deferred + shared)
         + at.kv_disk * (s.swept_seqs * s.disk_seq_summary_bytes),
         "disk": at.kv_disk * (s.swept_seqs * s.disk_seq_kv_bytes),
     }
+
+
+def _passing_summary_bytes(s: CostInputs, at: Placement) -> Linear:
+    """Bytes of a GPU's memory for the summaries of pages that come to it, if it has them.
+
+    Where the CPU attends to others, they are in host memory, which `kv_bytes` reserves in any case.
+    """
+    if not s.on_gpu or not s.layers.summary_block:
+        return 0.0
+    of_streamed = s.seq_blocks * s.layers.summary_block
+    return (at.kv_streamed * of_streamed + at.kv_disk * s.disk_seq_summary_bytes) * s.swept_seqs
 
 
 def peak_bytes(s: CostInputs, at: Placement) -> dict[str, Linear]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
+from batchgen.core.attention_budget import AttentionBudget
 from batchgen.core.draft_rates import DraftRates, expected_accepted
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.kv_expansion import Recut
@@ -246,6 +247,8 @@ class SimulatedJob:
         self._plan = plan
         self._compute_tier = "gpu" if "gpu" in plan.budgets else "cpu"
         self._reuses_kv = config.shared_kv_layers > 0
+        chooses = any(config.choosing_layers(policy.attention_budget))
+        self._budget = AttentionBudget.of(policy.attention_budget) if chooses else None
         self._windows = any(window is not None for window in config.windows)
         self._rows = enumerate(simulated_rows(plan.workload) if rows is None else rows)
         self._output_len: dict[Sequence, int] = {}  # of sequences in flight
@@ -350,6 +353,7 @@ class SimulatedJob:
                 windows=self._windows,
                 reuses_kv=self._reuses_kv,
                 hidden_on_host=k >= first_on_host,
+                budget=self._budget,
             )
             for k, batch in enumerate(batches)
         ]

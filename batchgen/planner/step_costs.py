@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from batchgen.core.attention_budget import CHOSEN_PAGES
 from batchgen.core.direct_io import aligned
 from batchgen.core.draft_rates import MOST_DRAFTS
 from batchgen.core.hardware import ComputeRates, HardwareProfile
@@ -12,7 +13,7 @@ from batchgen.core.kv_expansion import Recut
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.plan import VOCABULARY_CHUNKS, Plan, kv_on_device, spread_layers
 from batchgen.models.config import ModelConfig
-from batchgen.planner.batch_load import Attended, BatchLoad
+from batchgen.planner.batch_load import Attended, BatchLoad, ChosenLoad
 from batchgen.planner.layer_sizes import AttentionKind
 from batchgen.planner.problem import CostInputs
 from batchgen.planner.sizes import group_bytes_of_layers, group_tensors_of_layers
@@ -51,8 +52,14 @@ def streams_of(plan: Plan, config: ModelConfig) -> Streams:
     residency = WeightResidency.of_policy(plan.policy, config)
     on_device = kv_on_device(len(residency.layers), plan.policy.kv_layers)
     compute_tier = "gpu" if "gpu" in plan.budgets else "cpu"
-    layers = {"state_layers": config.state_layers, "kv_sources": config.kv_sources}
-    return residency.streams(compute_tier, on_device, **layers, **config.ends)
+    return residency.streams(
+        compute_tier,
+        on_device,
+        config.state_layers,
+        config.kv_sources,
+        choosing=config.choosing_layers(plan.policy.attention_budget),
+        **config.ends,
+    )
 
 
 # Placements that the CPU attends to beside an accelerator.
@@ -186,7 +193,10 @@ class StepCosts:
             _PlacedLayer.of(s, {g: t[j] for g, t in tiers.items()}, sizes[j], tensors[j], config.has_experts(j))
             for j in range(config.num_layers)
         ]
-        self.vocabulary_chunks = streams_of(plan, config).vocabulary_chunks
+        self._streams = streams_of(plan, config)
+        self.vocabulary_chunks = self._streams.vocabulary_chunks
+        # An emulated accelerator reads them where they are.
+        self.fetches_summaries = not s.shares_cores and policy.summary_tier("gpu") == "cpu"
         self.embeds_on_gpu = WeightResidency.of_policy(policy, config).tier_of_embeddings(config) == "gpu"
         self._before_frac = before_attention_frac(config)
         # The part of what comes after attention that comes before the experts.
@@ -199,6 +209,10 @@ class StepCosts:
     def kind_of(self, layer: int) -> AttentionKind | None:
         """The kind of a layer's attention; None: it is a state layer."""
         return self.kinds[self._kind_of[layer]] if layer in self._kind_of else None
+
+    def passing(self, step: Step, load: BatchLoad) -> BatchLoad | ChosenLoad:
+        """The KV of a micro-batch that passes through the staging buffer in a Step's layer."""
+        return load if load.chosen is None or not self._streams.chooses_staged(step.layer) else load.chosen
 
     @property
     def element_bytes(self) -> float:
@@ -326,9 +340,13 @@ class _Computing:
             packed: Whether the sweep multiplies 4-bit weights as they are.
         """
         s, hardware, config = costs.inputs, costs.hardware, costs.config
-        requests_s = 0.0
-        if s.shares_cores:
-            requests_s = (load.disk_reads[1] + load.disk_writes[1]) * hardware.disk_cpu_overhead_s
+
+        def requests_s(kind: AttentionKind | None) -> float:
+            """Seconds of the kernel's work for requests to the disk, which takes the cores that compute."""
+            chooses = load.chosen is not None and kind is not None and kind.windows[0][0] == CHOSEN_PAGES
+            reads = load.chosen.disk_reads if chooses and load.chosen is not None else load.disk_reads
+            return (reads[1] + load.disk_writes[1]) * hardware.disk_cpu_overhead_s if s.shares_cores else 0.0
+
         waking_s = s.rates.waking_overhead_s
 
         def on_cpu_s(kind: AttentionKind | None) -> float:
@@ -339,7 +357,7 @@ class _Computing:
             attended = load.attended_by(kind)
             # Deferred sequences have Steps of their own.
             others = [a for placement, a in attended.items() if placement not in _ON_CPU]
-            return requests_s + sum(costs.attention_s(a, kind, s.rates) for a in others) + waking_s
+            return requests_s(kind) + sum(costs.attention_s(a, kind, s.rates) for a in others) + waking_s
 
         layer = costs.layer_s(load.tokens, packed=packed)
         # The last one with the tokens that go on from it.
@@ -451,6 +469,15 @@ class _SweepCosts:
 
     # Attention on the CPU
 
+    def chosen_pages(self, step: Step, load: BatchLoad) -> float:
+        """Seconds of a choice of pages. Summaries count with attention, but for those that are in host memory."""
+        costs, hardware = self._costs, self._costs.hardware
+        seconds, chosen = pre_overhead_s(costs.inputs.rates), load.chosen
+        if chosen is not None and costs.fetches_summaries:
+            size = chosen.pages * costs.inputs.layers.summaries[costs.config.kv_source(step.layer)]
+            seconds += transfer_s(size, hardware.h2d_bytes_per_s)
+        return seconds
+
     def attended_on_cpu(self, step: Step, load: BatchLoad) -> float:
         """Seconds of CPU attention to the sequences of a micro-batch."""
         return self._computing[step.batch].cpu_attention_s[step.layer]
@@ -499,7 +526,8 @@ class _SweepCosts:
     def read_kv(self, step: Step, load: BatchLoad) -> float:
         """Seconds of reading a micro-batch's KV, or its states, from disk."""
         s, hardware, config = self._costs.inputs, self._costs.hardware, self._costs.config
-        blocks, runs = load.disk_reads if config.owns_kv(step.layer) else load.all_disk
+        passing = self._costs.passing(step, load)
+        blocks, runs = passing.disk_reads if config.owns_kv(step.layer) else passing.all_disk
         size = blocks * aligned(s.layers.read_blocks[step.layer])
         if config.has_state(step.layer):
             size, runs = load.states.disk_in * s.state_row_bytes, load.states.disk_in
@@ -519,6 +547,7 @@ class _SweepCosts:
 _SECONDS: Mapping[str, Callable[[_SweepCosts, Step, BatchLoad], float]] = {
     **dict.fromkeys(("embed", "load_attention", "join_deferred"), _SweepCosts.copied_by_compute),
     **dict.fromkeys(("pre", "attention", "post", "route", "expand_weight", "head"), _SweepCosts.computed),
+    "choose_pages": _SweepCosts.chosen_pages,
     "cpu_attention": _SweepCosts.attended_on_cpu,
     "attend_deferred": _SweepCosts.attended_deferred,
     **dict.fromkeys(("read_weight", "read_dense", "read_experts"), _SweepCosts.read_weights),
@@ -571,16 +600,18 @@ def _loaded_hidden_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float
 def _staged_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
     if costs.config.has_state(step.layer):
         return (load.states.host_in + load.states.disk_in) * costs.inputs.state_row_bytes
-    windowed = costs.config.windows[step.layer] is not None
-    host_blocks = load.windowed_host_blocks if windowed else load.host_blocks
-    disk_blocks = load.all_disk[0] if load.disk_reads[0] else 0
+    windowed, passing = costs.config.windows[step.layer] is not None, costs.passing(step, load)
+    host_blocks = load.windowed_host_blocks if windowed else passing.host_blocks
+    disk_blocks = passing.all_disk[0] if passing.disk_reads[0] else 0
     if not costs.config.owns_kv(step.layer):
-        host_blocks, disk_blocks = host_blocks + load.new_host_blocks, load.all_disk[0]
+        host_blocks, disk_blocks = host_blocks + load.new_host_blocks, passing.all_disk[0]
     return (host_blocks + disk_blocks) * costs.inputs.layers.read_blocks[step.layer]
 
 
 def _swapped_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
-    return load.swapped[0] * costs.inputs.layers.blocks[step.layer]
+    """Bytes of blocks that move to the device's pool, and of their summaries."""
+    sizes = costs.inputs.layers
+    return load.swapped[0] * (sizes.blocks[step.layer] + sizes.summaries[step.layer])
 
 
 def _stored_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from batchgen.core.attention_budget import CHOSEN_PAGES
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.ops import dispatch as ops
 from batchgen.ops.attention_plan import AttentionPlan
-from batchgen.ops.chosen_attention import PreparedPlan, prepare_attention
+from batchgen.ops.chosen_attention import PreparedPlan, StagedChoice, prepare_attention, prepare_choice
 from batchgen.ops.dispatch import CPU
 from batchgen.ops.host_copy import upload
 from batchgen.runtime.batch_state import A, BatchPart, BatchState, Plans, for_each
@@ -98,7 +99,8 @@ def _prepare(context: StepContext, packed: PackedBatch, on_host: bool, first_tok
     positions = torch.from_numpy(packed.positions), upload(packed.positions, context.device)
     batch = BatchState(
         packed, *positions, parts=parts, moves=moves, on_host=on_host, begins=begins, in_place=in_place,
-        state_moves=state_moves, first_token=first_token, **_tokens(context, packed, on_host),
+        state_moves=state_moves, first_token=first_token, staged_choice=_prepared_choice(context, packed),
+        **_tokens(context, packed, on_host),
     )  # fmt: skip
     if context.tiers.links and not (context.config.embeds or on_host):  # for what the previous stage will send
         shape = packed.num_tokens, context.config.hidden_size
@@ -118,10 +120,22 @@ def _prepared_plans(context: StepContext, segment: Segment, device: torch.device
     """Attention plans of a segment by sliding window, on the device that attends."""
 
     def prepared(plan: AttentionPlan, window: int | None) -> PreparedPlan:
-        isa = context.options.attention_isa.get(context.config.attention_within(window or None), "")
-        return prepare_attention(plan, context.attention_operands(window), device=device, isa=isa)
+        return prepare_attention(plan, context.attention_operands(window), device=device, isa=_isa(context, window))
 
     return {window: prepared(plan, window) for window, plan in _of_layers(context, segment.plans).items()}
+
+
+def _prepared_choice(context: StepContext, packed: PackedBatch) -> StagedChoice | None:
+    """The sequences that choose which pages pass through the staging buffer; None: none does."""
+    if packed.staged_choice is None or CHOSEN_PAGES not in context.attended_windows:
+        return None
+    operands, isa = context.attention_operands(CHOSEN_PAGES), _isa(context, CHOSEN_PAGES)
+    return prepare_choice(packed.staged_choice, operands, device=context.device, isa=isa)
+
+
+def _isa(context: StepContext, window: int | None) -> str:
+    """The instruction set that attends on the CPU in layers with a sliding window. "": the process's."""
+    return context.options.attention_isa.get(context.config.attention_within(window or None), "")
 
 
 def _uploaded(context: StepContext, slots: Mapping[int | None, np.ndarray]) -> dict[int | None, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.models.experts import Routes
-from batchgen.ops.chosen_attention import PreparedPlan
+from batchgen.ops.chosen_attention import PreparedPlan, StagedChoice
 from batchgen.ops.state_slots import StateSlots
 from batchgen.runtime.deferred import DeferredBatchState
 from batchgen.runtime.graphs import StaticBuffers
@@ -78,6 +78,10 @@ class BatchState:
         parts: its segments by placement, but for the deferred one.
         moves: KV that passes through the staging buffer, by sliding window; empty: none does.
         first_token: number of tokens of the sweep's micro-batches before it.
+        staged_choice: sequences that choose which pages pass through the staging buffer; None: none does.
+        chosen_on_host: by layer, blocks of the host's pool to bring where pages are chosen, int64; used up by the copy.
+        chosen_on_disk: by layer, table of chosen blocks in host memory, int64 [n, pages], filled when the Step that
+            chose them has ended; used up by the read.
         state_moves: states that pass; None: none does.
         on_host: Whether its activations wait in host memory between layers.
         hidden: activations, [tokens, hidden], on the compute device, or between layers in host memory.
@@ -122,6 +126,9 @@ class BatchState:
     first_token: int = 0
     token_ids: Tensor = RELEASED
     pending: tuple[Tensor, Tensor] | None = None
+    staged_choice: StagedChoice | None = None
+    chosen_on_host: dict[int, Tensor] = field(default_factory=dict)
+    chosen_on_disk: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def experts(self) -> list[int]:

@@ -83,6 +83,7 @@ class Executor:
             kv_cache.on_device,
             config.state_layers,
             config.kv_sources,
+            choosing=config.choosing_layers(options.attention_budget),
             **config.ends,
         )
         # On a device with streams a Step costs time to launch; a trace shows each.

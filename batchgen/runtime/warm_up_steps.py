@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from batchgen.core.attention_budget import CHOSEN_PAGES
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.runtime.steps.context import StepContext
 from batchgen.schedule.packed_batch import PackedBatch, Segment
@@ -35,7 +36,8 @@ def sweeps_of_layers(context: StepContext, layers: Sequence[int]) -> Sweeps:
     states = [i for i, layer in enumerate(layers) if context.config.has_state(layer)]
     sources = [layers.index(context.config.kv_source(layer)) for layer in layers]
     residency, config = context.weights.residency.of_layers(layers), context.config
-    return Sweeps(residency.streams(context.compute_tier, on_device, states, sources, **config.ends))
+    choosing = [context.windows[layer] == CHOSEN_PAGES for layer in layers]
+    return Sweeps(residency.streams(context.compute_tier, on_device, states, sources, choosing=choosing, **config.ends))
 
 
 def numbered_before(steps: Iterable[Step], layers: Sequence[int]) -> Iterator[Step]:

@@ -18,6 +18,7 @@ from batchgen.ops.attention_items import numbers_within
 from batchgen.ops.attention_plan import (
     MIN_SHARED_TOKENS,
     AttentionPlan,
+    PageChoice,
     SharedGroup,
     SweepTables,
     find_shared_groups,
@@ -26,6 +27,7 @@ from batchgen.ops.attention_plan import (
 )
 from batchgen.ops.page_choice import PageTables, plan_chosen
 from batchgen.schedule.micro_batches import by_placement
+from batchgen.schedule.page_staging import ChosenStaging, choosers_of, summary_numbers
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
 from batchgen.schedule.sequence import PENDING, LogitsRow, Sequence, after_drafts, in_flight, logits_rows
 from batchgen.schedule.staging import Run, Staging, Tables, has_window_tables, stage, swap_runs
@@ -76,6 +78,8 @@ class PackedBatch:
         in_place: streamed segment in layers whose KV of it lies on the device: slots and plans of its pool.
         state_staging: states that pass; None: none does.
         swaps: KV blocks that come from the host's pool to the device's, for good.
+        staged_choice: sequences that choose which of their pages pass through the staging buffer, and the batch's token
+            of each; None: none does.
     """
 
     token_ids: np.ndarray
@@ -91,6 +95,7 @@ class PackedBatch:
     in_place: Segment | None = None
     state_staging: StateStaging | None = None
     swaps: tuple[Run, ...] = ()
+    staged_choice: PageChoice | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -101,13 +106,14 @@ class PackedBatch:
         staging, states = list((self.staging or {}).values()), self.state_staging
         return BatchFlow(
             placements=frozenset(s.placement for s in self.segments),
-            history=any(len(s.host_blocks) or s.reads for s in staging) or bool(states and states.has_history),
+            history=any(len(s.host_blocks) or s.reads_disk for s in staging) or bool(states and states.has_history),
             stored=any(len(s.new_slots) for s in staging) or bool(states and len(states.host_targets)),
-            disk_read=any(s.reads for s in staging) or bool(states and states.reads),
+            disk_read=any(s.reads_disk for s in staging) or bool(states and states.reads),
             disk_write=any(s.writes for s in staging) or bool(states and states.writes),
             hidden_on_host=hidden_on_host,
             samples=bool(self.logits_rows),
             swaps_in=bool(self.swaps),
+            chooses=self.staged_choice is not None,
         )
 
 
@@ -141,7 +147,9 @@ def pack(
     budget = AttentionBudget.of(attention_budget) if CHOSEN_PAGES in windows else None
     of_placement = by_placement(batch, compute_tier)
     passing = of_placement.get(KVPlacement.STREAMED, [])
-    staged, (staged_states, state_staging) = stage(passing, windows, kv_block_size), stage_states(passing)
+    choosers = choosers_of(passing, budget, kv_block_size)
+    staged, (staged_states, state_staging) = stage(passing, windows, kv_block_size, choosers), stage_states(passing)
+    staged_choice: PageChoice | None = None
     plans_on = partial(_plans, kv_block_size=kv_block_size, causal=causal)
     rows, segments = _Rows(), []
     on_device: Segment | None = None
@@ -162,7 +170,16 @@ def pack(
         plans_of = partial(plans_on, key_bytes=None if attended_on_card else key_bytes)
         if budget is not None:
             plans_of = partial(plans_of, pages=_page_tables(sequences, tables, budget, host_blocks))
-        segments.append(Segment(placement, start, rows.count, slots, plans_of(by_window, groups), states))
+        chooses = budget is not None and is_staged and staged.chosen_tables is not None
+        plans = plans_of({w: t for w, t in by_window.items() if not chooses or w != CHOSEN_PAGES}, groups)
+        if budget is not None and is_staged and staged.chosen_tables is not None:
+            chosen = ChosenStaging(
+                sequences, tables, staged.chosen_tables, choosers, budget, kv_block_size, host_blocks
+            )
+            slots[CHOSEN_PAGES] = chosen.tables.slots(kv_block_size)
+            plans[CHOSEN_PAGES] = chosen.plan(groups, None if attended_on_card else key_bytes)
+            staged_choice = chosen.choice(start)
+        segments.append(Segment(placement, start, rows.count, slots, plans, states))
         if in_place and is_staged:
             by_window = _by_window(members, _tables(members, False, None), windows, None)
             slots = _slots(by_window, kv_block_size)
@@ -171,7 +188,7 @@ def pack(
             on_device = Segment(placement, start, rows.count, slots, plans, states)
     packed = rows.packed(tuple(segments), staged.by_window)
     swaps = swap_runs(of_placement.get(KVPlacement.DEVICE, [])) if compute_tier == "gpu" else ()
-    return replace(packed, in_place=on_device, state_staging=state_staging, swaps=swaps)
+    return replace(packed, in_place=on_device, state_staging=state_staging, swaps=swaps, staged_choice=staged_choice)
 
 
 class _Members(NamedTuple):
@@ -292,11 +309,9 @@ def _page_tables(
         host_blocks: Blocks of the host's pool, whose summaries come before those of blocks on disk.
     """
     decodes = np.array([sequence.num_computed >= sequence.num_prompt for sequence in sequences])
-    numbers = [np.zeros(0, np.int32)]
-    for sequence, count in zip(sequences, tables.num_blocks.tolist(), strict=True):
-        first = host_blocks if sequence.kv_placement is KVPlacement.DISK else 0
-        numbers.append(np.frombuffer(sequence.block_table, np.int32)[:count] + np.int32(first))
-    return PageTables(budget, decodes, np.concatenate(numbers))
+    counts = tables.num_blocks.tolist()
+    numbers = [summary_numbers(s, host_blocks)[:count] for s, count in zip(sequences, counts, strict=True)]
+    return PageTables(budget, decodes, np.concatenate([np.zeros(0, np.int32), *numbers]))
 
 
 def empty_batch() -> PackedBatch:

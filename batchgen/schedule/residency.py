@@ -67,6 +67,7 @@ class WeightResidency:
         embeds: bool = True,
         has_head: bool = True,
         makes_logits: bool = True,
+        choosing: Sequence[bool] = (),
     ) -> Streams:
         """The data that is brought to the compute device in every sweep.
 
@@ -78,6 +79,7 @@ class WeightResidency:
             embeds: Whether this is the first stage of a pipeline.
             has_head: Whether this is its last stage.
             makes_logits: Whether the head multiplies by an output matrix.
+            choosing: For each layer, whether decoding tokens choose pages of their KV; empty: in none.
         """
         away = [{tier for tier in groups.values() if tier != compute_tier} for groups in self.layers]
         accelerated = compute_tier == "gpu"
@@ -98,6 +100,7 @@ class WeightResidency:
             packed_tokens=self.packed_tokens,
             receives=not embeds,
             sends=not has_head,
+            choosing=tuple(choosing),
         )
 
     def _has_experts_on_disk(self, layer: int) -> bool:

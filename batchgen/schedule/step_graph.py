@@ -11,7 +11,7 @@ Lane = Literal["compute", "cpu_attention", "h2d", "d2h", "disk_read", "disk_writ
 LANES: tuple[Lane, ...] = get_args(Lane)
 StepKind = Literal[
     "read_weight", "read_dense", "read_experts", "load_weight", "expand_weight", "load_head",
-    "read_cache", "load_cache", "store_cache", "write_cache", "swap_in",
+    "choose_pages", "read_cache", "load_cache", "store_cache", "write_cache", "swap_in",
     "embed", "receive", "load_hidden", "store_hidden", "send",
     "pre", "attention", "route", "post", "head", "layers",
     "send_qkv", "cpu_attention", "load_attention",
@@ -21,6 +21,7 @@ StepKind = Literal[
 KINDS: dict[StepKind, Lane] = {
     "read_weight": "disk_read", "read_dense": "disk_read", "read_experts": "disk_read",
     "load_weight": "h2d", "expand_weight": "compute", "load_head": "h2d",
+    "choose_pages": "compute",  # of KV that passes through a staging buffer
     "read_cache": "disk_read", "load_cache": "h2d", "store_cache": "d2h", "write_cache": "disk_write",
     "swap_in": "h2d",  # KV of sequences that move to the device's pool
     "embed": "compute", "load_hidden": "h2d", "store_hidden": "d2h",
@@ -96,6 +97,7 @@ class Streams:
         on_demand_tokens: most tokens of a sweep in which they are.
         receives: Whether activations come from the previous stage of a pipeline, instead of being embedded.
         sends: Whether activations go to the next stage of a pipeline, instead of to the head.
+        choosing: for each layer, whether decoding tokens choose pages of their KV there; empty: in none.
     """
 
     accelerated: bool
@@ -111,6 +113,7 @@ class Streams:
     packed_tokens: int = 0
     receives: bool = False
     sends: bool = False
+    choosing: tuple[bool, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -127,6 +130,10 @@ class Streams:
     def stages_kv(self, layer: int) -> bool:
         """Tell whether streamed KV passes through a staging buffer in this layer."""
         return not self.kv_on_device or not self.kv_on_device[self.kv_source(layer)]
+
+    def chooses_staged(self, layer: int) -> bool:
+        """Tell whether pages are chosen in this layer before they pass through a staging buffer."""
+        return bool(self.choosing) and self.choosing[layer] and self.stages_kv(layer)
 
     def kv_source(self, layer: int) -> int:
         """The layer whose KV this layer attends to: itself, mostly."""
@@ -147,6 +154,7 @@ class BatchFlow:
         hidden_on_host: Whether activations wait in host memory between layers.
         samples: Whether there are rows for the head.
         swaps_in: Whether KV of DEVICE sequences comes from the host's pool to the device's, for good.
+        chooses: Whether STREAMED sequences choose pages.
     """
 
     placements: frozenset[KVPlacement] = frozenset({KVPlacement.DEVICE})
@@ -157,6 +165,7 @@ class BatchFlow:
     hidden_on_host: bool = False
     samples: bool = True
     swaps_in: bool = False
+    chooses: bool = False
 
     @property
     def moves(self) -> bool:

@@ -147,6 +147,7 @@ class Sweeps:
         yield from self._load_caches(1, batches, flow)
         if ahead:
             yield from self._before_attention(order[0], batches, flow)
+            yield from self._load_caches(1, batches, flow)
         for u, (j, k) in enumerate(order):
             if j == layers - 1 and k == 0:
                 yield from self._load_head(flow, WEIGHT_SLOTS)
@@ -157,6 +158,7 @@ class Sweeps:
                 yield from self._before_attention((j, k), batches, flow)
             elif u + 1 < len(order):
                 yield from self._before_attention(order[u + 1], batches, flow)
+            yield from self._load_caches(KV_SLOTS, batches, flow)  # of pages that are chosen now
             yield from self._attention_and_rest((j, k), batches, flow)
             if k == last_batch:
                 self._used(j, flow.hidden_made[k])
@@ -243,6 +245,10 @@ class Sweeps:
         pre = self._step("pre", j, k, weight_slot=weight_slot, after=after)
         yield pre
         flow.before_attention[at] = (pre.id,)
+        if self._chooses(at, batch):
+            choose = self._step("choose_pages", j, k, weight_slot=weight_slot, after=(pre.id,))
+            yield choose
+            flow.chosen[at] = flow.before_attention[at] = (choose.id,)
         if KVPlacement.CPU in batch.placements:
             send = self._step("send_qkv", j, k, weight_slot=weight_slot, after=(pre.id,))
             yield send
@@ -421,11 +427,14 @@ class Sweeps:
     def _load_caches(self, most: int, batches: Sequence[BatchFlow], flow: _Flow) -> Iterator[Step]:
         """Load KV, in the order of its use, until so many staging buffers are in use: as far ahead as these allow.
 
-        KV that a layer reuses has new tokens, which its own layer computes and stores first.
+        KV that a layer reuses has new tokens, which its own layer computes and stores first. Pages are chosen before
+        they come.
         """
         while flow.to_stage and len(flow.staged) < most:
             j, k = flow.to_stage[0]
             if (source := self.streams.kv_source(j)) != j and (source, k) not in flow.kept:
+                return
+            if self._chooses((j, k), batches[k]) and (j, k) not in flow.chosen:
                 return
             yield from self._load_cache(flow.to_stage.popleft(), batches, flow)
 
@@ -435,12 +444,13 @@ class Sweeps:
         batch, there = batches[k], self._kv_there(j, flow)
         slot = self._num_staged % KV_SLOTS
         self._num_staged += 1
-        ready = self._staging_users.get(slot, ())
+        chosen = flow.chosen.pop(at, ())
+        ready = (*self._staging_users.get(slot, ()), *chosen)
         history, disk_read = batch.history, batch.disk_read
         if self.streams.kv_source(j) != j:  # its new tokens come, too
             history, disk_read = True, batch.disk_read or batch.disk_write
         if disk_read:
-            free = self._read_users.get(slot, ()) if self.streams.accelerated else ready
+            free = (*self._read_users.get(slot, ()), *chosen) if self.streams.accelerated else ready
             read = self._step("read_cache", j, k, kv_slot=slot, after=(*free, *there))
             yield read
             ready = (*ready, read.id)
@@ -451,6 +461,10 @@ class Sweeps:
             if disk_read:
                 self._read_users[slot] = ready
         flow.staged[at] = (slot, ready)
+
+    def _chooses(self, at: LayerBatch, batch: BatchFlow) -> bool:
+        """Tell whether sequences of a batch choose pages in a layer, which then pass through the staging buffer."""
+        return batch.chooses and self.streams.chooses_staged(at[0])
 
     def _swap_in(self, layer: int, batches: Sequence[BatchFlow], flow: _Flow) -> Iterator[Step]:
         """Bring the KV of sequences that move to the device in one layer, a layer ahead of its use.
@@ -537,6 +551,9 @@ class _Flow:
     before_attention: dict[LayerBatch, tuple[int, ...]] = field(default_factory=dict)
     attended: dict[LayerBatch, int] = field(default_factory=dict)  # CPU attention
     staged: dict[LayerBatch, tuple[int, tuple[int, ...]]] = field(default_factory=dict)  # slot, and what fills it
+    chosen: dict[LayerBatch, tuple[int, ...]] = field(
+        default_factory=dict
+    )  # the Step that chose pages, not yet brought
     swapped: dict[LayerBatch, int] = field(default_factory=dict)  # the Step that brings KV to the device's pool
     kept: set[LayerBatch] = field(default_factory=set)  # whose new KV that passed through a staging buffer goes home
     stored: dict[int, dict[Lane, int]] = field(default_factory=dict)  # per layer and lane, the last Step that stores KV

@@ -9,6 +9,7 @@ import random
 from dataclasses import replace
 
 import pytest
+import test_attention_budget as budgets
 import test_pipeline as pipelines
 import test_token_identity as identity
 import torch
@@ -46,6 +47,7 @@ pytestmark = [
 # Fixtures of the table.
 expected, expected_of_codes, stores = identity.expected, identity.expected_of_codes, identity.stores
 expected_as_found = identity.expected_as_found
+expected_under_budgets = budgets.expected
 
 
 @pytest.fixture(autouse=True)
@@ -127,6 +129,24 @@ def test_tokens_equal_those_of_transformers(model, tier, launches, expected, sto
         captured.clear()
         assert tokens_of(parts, prompts) == wanted, schedule
         assert bool(captured) == captures
+
+
+_UNDER_BUDGETS = [(model, tier) for model in MODELS for tier in ON_CARD]
+
+
+@pytest.mark.parametrize(
+    ("model", "tier"),
+    quick_or(rotating("budgets on a card").sample(_UNDER_BUDGETS, 2), cover(_UNDER_BUDGETS, 30, "budgets on a card")),
+)
+def test_tokens_under_an_attention_budget_are_those_of_the_cpu(
+    model, tier, expected_under_budgets, tiny_models, stores, monkeypatch
+):
+    if not budgets.chooses_pages(tiny_models(*MODELS[model][:1], **MODELS[model][1])[0]):
+        pytest.skip("no layer of the model chooses pages")
+    path, wanted = expected_under_budgets(model)
+    monkeypatch.setattr(budgets, "TIERS", ON_CARD)
+    found = [sample.token_ids for sample in budgets.samples_of(path, tier, stores)]
+    assert [tokens[: len(clear)] for tokens, clear in zip(found, wanted, strict=True)] == wanted
 
 
 _OF_CODES = [

@@ -13,7 +13,7 @@ from model_tables import MODELS
 from plain_model import PlainModel
 from test_token_identity import TIERS, layers
 from thorough import some_of
-from tiered import CPU, make_parts, make_policy
+from tiered import CPU, before_each_step, make_parts, make_policy
 
 from batchgen.core.attention_budget import AttentionBudget
 from batchgen.core.errors import InputError
@@ -93,6 +93,11 @@ def expected(tiny_models, stores):
     return get
 
 
+def chooses_pages(path):
+    config = read_config(resolve_model(str(path)))
+    return any(map(config.chooses_pages, range(config.num_layers)))
+
+
 CELLS = [(model, tier) for model in MODELS for tier in TIERS if tier != "experts on demand"]
 
 
@@ -100,10 +105,9 @@ CELLS = [(model, tier) for model in MODELS for tier in TIERS if tier != "experts
 def test_tokens_are_the_same_wherever_kv_is(model, tier, expected, tiny_models, stores):
     family, overrides = MODELS[model]
     path, _ = tiny_models(family, **overrides)
-    config = read_config(resolve_model(str(path)))
-    if not any(map(config.chooses_pages, range(config.num_layers))):
+    if not chooses_pages(path):
         with pytest.raises(InputError, match="--attention-budget 30%: no layer"):
-            check_attention_budget(config, BUDGET)
+            check_attention_budget(read_config(resolve_model(str(path))), BUDGET)
         return
     path, wanted = expected(model)
     assert sum(map(len, wanted)) > 0.5 * MAX_TOKENS * len(wanted)
@@ -180,6 +184,23 @@ def test_disk_and_memory_share_no_summaries(tiny_models, stores):
     mixed = {"weight_layers": layers(path, 1), "kv_seqs": {"cpu": 3, "disk": 3}}
     found = samples_of(path, "memory", stores, **mixed)
     assert [s.token_ids[: len(clear)] for s, clear in zip(found, wanted, strict=True)] == wanted
+
+
+@pytest.mark.parametrize("tier", ["disk", "streamed"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_only_chosen_pages_come_where_kv_passes(family, tier, tiny_models, stores):
+    """Of four layers the last two choose, and of 20 to 24 pages of a long row eight are chosen."""
+    path, _ = tiny_models(family, **FOUR_LAYERS)
+    moved, kinds, weights = {}, set(), layers(path, 1 if tier == "disk" else 0)
+    for budget in ("all", BUDGET):
+        policy = policy_of(path, tier, budget=budget, weight_layers=weights)
+        parts = make_parts(path, TIERS[tier][0], policy, stores, longest_tokens=240, most_kv_tokens=8192)
+        before_each_step(parts, lambda step: kinds.add(step.kind))
+        with Engine.from_parts(parts, sampling=SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)) as engine:
+            assert all(c.error is None for c in engine.generate([Request(prompt) for prompt in prompts_of()]))
+        moved[budget] = parts.executor.bytes_moved["disk_read" if tier == "disk" else "h2d"]
+    assert "choose_pages" in kinds
+    assert moved[BUDGET] < 0.85 * moved["all"]
 
 
 def test_models_whose_layers_all_have_windows_are_refused(tiny_models):

@@ -158,9 +158,19 @@ TIERED = {
     },
 }  # fmt: skip
 
+# Summaries of pages lie where these are chosen: on the accelerator, or where the CPU attends to some in host memory.
+CHOOSING = {
+    "chosen pages": {"kv_seqs": {"gpu": 2, "streamed": 4, "disk": 2}, "attention_budget": "10%"},
+    "chosen pages of the disk alone": {"kv_seqs": {"disk": 8}, "attention_budget": "10%"},
+    "chosen pages of KV of some layers": {"kv_seqs": {"streamed": 8}, "kv_layers": 2, "attention_budget": "10%"},
+    "chosen pages beside CPU attention": {
+        "kv_seqs": {"gpu": 2, "cpu": 2, "streamed": 2, "disk": 2}, "attention_budget": "10%",
+    },
+}  # fmt: skip
+
 
 def tiered_policy(model, kind):
-    changes = TIERED[kind]
+    changes = (TIERED | CHOOSING)[kind]
     return everything_moves(model) if changes is None else make_policy(model, EMULATED, **changes)
 
 
@@ -206,7 +216,7 @@ def test_a_budget_that_is_just_enough(tiny_models, tmp_path, family, kind):
     load(needed).executor.close()
 
 
-@pytest.mark.parametrize("kind", TIERED)
+@pytest.mark.parametrize("kind", [*TIERED, *CHOOSING])
 @pytest.mark.parametrize("family", ["opt", "llama"])
 def test_what_is_planned_is_what_is_allocated(tiny_models, tmp_path, family, kind):
     """But for little: expanded biases and norms are counted, and there are none."""

@@ -26,6 +26,7 @@ from tiered import (
     shuffle_steps,
 )
 
+from batchgen.core.attention_budget import DENSE_LAYERS
 from batchgen.core.device import Device
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.lane_costs import LaneCosts
@@ -43,6 +44,7 @@ from batchgen.schedule.sweep_choice import SweepChoice
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 NUM_PROMPTS, OUTPUT_LEN, CONTEXT = 24, 12, 80
+PAGE = 8  # tokens of a KV block where pages are chosen
 FP32, INT4, INT5, INT8 = "float32", "int4", "int5", "int8"
 # Of weights, of KV.
 FORMATS = [
@@ -80,20 +82,20 @@ class Reference:
 
 @pytest.fixture(scope="module")
 def reference(tiny_models, stores):
-    """(family, overrides, weight format, KV format) -> (model's path, Reference), made when first asked for."""
+    """(family, overrides, formats of weights and KV, attention budget) -> (model's path, Reference)."""
     made = {}
 
-    def get(family, overrides, weight_format=FP32, kv_format=FP32):
+    def get(family, overrides, weight_format=FP32, kv_format=FP32, budget="all"):
         path = tiny_models(family, **overrides)[0]
-        key = (path, weight_format, kv_format)
+        key = (path, weight_format, kv_format, budget)
         if key not in made:
-            made[key] = make_reference(path, stores, weight_format, kv_format)
+            made[key] = make_reference(path, stores, weight_format, kv_format, budget)
         return path, made[key]
 
     return get
 
 
-def make_reference(path, stores, weight_format, kv_format):
+def make_reference(path, stores, weight_format, kv_format, budget):
     rng = random.Random(7)
     prefix = [rng.randrange(4, 500) for _ in range(40)]
     lengths = itertools.chain([1, 2, 8, 16, 17], iter(lambda: rng.randrange(1, 28), None))
@@ -103,7 +105,8 @@ def make_reference(path, stores, weight_format, kv_format):
     ]
     policy = make_policy(
         path, CPU, gpu_batch_size=NUM_CANDIDATES, kv_seqs={"cpu": NUM_CANDIDATES}, max_num_batched_tokens=4096,
-        share_prefixes=False, weight_format=weight_format, kv_format=kv_format,
+        share_prefixes=False, weight_format=weight_format, kv_format=kv_format, attention_budget=budget,
+        kv_block_size=16 if budget == "all" else PAGE,
     )  # fmt: skip
     sampling = SamplingParams(max_tokens=OUTPUT_LEN, ignore_eos=True, logprobs=2)
     with Engine.from_parts(make_parts(path, CPU, policy, stores), sampling=sampling) as engine:
@@ -184,13 +187,20 @@ def random_case(rng, variants):
     # What is planned is far from what sweeps take here, so the CPU is never late, at times, or always.
     costs = LaneCosts(batch_s=1e-3, token_s=1e-4, cpu_seq_s=10.0 ** rng.randint(-6, 1), cpu_key_s=1e-7)
     adapts = costs if rng.random() < 0.5 else None
-    return Case(family, overrides, accelerated, policy, rng.random() < 0.5, rows, mode, rng.randrange(10**6), adapts)
+    tight = rng.random() < 0.5
+    if rng.random() < 0.3 and kv_format == FP32 and weight_format != INT8 and num_layers > DENSE_LAYERS:
+        policy |= {"attention_budget": rng.choice(["10%", "40"]), "kv_block_size": PAGE}
+        tight, adapts = False, None  # KV that is computed again is that of a prompt, which attends to all pages
+    return Case(family, overrides, accelerated, policy, tight, rows, mode, rng.randrange(10**6), adapts)
 
 
 def check(case, reference, stores, device=None, prepare=lambda parts: parts):
     """prepare: what is done to the engine's parts before they run."""
-    formats = case.policy["weight_format"], case.policy["kv_format"]
-    path, expected = reference(case.family, case.overrides, *formats)
+    formats, budget = (
+        (case.policy["weight_format"], case.policy["kv_format"]),
+        case.policy.get("attention_budget", "all"),
+    )
+    path, expected = reference(case.family, case.overrides, *formats, budget)
     device = device or (EMULATED if case.accelerated else CPU)
     policy = make_policy(path, device, **case.policy)
     parts = make_parts(
@@ -338,8 +348,8 @@ def test_every_kind_of_step(family, mode, reference, stores):
     assert run(parts, *all_rows(expected))[0] == expected.tokens
     # Captured sweeps are a CUDA device's; experts are read on demand where the host computes; stages are in
     # test_pipeline.py.
-    # Nobody is late, so nothing is swapped.
-    others = {"layers", "read_dense", "route", "read_experts", "receive", "send", "swap_in"}
+    # Nobody is late, so nothing is swapped; pages are chosen in test_attention_budget.py.
+    others = {"layers", "read_dense", "route", "read_experts", "receive", "send", "swap_in", "choose_pages"}
     assert kinds == KINDS.keys() - others
     moved = parts.executor.bytes_moved
     assert all(moved[lane] > 0 for lane in ("h2d", "d2h", "disk_read", "disk_write"))
@@ -520,6 +530,20 @@ def test_what_a_late_cpu_is_left_out_of_runs_later_or_on_the_device(
     assert tokens == expected.tokens[:count] and stats.left_out > 10 and stats.moved > 0 and stats.preempted == 0
     if not on_streams:
         assert set(swapped) == (set() if again else set(range(3)))
+
+
+def test_summaries_of_pages_move_to_the_device_with_their_kv(reference, stores, monkeypatch):
+    monkeypatch.setattr(SweepChoice, "measured", lambda self, busy_s: None)
+    path, expected = reference("llama", {}, budget="10%")
+    policy = make_policy(
+        path, EMULATED, gpu_batch_size=6, num_gpu_batches=2, kv_seqs={"gpu": 4, "cpu": 8}, batch_order="neo",
+        balance_tokens=10, attention_budget="10%", kv_block_size=PAGE,
+    )  # fmt: skip
+    late = LaneCosts(batch_s=1e-3, token_s=1e-4, cpu_seq_s=1.0, streamed_key_s=5e-5)
+    parts = make_parts(path, EMULATED, policy, stores)
+    tokens, stats = run(parts, *all_rows(expected), planned_output_len=12, lane_costs=late)
+    assert stats.moved > 0 and stats.preempted == 0
+    assert tokens == expected.tokens
 
 
 def test_rows_that_pass_through_staging_must_fit_it(reference, stores):

@@ -14,6 +14,7 @@ from draw_cases import check_draws, drawn, draws
 from gguf_blocks import random_rows
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from page_cases import check_chosen_pages, page_cases
 from thorough import quick_or, some_of
 from triton_device import DEVICE
 
@@ -171,6 +172,27 @@ def test_a_long_context_is_cut_into_parts_and_put_together(kv_format):
     dtype = torch.float32 if kv_format == "float32" else torch.bfloat16
     case = (0, [(1, LONG, False), (1, 1024, False), (1, 1023, False), (1, 0, False)], None, (8, 2), 64, 16, 132, 3)
     check_attention(case, dtype, kv_format, 2e-5 if dtype == torch.float32 else 0.01)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="whole engines do it on a card")
+def test_attention_to_chosen_pages(monkeypatch):
+    """Pages that torch has chosen are in the places of a table that was cut before."""
+
+    def prepare(plan, of, device, isa):
+        return prepared(plan, of.heads, of.kv_heads, of.head_dim, of.kv_block_size, of.dtype, of.kv_format.name)
+
+    def attend_to_chosen(q, kv, plan, out=None, bits=0):
+        return attend(q, kv, plan, bits).flatten(1)
+
+    monkeypatch.setattr(ops, "prepare_attention", prepare)
+    monkeypatch.setattr(ops, "paged_attention", attend_to_chosen)
+
+    @settings(max_examples=int(12 * MORE), deadline=None)
+    @given(page_cases())
+    def check(case):
+        check_chosen_pages(case, by_torch=True)
+
+    check()
 
 
 @pytest.mark.parametrize("kv_format", ["float32", *KV_CODE_BITS])

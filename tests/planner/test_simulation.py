@@ -18,6 +18,7 @@ from tiered import BUDGETS, make_parts, make_policy
 from timing import undisturbed
 from tiny_models import make_tiny_model
 
+from batchgen.core.attention_budget import AttentionBudget
 from batchgen.core.device import Device
 from batchgen.core.dtypes import matmul_key
 from batchgen.core.kv_placement import KVPlacement
@@ -572,6 +573,14 @@ CASES = {
     "deferred": dict(kv_seqs={"gpu": 3, "deferred": 5}, activation_batches=(1, 0)),
     "streamed layers": dict(kv_seqs={"streamed": 8}, gpu_batch_size=4, num_gpu_batches=2, kv_layers=1),
     "static": dict(admission="static", kv_seqs={"streamed": 4, "disk": 4}, activation_batches=(0, 1)),
+    "chosen pages": dict(
+        gpu_batch_size=4,
+        num_gpu_batches=2,
+        kv_seqs={"gpu": 2, "streamed": 3, "disk": 3},
+        attention_budget="10%",
+        kv_block_size=8,
+    ),
+    "chosen pages of streamed layers": dict(kv_seqs={"streamed": 8}, kv_layers=1, attention_budget="10%"),
 }
 
 
@@ -591,7 +600,10 @@ def test_bytes_and_flows_are_those_of_the_engine(case, model_path, tmp_path, mon
 
     def pack_and_compare(batch):
         packed.append(parts.pack(batch))
-        assert load_of(batch, kv_block_size=policy.kv_block_size, compute_tier="gpu").flow == packed[-1].flow()
+        chooses = any(config.choosing_layers(policy.attention_budget))
+        budget = AttentionBudget.of(policy.attention_budget) if chooses else None
+        load = load_of(batch, kv_block_size=policy.kv_block_size, compute_tier="gpu", budget=budget)
+        assert load.flow == packed[-1].flow()
         return packed[-1]
 
     monkeypatch.setattr("batchgen.engine.engine.Prefetch", Eager)

@@ -82,8 +82,15 @@ def hazards(steps, streams, sweeps):  # noqa: C901 (a line for each kind of Step
             "post",
             "read_dense",
             "route",
+            "choose_pages",
         ):
             _use_weights(step, streams, num_dequantized, use)
+        # Pages are chosen by the queries; in host memory it is said which to read, on the device which to copy.
+        if kind == "choose_pages":
+            use(("chosen", k), True, (step.sweep, layer))
+            use(("qkv", k), False, (step.sweep, layer))
+        if kind in ("read_cache", "load_cache") and batch.chooses and streams.chooses_staged(layer):
+            use(("chosen", k), False, (step.sweep, layer))
         if kind in ("read_weight", "read_dense"):  # each batch's experts by themselves: what others touch is read once
             for batch_number in range(4):
                 use(("experts", slot, batch_number), True, layer if kind == "read_weight" else None)
@@ -250,6 +257,8 @@ def check_computation(steps, streams, sweeps):
             return [(s.layer, s.batch) for s in own if s.kind == kind]
 
         assert of("pre") == of("post") == places
+        choosing = [(j, k) for j, k in places if batches[k].chooses and streams.chooses_staged(j)]
+        assert of("choose_pages") == choosing
         assert of("attention") == [
             (j, k) for j, k in places if {KVPlacement.DEVICE, KVPlacement.STREAMED} & batches[k].placements
         ]
@@ -374,6 +383,8 @@ OLD_ON_DISK = BatchFlow(frozenset({KVPlacement.STREAMED}), history=True, disk_re
 OLD_ON_HOST = BatchFlow(frozenset({KVPlacement.STREAMED}), history=True, stored=True)
 DEFERRED = BatchFlow(frozenset({KVPlacement.DEVICE, KVPlacement.DEFERRED}))
 ON_HOST = {"hidden_on_host": True}
+CHOOSING, CHOOSE = {"choosing": (False, True, True, True)}, replace(OLD_ON_DISK, stored=True, chooses=True)
+CHOOSE_ON_HOST = replace(OLD_ON_HOST, chooses=True)
 # Between them these have every kind of Step wait for every kind that it ever waits for.
 JOBS = [
     (
@@ -393,6 +404,9 @@ JOBS = [
     (Streams(True, (False,), (False,)), [[DISK], [BatchFlow()], [OLD_ON_DISK]]),
     (Streams(True, (False,) * 3, (False,) * 3, kv_on_device=(True, False, False)), [[OLD_ON_HOST, OLD_ON_HOST]] * 3),
     (Streams(True, (False, False), (False, False)), [[DEFERRED, BatchFlow()]] * 2 + [[DEFERRED]] * 3),
+    (Streams(True, (True,) * 4, (True, False) * 2, **CHOOSING), [[CHOOSE, ALL, replace(CHOOSE, **ON_HOST)]] * 3),
+    (Streams(True, (False,) * 4, (False,) * 4, **CHOOSING, kv_on_device=(False, True) * 2), [[CHOOSE_ON_HOST]] * 3),
+    (Streams(False, (True,) * 4, (True,) * 4, **CHOOSING), [[replace(OLD_ON_DISK, chooses=True), OLD_ON_DISK]] * 3),
     (
         Streams(True, (False, True), (False, True), state_layers=(0, 1)),
         [
@@ -449,6 +463,7 @@ def test_a_wait_left_out_is_a_hazard():
         ("expand_weight", "read_dense"), ("read_dense", "post"), ("read_experts", "route"), ("post", "read_experts"),
         ("send_deferred", "pre"), ("attend_deferred", "send_deferred"), ("join_deferred", "attend_deferred"),
         ("attention", "swap_in"), ("swap_in", "store_cache"), ("swap_in", "embed"),
+        ("read_cache", "choose_pages"), ("load_cache", "choose_pages"),
     }  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from batchgen.runtime.memory.disk_pool import DiskPool
 from batchgen.runtime.memory.layered_pool import LayeredPool
 from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.transfers import Arena, Link, Prefault
-from batchgen.schedule.staging import Run, Staging
+from batchgen.schedule.staging import Run, Staging, merged_runs
 from batchgen.schedule.step_graph import KV_SLOTS
 
 
@@ -142,7 +142,7 @@ class KVCache:
         offload_dir: Path | None = None,
         on_device: Sequence[bool] = (),
         window_blocks: Mapping[str, int] | None = None,
-        chooses: bool = False,
+        summaries_in: str | None = None,
         expansion: KVExpansion | None = None,
     ) -> None:
         """Make the pools and buffers.
@@ -157,7 +157,8 @@ class KVCache:
             offload_dir: Directory of the file on disk.
             on_device: For each layer, whether the host's pool lies on the device there; empty: in none.
             window_blocks: Blocks of each tier's pool in layers with a sliding window; None: as many as in the others.
-            chooses: Whether the job has an attention budget, and so layers choose pages.
+            summaries_in: Tier of the summaries of pages that are not in the compute device's own memory; None: no layer
+                chooses pages.
             expansion: Division of the layers of the host's pool, which may be changed; None: it stays as it is.
 
         Raises:
@@ -189,19 +190,9 @@ class KVCache:
             for tier, count in blocks.items()
             if tier != "disk" and (window_blocks or blocks)[tier] and count
         }
-        # Of blocks on disk in host memory.
-        counts = {tier: count for tier, count in blocks.items() if tier != "disk"}
-        if blocks.get("disk"):
-            counts["cpu"] = counts.get("cpu", 0) + blocks["disk"]
-        self._summaries: dict[str, dict[int, Tensor]] = {
-            tier: {
-                layer: arenas[tier].empty((count, *shape.summary), shape.summary_dtype, "page summaries")
-                for layer, shape in self._shapes.items()
-                if chooses and config.chooses_pages(layer)
-            }
-            for tier, count in counts.items()
-            if count
-        }
+        self._summaries: dict[str, dict[int, Tensor]] = {}
+        if summaries_in is not None:
+            self._make_summaries(blocks, summaries_in)
         self._disk: DiskPool | None = None
         self._prefault: Prefault | None = None
         # Buffers of bytes, in which each layer has blocks of its own shape.
@@ -218,6 +209,17 @@ class KVCache:
             assert offload_dir is not None, "KV on disk needs a directory"
             block_bytes = {layer: shape.block_bytes for layer, shape in self._shapes.items()}
             self._disk = DiskPool(block_bytes, blocks["disk"], offload_dir, "KV")
+
+    def _make_summaries(self, blocks: Mapping[str, int], summaries_in: str) -> None:
+        """Allocate the summaries of pages: of the device's own pool, and of the host's pool and those on disk."""
+        here = blocks.get(self._tiers.compute_tier, 0) if self._tiers.links else 0
+        elsewhere = blocks.get("cpu", 0) + blocks.get("disk", 0)
+        for pool, tier, count in (("gpu", "gpu", here), ("cpu", summaries_in, elsewhere)):
+            self._summaries[pool] = {
+                layer: self._tiers.arenas[tier].empty((count, *s.summary), s.summary_dtype, "page summaries")
+                for layer, s in self._shapes.items()
+                if count and self._config.chooses_pages(layer)
+            }
 
     def _make_buffers(self, device: Arena, host: Arena, has_disk: bool) -> None:
         shapes, count = self._shapes.values(), self._staging_blocks
@@ -271,7 +273,7 @@ class KVCache:
     def summaries(self, tier: str, layer: int) -> Tensor:
         """The summaries of pages that a layer chooses from, [blocks, kv_heads, 2, head_dim] (`ops.page_choice`).
 
-        Those of "cpu" are of the blocks of host memory, and then of those on disk.
+        Those of "cpu" are of the blocks of the host's pool, and then of those on disk, wherever they lie themselves.
         """
         return self._summaries[tier][self._config.kv_source(layer)]
 
@@ -305,41 +307,91 @@ class KVCache:
             tuple(writes),
         )
 
+    def chosen_on_host(self, layer: int, moves: Moves, table: Tensor) -> Tensor:
+        """Blocks of the host's pool to bring in a layer whose pages have been chosen, int64.
+
+        Args:
+            layer: The layer.
+            moves: Moves of layers that choose pages.
+            table: Chosen blocks, int64 [n, pages].
+        """
+        blocks = self._host_blocks(layer, moves)
+        return torch.where(blocks < 0, table.view(-1)[(-1 - blocks).clamp(min=0)], blocks) if len(blocks) else blocks
+
+    def reads_chosen(self, layer: int, moves: Moves) -> bool:
+        """Tell whether any chosen blocks are to be read from disk in a layer."""
+        return len(self._page_reads(layer, moves)) > 0
+
     def staging(self, slot: int, layer: int) -> Tensor:
         """A staging buffer as blocks of a layer, [blocks, 2, kv_heads, kv_block_size, width]."""
         shape, count = self.shape_of(layer), self._staging_blocks
         return self._staging[slot][: count * shape.block_bytes].view(shape.dtype).view(count, *shape.block)
 
-    def read(self, layer: int, slot: int, moves: Moves) -> None:
-        """Read KV of earlier sweeps from disk into host memory. Raises BatchgenError."""
+    def read(self, layer: int, slot: int, moves: Moves, table: Tensor | None = None) -> None:
+        """Read KV of earlier sweeps from disk into host memory.
+
+        Args:
+            layer: The layer.
+            slot: Staging buffer.
+            moves: Moves of the layer.
+            table: Chosen blocks in host memory, int64 [n, pages]; None: none are on disk.
+
+        Raises:
+            BatchgenError: The disk fails.
+        """
         staging, raw = moves.staging, self._raw(self._reads[slot], layer)
         first = 0 if self._in_place else staging.disk_start
-        self._on_disk.read(self._config.kv_source(layer), raw, self._reads_of(layer, moves), first)
+        runs = [*self._reads_of(layer, moves), *self._chosen_reads(layer, moves, table)]
+        self._on_disk.read(self._config.kv_source(layer), raw, runs, first)
         if self._tiers.links is None and not self._in_place:
             target = self.staging(slot, layer)[staging.disk_start : staging.disk_stop]
             target.view(torch.uint8).view(len(target), -1).copy_(raw[: len(target), : self.shape_of(layer).block_bytes])
 
-    def load(self, layer: int, slot: int, moves: Moves) -> None:
-        """Copy KV of earlier sweeps from host memory to the accelerator."""
+    def load(self, layer: int, slot: int, moves: Moves, chosen: Tensor | None = None) -> None:
+        """Copy KV of earlier sweeps from host memory to the accelerator.
+
+        Args:
+            layer: The layer.
+            slot: Staging buffer.
+            moves: Moves of the layer.
+            chosen: Result of `chosen_on_host`; None: no pages are chosen in the layer.
+        """
         staging, target, h2d = moves.staging, self.staging(slot, layer), self._tiers.h2d
-        blocks = moves.host_blocks if self._config.owns_kv(layer) else moves.all_host_blocks
+        blocks = self._host_blocks(layer, moves) if chosen is None else chosen
         if len(blocks):
             h2d.gather(target[: len(blocks)], self.pool("cpu", layer), blocks)
-        if self._reads_of(layer, moves):
+        if self._reads_of(layer, moves) or self.reads_chosen(layer, moves):
             part = target[staging.disk_start : staging.disk_stop]
             raw = self._raw(self._reads[slot], layer)[: len(part), : self.shape_of(layer).block_bytes]
             self._copy_blocks(h2d, part.view(torch.uint8).view(len(part), -1), raw, self._passing[0])
 
     def swap_in(self, layer: int, runs: Sequence[Run]) -> None:
-        """Copy blocks from the host's pool to the device's."""
-        source, target = self.pool("cpu", layer), self.pool(self._tiers.compute_tier, layer)
-        for run in runs:
-            blocks = source[run.block : run.block + run.count]
-            self._tiers.h2d.copy(target[run.staged : run.staged + run.count], blocks)
+        """Copy blocks from the host's pool to the device's, with the summaries of their pages where there are some."""
+        tier = self._tiers.compute_tier
+        moved = [(self.pool("cpu", layer), self.pool(tier, layer))]
+        if layer in self._summaries.get("cpu", {}):
+            moved.append((self.summaries("cpu", layer), self.summaries(tier, layer)))
+        for source, target in moved:
+            for run in runs:
+                rows = source[run.block : run.block + run.count]
+                self._tiers.h2d.copy(target[run.staged : run.staged + run.count], rows)
 
     def _reads_of(self, layer: int, moves: Moves) -> Sequence[Run]:
         """Runs of blocks to read in a layer: those of earlier sweeps, and where KV is reused those of this one too."""
         return moves.staging.reads if self._config.owns_kv(layer) else moves.staging.all_reads
+
+    def _host_blocks(self, layer: int, moves: Moves) -> Tensor:
+        """Blocks of the host's pool to bring in a layer."""
+        return moves.host_blocks if self._config.owns_kv(layer) else moves.all_host_blocks
+
+    def _page_reads(self, layer: int, moves: Moves) -> np.ndarray:
+        """(number in the table of chosen blocks, staging block) of the chosen blocks on disk to read in a layer."""
+        return moves.staging.page_reads if self._config.owns_kv(layer) else moves.staging.all_page_reads
+
+    def _chosen_reads(self, layer: int, moves: Moves, table: Tensor | None) -> Sequence[Run]:
+        """Runs of chosen blocks to read in a layer."""
+        places = self._page_reads(layer, moves)
+        return () if table is None else merged_runs(table.view(-1).numpy()[places[:, 0]], places[:, 1])
 
     def store(self, layer: int, slot: int, moves: Moves) -> None:
         """Copy new KV from the accelerator to host memory, for good or on its way to disk."""

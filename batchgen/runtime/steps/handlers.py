@@ -15,6 +15,7 @@ HANDLERS: Mapping[StepKind, Handler] = {
     "load_weight": weights.load_weight,
     "expand_weight": weights.expand_weight,
     "load_head": weights.load_head,
+    "choose_pages": kv.choose_pages,
     "read_cache": kv.read_cache,
     "load_cache": kv.load_cache,
     "store_cache": kv.store_cache,

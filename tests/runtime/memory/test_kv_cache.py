@@ -15,7 +15,7 @@ from batchgen.models.hf.config import config_of_hf
 from batchgen.runtime.memory.kv_cache import KVCache, kv_shapes
 from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.transfers import Arena, Link
-from batchgen.schedule.staging import Run, Staging
+from batchgen.schedule.staging import Run, Staging, merged_runs
 
 LAYERS, HOST_BLOCKS, DISK_BLOCKS, STAGING = 2, 7, 12, 10
 # K and V of a block of 16 tokens have 4,096 bytes in fp32; other blocks, and packed ones, do not fill whole disk
@@ -62,7 +62,15 @@ def make_cache(config, tmp_path):
 
 def staging(*, host_blocks=(), new_slots=(), host_slots=(), reads=(), writes=(), disk_start=0, num_blocks=STAGING):
     slots = [np.array(values, dtype=np.int64) for values in (host_blocks, new_slots, host_slots)]
-    return Staging(num_blocks, *slots, tuple(reads), tuple(writes), slots[0], tuple(reads), disk_start, num_blocks)
+    chosen = np.zeros((0, 2), np.int64)  # nobody chooses pages
+    runs = tuple(reads), tuple(writes)
+    return Staging(num_blocks, *slots, *runs, slots[0], tuple(reads), disk_start, num_blocks, chosen, chosen)
+
+
+def test_blocks_are_a_run_where_they_are_neighbours_on_both_sides():
+    blocks, staged = (np.array(numbers) for numbers in ([4, 5, 9, 10, 11, 3], [0, 1, 2, 4, 5, 6]))
+    assert merged_runs(blocks, staged) == (Run(4, 0, 2), Run(9, 2, 1), Run(10, 4, 2), Run(3, 6, 1))
+    assert merged_runs(blocks[:0], staged[:0]) == ()
 
 
 def fill(tensor, seed):
