@@ -244,6 +244,22 @@ def papers(d: dict) -> str:
     return f"{sum(map(is_close, rows))} of {len(rows)} are off by at most a quarter"
 
 
+def drafted(case: str) -> Callable[[dict], str]:
+    def words(d: dict) -> str:
+        found = d["cases"][case]
+        run = min(found["on"], key=lambda run: run["seconds"])
+        accepted = run["accepted_tokens"] / max(1, run["drafted_tokens"])
+        forced = f", {run['forced_tokens']:,} tokens forced" if run["forced_tokens"] else ""
+        return f"{found['gain']:.2f} times as fast; {percent(accepted)} of {run['drafted_tokens']:,} accepted{forced}"
+
+    return words
+
+
+def undisturbed_by_drafts(d: dict) -> str:
+    off, on = (d["cases"]["many rows"][name][0] for name in ("off", "on"))
+    return f"{off['cpu_s'] / on['cpu_s']:.2f} times as fast; {on['drafted_tokens']:,} drafted"
+
+
 def lm_eval(d: dict) -> str:
     ours, theirs = (d[side][0]["wall_s"] for side in ("batchgen", "hf"))
     return f"{ours:.0f} s against {theirs:.0f} s: {d['ratio']:.2f} times as fast; the same scores"
@@ -429,6 +445,25 @@ TABLES: dict[str, list[Row]] = {
             GEMMA_COMMAND,
             larger_than_memory,
         ),
+        Row(
+            "[drafts](tiers.md#drafts) against none: 8 layers of a 3B shape on disk, 32 rows whose answers are spans of"
+            " prompts",
+            f"drafts-{A}",
+            "drafts.py --work-dir DIR --cases extraction --layers 8",
+            drafted("extraction"),
+        ),
+        Row(
+            "drafts against none: restaurant entries into JSON under a schema, demo on disk, 32 rows at a time",
+            f"drafts-{A}",
+            "drafts.py --work-dir DIR --cases json",
+            drafted("json"),
+        ),
+        Row(
+            "drafts against none: 2 layers of a 3B shape on disk, 256 rows, where computation binds; CPU seconds",
+            f"drafts-{A}",
+            "drafts.py --work-dir DIR --cases 'many rows' --prompt-tokens 100 --output-tokens 48",
+            undisturbed_by_drafts,
+        ),
     ],
     "Fewer bits": [
         Row(
@@ -568,6 +603,14 @@ TABLES: dict[str, list[Row]] = {
             "all-MiniLM-L6-v2 in fp32: 2,000 paragraphs, 157,183 tokens, against sentence-transformers",
             f"embeddings-minilm-{A}",
             "embeddings.py --model all-MiniLM-L6-v2 --packages DIR --rows 2000 --repeats 2",
+            embeddings,
+        ),
+        Row(
+            "Qwen3-Embedding-0.6B's shape in bf16, random weights: 120 paragraphs, 9,958 tokens, against"
+            " sentence-transformers",
+            f"embeddings-qwen3-embedding-0.6b-{A}",
+            "embeddings.py --shape qwen3-embedding-0.6b --tokenizer DIR --packages DIR --rows 120 --repeats 1"
+            " --dtype bfloat16",
             embeddings,
         ),
     ],
