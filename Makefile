@@ -179,6 +179,7 @@ docs: develop
 	$(BIN)/python docs/describe_benchmarks.py
 	$(BIN)/python docs/describe_papers.py
 	$(BIN)/python docs/draw_sweep.py
+	$(BIN)/python docs/draw_ladder.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:

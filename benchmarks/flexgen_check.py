@@ -28,7 +28,12 @@ from batchgen.profiler.shipped import shipped_profile
 
 HERE = Path(__file__).parent
 GIB = 1 << 30
-SHAPES = {"6.7B": (4096, 32, 32), "30B": (7168, 48, 56), "175B": (12288, 96, 96)}  # hidden, layers, heads
+SHAPES = {
+    "6.7B": (4096, 32, 32),
+    "13B": (5120, 40, 40),
+    "30B": (7168, 48, 56),
+    "175B": (12288, 96, 96),
+}  # hidden, layers, heads
 
 _layer_lanes, _head_lanes, _placement_of = (f.dispatch(CostInputs) for f in (layer_lanes, head_lanes, placement_of))
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from flexgen_check import HERE, Cell, FlexGenInputs, inputs_of, predict, problem_of, read_cells, short_of
+from flexgen_stages import decoding_rate, rates_over_stages
 from paper_row import PaperRow
 
 from batchgen.core.errors import InputError
@@ -32,6 +33,7 @@ _SEQS_UNKNOWN = "the KV of the printed number of sequences is far more than the 
 _CPU_ATTENDS = "KV that streams is hidden behind products here, while their loads are in series with computation"
 _TWO_RATES = "the two figures of the paper contradict each other at the stated disk rate"
 _WORSE_POLICY = "for so few sequences the search puts more of the weights on the GPU than their policy does"
+_OTHER_STAGES = "their policy for four machines is not printed; it is the search's own that is predicted"
 
 _BREAKDOWN = {
     ("prefill", "compute"): "",
@@ -61,6 +63,8 @@ def flexgen_rows() -> Iterator[PaperRow]:
     for entry in content["ablations"]:
         yield from ablation_rows(entry)
     yield from _breakdown_rows(content["breakdown"])
+    for model, rates in content["four_gpus"].items():
+        yield from stage_rows(model, rates)
 
 
 def _setting(cell: Cell) -> str:
@@ -188,3 +192,14 @@ def _seconds_by_kind(s: FlexGenInputs, phases: list[Phase], at: Placement) -> di
         seconds["KV read"] += layers * number(kv["disk_read"]) / s.hardware.disk_read_bytes_per_s
         seconds["KV written"] += layers * number(kv["disk_write"]) / s.hardware.disk_write_bytes_per_s
     return seconds
+
+
+def stage_rows(model: str, published: dict[str, list[float]]) -> Iterator[PaperRow]:
+    """Rows of table 3: decoding on one machine, and all of the time and decoding on four of them."""
+    setting = f"OPT-{model}, 512 + 32, t4"
+    alone, together = published["decoding"]
+    rate = decoding_rate(model)
+    yield _row("table 3", f"{setting}: decoding", "decoded tokens/s", alone, rate, _PAGE_CACHE)
+    generation, decoding = rates_over_stages(model)
+    yield _row("table 3", f"{setting} × 4", TOKENS_PER_S, published["generation"][1], generation, _OTHER_STAGES)
+    yield _row("table 3", f"{setting} × 4: decoding", "decoded tokens/s", together, decoding, _OTHER_STAGES)

@@ -66,7 +66,7 @@ def stub_engine(resolved, plan, tokenizer, progress, on_step):
         config=config,
         tokenizer=tokenizer(),
         executor=Stub(),
-        split=lambda sweep: [sweep],
+        split=lambda sweep, **cut: [sweep],
         pack=partial(pack, kv_block_size=16, key_bytes=64, windows=frozenset(config.windows)),
         sample=sample,
         policy=Policy(

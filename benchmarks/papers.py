@@ -1,10 +1,11 @@
-"""Figures of FlexGen's paper beside what the planner predicts for the same settings.
+"""Figures of the four papers beside what the planner predicts for the same settings.
 
-Each cell of its tables that the planner can predict is a row: published, predicted, the error, and a sentence where it
-is off by more than a quarter. Nothing of it runs on a GPU. What the planner cannot predict is in docs/papers.md, with
-the reason.
+Each number of FlexGen's tables and of NEO's, APEX's and Pie's figures that the planner can predict is a row: published,
+predicted, the error, and a sentence where it is off by more than a quarter. Nothing of it runs on a GPU. What the
+planner cannot predict is in docs/papers.md, with the reason.
 
-    python benchmarks/papers.py     # writes benchmarks/results/papers.json
+    python benchmarks/papers.py                          # writes benchmarks/results/papers.json
+    python benchmarks/papers.py --only NEO --only APEX   # these rows anew; those of other papers stay
 """
 
 from __future__ import annotations
@@ -12,11 +13,20 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 from flexgen_rows import flexgen_rows
 from paper_row import PaperRow
-from recording import result_path, write
+from recording import joined, result_path, write
+from strategy_rows import apex_rows, neo_rows, pie_rows
+
+PAPERS: dict[str, Callable[[], Iterator[PaperRow]]] = {
+    "FlexGen": flexgen_rows,
+    "NEO": neo_rows,
+    "APEX": apex_rows,
+    "Pie": pie_rows,
+}
 
 
 def read_rows() -> dict[str, list[PaperRow]]:
@@ -36,14 +46,17 @@ def summary(rows: list[PaperRow]) -> dict[str, float]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    rows = []
-    for row in flexgen_rows():
-        rows.append(row)
-        shown = "memory is short" if row.predicted is None else f"{row.predicted:.3g}"
-        print(f"{row.item}, {row.setting}: {row.published} {row.unit}, predicted {shown}", flush=True)
-    print(summary(rows))
-    write(result_path("papers"), {"papers": {"FlexGen": [asdict(row) for row in rows]}})
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", action="append", choices=PAPERS, help="a paper whose rows are predicted anew")
+    for name in parser.parse_args().only or PAPERS:
+        rows = []
+        for row in PAPERS[name]():
+            rows.append(row)
+            shown = "none" if row.predicted is None else f"{row.predicted:.3g}"
+            print(f"{name}, {row.item}, {row.setting}: {row.published} {row.unit}, predicted {shown}", flush=True)
+        print(f"{name}: {summary(rows)}")
+        predicted = {name: [asdict(row) for row in rows]}
+        write(result_path("papers"), {"papers": joined(result_path("papers"), "papers", predicted, list(PAPERS))})
 
 
 if __name__ == "__main__":

@@ -150,6 +150,7 @@ def run_here(
             "preempted": stats.preempted,
             "left_out": stats.left_out,
             "moved": stats.moved,
+            "swapped_out": stats.swapped_out,
             "changes": [change.to_json() for change in engine.changes],
             "busy_s": parts.executor.busy_s,
             "stalled_s": parts.executor.stalled_s,

@@ -111,6 +111,38 @@ def larger_than_memory(d: dict) -> str:
     )
 
 
+def ladder(name: str) -> Callable[[dict], str]:
+    """The fastest and the slowest limit of each engine on the ladder of memory. name: the model's name."""
+
+    def words(d: dict) -> str:
+        tokens = d["arguments"]["rows"] * d["arguments"]["output_tokens"]
+        rates: dict[str, dict[float, float]] = {}
+        for cell in d["models"][name]["cells"].values():
+            if "wall_s" in cell and cell.get("valid"):
+                of_engine = rates.setdefault(cell["engine"], {})
+                of_engine[cell["share"]] = max(of_engine.get(cell["share"], 0.0), tokens / cell["wall_s"])
+        shown = [
+            f"{engine} {by_share[max(by_share)]:.0f} at {max(by_share):g}, {by_share[min(by_share)]:.0f} at"
+            f" {min(by_share):g}"
+            for engine, by_share in rates.items()
+        ]
+        return f"generated tokens/s: {'; '.join(shown)}"
+
+    return words
+
+
+def cascade_planted(d: dict) -> str:
+    worst = max(case["broken"] for case in d["planted"].values())
+    shares = [f"{case['large_share']:.0%}" for case in d["planted"].values()]
+    return f"broken by {worst} of 200 samples at most; the large model answers {', '.join(shares)} of the rows"
+
+
+def cascade_data(d: dict) -> str:
+    cases = [case | {"name": name} for sets in d["data"].values() for name, case in sets.items()]
+    shown = [f"{case['name']} {case['broken']} and {case['large_share']:.0%}" for case in cases]
+    return f"broken samples, and rows of the large model: {', '.join(shown)}"
+
+
 def perplexities(*names: str) -> Callable[[dict], str]:
     def words(d: dict) -> str:
         added = [percent(d["results"][name]["ratio_to_fp32"] - 1, 2) for name in names]
@@ -383,6 +415,7 @@ HYBRID_COMMAND = "larger_than_memory.py --shape qwen3.6-35b-a3b --work-dir DIR"
 GEMMA_COMMAND = "larger_than_memory.py --shape gemma-4-26b-a4b --engines batchgen --work-dir DIR"
 STATES_COMMAND = "cpu_engines.py --shape {} --workloads fixed --engines batchgen,vllm --repeats 1"
 BUDGET_COMMAND = "attention_budget.py --dtype bfloat16 --rows 4 --budget all --budget 20% --budget 10%"
+PROMISE = "[the promise of a cascade](cascades.md), 0.95 with 0.95"
 POLICIES = "twenty policies drawn at random, median and worst error"
 
 TABLES: dict[str, list[Row]] = {
@@ -444,6 +477,11 @@ TABLES: dict[str, list[Row]] = {
             f"larger_than_memory-gemma-4-26b-a4b-10GiB-{A}",
             GEMMA_COMMAND,
             larger_than_memory,
+        ),
+        *(
+            Row(f"[a ladder of memory](ladder.md): {name}", path.stem, "ladder.py --work-dir DIR", ladder(name))
+            for path in sorted(RESULTS.glob("ladder-*.json"))
+            for name in read(path.stem)["models"]
         ),
         Row(
             "[drafts](tiers.md#drafts) against none: 8 layers of a 3B shape on disk, 32 rows whose answers are spans of"
@@ -578,13 +616,21 @@ TABLES: dict[str, list[Row]] = {
             paper_gains,
         ),
         Row(
-            "figures of FlexGen's tables, predicted ([beside theirs](papers.md))",
+            "figures of the four papers, predicted ([beside theirs](papers.md))",
             "papers",
             "papers.py",
             papers,
         ),
     ],
     "Scoring and structure": [
+        *(
+            Row(f"{PROMISE}: {job}", "cascade", command, words)
+            for job, command, words, part in (
+                ("eight planted cases", "cascade.py", cascade_planted, "planted"),
+                ("yes or no over record pairs", "cascade.py --data DIR --work-dir DIR", cascade_data, "data"),
+            )
+            if read("cascade")[part]
+        ),
         Row(
             "lm-evaluation-harness: three tasks in fp32, against its own `hf`",
             "lm_eval",

@@ -39,6 +39,7 @@ ELSEWHERE = {
     "python tests/support/played_card.py ": "it needs torch's CUDA build: tests/engine/test_played_card.py runs it",
     "recipes/nightly/nightly.sh ": "tests/integration/test_nightly.py runs it",
     "python benchmarks/": "it measures for minutes; its own numbers are committed",
+    "python docs/draw_ladder.py": "it writes pages: tests/test_docs.py compares them with what it makes",
     "batchgen serve-batches ": "it does not end: tests/serve/test_serve.py runs the page's command",
     "export OPENAI_BASE_URL=": "it is for the shell of a client: tests/serve/test_serve.py has one",
     "mkdir -p ~/nightly/": "it changes the home directory",
@@ -69,6 +70,7 @@ TABLES = {
     "docs/tasks/extraction.md": {"mails.parquet": {"mail": TEXTS}},
     "docs/tasks/judging.md": {"answers.parquet": {"question": TEXTS, "answer": TEXTS}},
     "docs/tasks/matching.md": {"pairs.parquet": {"a": TEXTS, "b": TEXTS}},
+    "docs/cascades.md": {"pairs.parquet": {"a": TEXTS, "b": TEXTS}},
     "docs/tasks/evaluation.md": {
         "questions.parquet": {"question": TEXTS, "options": [["yes", "no"], ["3", "4"]], "expected": TEXTS},
     },

@@ -151,6 +151,12 @@ def test_the_drawing_is_up_to_date():
     assert (DOCS / "sweep.svg").read_text() == load(DOCS / "draw_sweep.py").draw(), "run python docs/draw_sweep.py"
 
 
+def test_the_ladder_is_that_of_its_files():
+    ladder = load(DOCS / "draw_ladder.py")
+    assert (DOCS / "ladder.svg").read_text() == ladder.figure(), "run python docs/draw_ladder.py"
+    assert (DOCS / "ladder.md").read_text() == ladder.described(), "run python docs/draw_ladder.py"
+
+
 def test_the_api_page_has_every_public_name():
     import batchgen
 
@@ -181,7 +187,7 @@ def test_figures_that_other_pages_repeat_are_those_of_their_files():
 def test_gains_of_the_papers_are_those_of_their_file(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     paper_gains = importlib.import_module("paper_gains")
-    tables = paper_gains.markdown(json.loads(paper_gains.RESULT.read_text())["cells"])
+    tables = paper_gains.markdown(json.loads(paper_gains.result_path("paper_gains").read_text())["cells"])
     assert tables in (DOCS / "neo_apex_check.md").read_text()
 
 

@@ -90,12 +90,12 @@ def run(**options: Any) -> None:
         keep(lambda: _before_rows(str(job.output)))
         check_job(job)  # before imports that take a second
     with importing():
-        from batchgen.job.report import dry_run_lines, summary
-        from batchgen.job.run import run_job
+        from batchgen.job.report import dry_run_lines
+        from batchgen.job.start import start_job, summary_of
 
     failure = None
     try:
-        report = run_job(job)
+        report = start_job(job)
     except TooManyFailed as error:
         failure, report = error, error.report
     except BatchgenError as error:
@@ -106,7 +106,7 @@ def run(**options: Any) -> None:
     elif report["state"] == "dry run":
         put([json.dumps(report, indent=2)] if as_json else dry_run_lines(report))
     else:
-        for line in summary(report):
+        for line in summary_of(job, report):
             say(line, sys.stderr if job.output == "-" else sys.stdout)  # stdout may be the output's
     if failure is not None:
         _log_and_exit(failure, job)
@@ -122,11 +122,11 @@ def plan(**options: Any) -> None:
     Nothing but the model's configuration and a sample of the rows is read.
     """
     with importing():
-        from batchgen.job.plan import run_plan
+        from batchgen.job.start import plan_lines
     leave_pandas_out()
 
     of_plan = _taken(options, PlanOptions)
-    put(run_plan(PlanOptions(_job(options), **of_plan)))
+    put(plan_lines(PlanOptions(_job(options), **of_plan)))
 
 
 @takes_options("bench", CONFIG)

@@ -66,3 +66,14 @@ class AttentionBudget:
             assert self.tokens is not None
             wanted = -(-self.tokens // kv_block_size)
         return min(max(wanted, _LEAST_PAGES), num_pages)
+
+    def most_dense_tokens(self, kv_block_size: int) -> int:
+        """The most tokens of a sequence that attends to all of its pages.
+
+        Args:
+            kv_block_size: Tokens of a page.
+        """
+        num_pages = _LEAST_PAGES
+        while self.pages(num_pages + 1, kv_block_size) > num_pages:
+            num_pages += 1
+        return num_pages * kv_block_size

@@ -51,10 +51,12 @@ from batchgen.models.kept_stores import find_or_convert
 from batchgen.models.model_versions import check_unchanged, model_versions
 from batchgen.runtime.grammar import check_grammar
 from batchgen.schedule.adaptation import Adaptation, Change, Measured
+from batchgen.schedule.deferral_choice import deferral_choice
 from batchgen.schedule.deferred_batches import DeferredBatches
 from batchgen.schedule.drafting import Drafting
 from batchgen.schedule.expansion_choice import expansion_choice
 from batchgen.schedule.from_policy import kv_pools, scheduler_limits
+from batchgen.schedule.packed_batch import empty_batch
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
 from batchgen.schedule.scheduler import Scheduler
 from batchgen.schedule.sequence import Sequence, complete
@@ -523,6 +525,9 @@ class Engine:
                 lane_costs=self._lane_costs,
                 sweep_choice=sweep_choice(self.policy, self._lane_costs) if self.parts.compute_tier == "gpu" else None,
                 expansion_choice=expansion_choice(self.policy, self._lane_costs),
+                deferral_choice=deferral_choice(self.policy, self._lane_costs, self.parts.config.num_layers)
+                if self.parts.compute_tier == "gpu"
+                else None,
             )
             self.changes = adaptation.changes
         scheduler.drafting = self._drafting()
@@ -705,7 +710,7 @@ class Engine:
             handler.drafted(drafted)
         by_layer = call.scheduler.has_layers_on_device and not self.policy.kv_layers  # with it they always may be
         pack = partial(parts.pack, in_place=True) if by_layer else parts.pack
-        batches = [pack(batch) for batch in parts.split(scheduled)]
+        batches = [pack(batch) if batch else empty_batch() for batch in parts.split(scheduled, **call.scheduler.cut)]
         sampling_s = 0.0
 
         def on_logits(rows, logits, start: int) -> Tensor | None:
@@ -715,6 +720,7 @@ class Engine:
             sampling_s += time.perf_counter() - began
             return chosen
 
+        call.deferred_batches.pipelines = call.scheduler.pipelines
         wait = parts.executor.run(
             batches, on_logits, vocabulary_chunks=handler.vocabulary_chunks, deferred_batches=call.deferred_batches
         )
@@ -724,7 +730,7 @@ class Engine:
         stats.peak_kv_blocks = max(stats.peak_kv_blocks, self.used_kv_blocks)
         stats.sweeps += 1
         stats.preempted, stats.moved = call.scheduler.num_preempted, call.scheduler.num_moved
-        stats.left_out = call.scheduler.num_left_out
+        stats.left_out, stats.swapped_out = call.scheduler.num_left_out, call.scheduler.num_swapped_out
         num_tokens = sum([batch.num_tokens for batch in batches])
         stats.computed_tokens += num_tokens
         stats.busy_s["compute"] += time.perf_counter() - started_s - sampling_s

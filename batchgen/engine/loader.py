@@ -819,6 +819,7 @@ def warm_up(
 
     for lane, num_bytes in memory.stream_bytes.items():
         executor.lanes.reserve(lane, num_bytes)
+    budget = AttentionBudget.of(policy.attention_budget)
     sweeps = dummy_sweeps(
         Scheduler(kv_pools(policy, memory), scheduler_limits(policy, memory, compute_tier)),
         split,
@@ -829,5 +830,6 @@ def warm_up(
         vocab_size=executor.config.vocab_size,
         sampling=sampling,
         sampled_token=executor.sampled_token,
+        dense_tokens=budget.most_dense_tokens(policy.kv_block_size) if budget else 0,
     )
     executor.warm_up(sweeps, on_logits, vocabulary_chunks=task == "score")

@@ -168,6 +168,7 @@ class EngineStats:
         preempted: Number of preempted sequences.
         left_out: Tokens that a sweep left for a later one, as the CPU was late with attention.
         moved: Number of sequences that the CPU attended to, and that moved to the compute device.
+        swapped_out: Number of sequences whose KV moved from the compute device to host memory.
         peak_kv_blocks: The most KV blocks in use at once.
         begins_twice: Whether a prompt began with the beginning-of-text token that the tokenizer adds as well.
         busy_s: Seconds of compute, of sampling, and of waiting for requests ("input_wait"); with grammars also of the
@@ -190,6 +191,7 @@ class EngineStats:
     preempted: int = 0
     left_out: int = 0
     moved: int = 0
+    swapped_out: int = 0
     peak_kv_blocks: int = 0
     begins_twice: bool = False
     busy_s: dict[str, float] = field(default_factory=lambda: {"compute": 0.0, "sampling": 0.0, "input_wait": 0.0})

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from batchgen.core.draft_rates import MOST_DRAFTS
 from batchgen.core.errors import InputError
-from batchgen.core.request import SamplingParams
+from batchgen.core.request import GRAMMARS, SamplingParams
 from batchgen.core.units import format_bytes, size_bytes
 from batchgen.distributed.launch import rank_of_environment
 from batchgen.job.destination import STANDARD_OUTPUT, Destination
@@ -18,7 +18,7 @@ from batchgen.job.failures import FailureLimit
 from batchgen.job.files import check_files, is_device
 from batchgen.job.options import CLASSIFY, EMBED, OF_VECTORS, RERANK, JobOptions, flag_of, options_of, seconds
 from batchgen.job.standard_input import is_standard_input
-from batchgen.output.run_directory import check_output
+from batchgen.output.run_directory import JOINT_STATE, check_output, joint_directory, target_path
 from batchgen.runtime.grammar import check_grammar
 
 # Python and a job's imports take more than this on any machine.
@@ -48,7 +48,9 @@ def check_job(options: JobOptions) -> None:
             f" {format_bytes(_LEAST_MEMORY_BYTES)}; give what the machine has, or leave it out"
         )
     if options.output is not None and not options.dry_run:
-        check_output(options.output, overwrite=options.overwrite, shared=options.share)
+        joint = options.cascade is not None or options.lora_column is not None
+        begun = joint and (joint_directory(target_path(Path(options.output))) / JOINT_STATE).exists()
+        check_output(options.output, overwrite=options.overwrite or begun, shared=options.share)
 
 
 def check_options(options: JobOptions) -> None:
@@ -98,6 +100,8 @@ def check_options(options: JobOptions) -> None:
     _check_share(options)
     _check_steps(options)
     _check_ranks(options)
+    _check_joint(options)
+    _check_cascade(options)
     check_grammar(options.sampling)
     check_path("--report", options.report)
     check_path("--report-html", options.report_html)
@@ -145,6 +149,51 @@ def _check_steps(options: JobOptions) -> None:
     }.items():
         if given:
             raise InputError(f"{flag} does not go with steps, each of which generates: leave out one of them")
+
+
+def _check_joint(options: JobOptions) -> None:
+    """Refuse what does not go with several jobs that make one output."""
+    flag = "--cascade" if options.cascade is not None else "--lora-column"
+    if options.cascade is None and options.lora_column is None:
+        return
+    for other, given in {
+        "--lora-column": options.cascade is not None and options.lora_column is not None,
+        "--lora": options.lora_column is not None and options.lora is not None,
+        "--plan": options.plan is not None,
+        "--report-html": options.report_html is not None,
+        "--share": options.share,
+        "steps": bool(options.steps),
+        "--trace": options.trace is not None,
+        "--tensor-parallel": options.tensor_parallel > 1,
+        "--pipeline": options.pipeline > 1,
+    }.items():
+        if given:
+            raise InputError(f"{other} does not go with {flag}: leave one of them out")
+    if is_standard_input(options.input):
+        raise InputError(f"{flag} reads its input several times: write it to a file, and give that")
+
+
+def _check_cascade(options: JobOptions) -> None:
+    if options.cascade is None:
+        return
+    sampling = options.sampling
+    for other, given in {"-n": sampling.n > 1, "--sampling-column": options.sampling_column is not None}.items():
+        if given:
+            raise InputError(f"{other} does not go with --cascade: leave one of them out")
+    chooses = options.choices or options.choices_column
+    if options.task not in ("generate", "score"):
+        raise InputError(f"--cascade compares answers, and --task {options.task} gives none: leave it out")
+    if options.task == "score" and not (chooses or options.continuations_column):
+        raise InputError("--cascade compares answers, and a score of a whole text is none: give --choices")
+    if options.task == "generate" and not (chooses or any(getattr(sampling, name) for name in GRAMMARS)):
+        raise InputError("--cascade compares answers, and free texts rarely agree: give --choices or --json-schema")
+    for name in ("agree", "confidence"):
+        if not 0.0 < getattr(options, name) < 1.0:
+            raise InputError(f"{flag_of(name)} must be between 0 and 1, not {getattr(options, name):g}")
+    if options.agree_within < 0.0:
+        raise InputError(f"--agree-within must be 0 or more, not {options.agree_within:g}")
+    if options.cascade_sample is not None and options.cascade_sample < 1:
+        raise InputError(f"--cascade-sample must be at least 1, not {options.cascade_sample}")
 
 
 def _check_ranks(options: JobOptions) -> None:

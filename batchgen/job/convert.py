@@ -7,7 +7,7 @@ from pathlib import Path
 
 from batchgen.core.dtypes import weight_format_of
 from batchgen.core.units import format_bytes, format_seconds
-from batchgen.job.job import resolve_job
+from batchgen.job.job import merged_line, resolve_job
 from batchgen.job.options import ConvertOptions, JobOptions
 from batchgen.job.progress import Progress
 from batchgen.models.convert import convert
@@ -22,11 +22,13 @@ def run_convert(options: ConvertOptions) -> str:
 
 def _converted(options: ConvertOptions, progress: Progress) -> str:
     started_s = time.monotonic()
-    files = resolve_model(options.model)
+    files = resolve_model(options.model, options.lora)
     dtype = resolve_job(JobOptions(options.model, None, None, dtype=options.dtype), files).dtype
     weights = resolve_weights(files, options.weights)
     weight_format = weight_format_of(dtype, weights)
     progress.say(f"converting {files.name} to {dtype if weight_format == dtype else f'{weight_format} and {dtype}'}")
+    if weight_format == dtype and (line := merged_line(files)) is not None:
+        progress.say(line)
     with progress.layers() as on_layer:
         store = convert(
             files,

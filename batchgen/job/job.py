@@ -39,7 +39,7 @@ from batchgen.engine.ranks import check_cards
 from batchgen.engine.tensor_parallel import check_hosts, first_shard, shard_weights
 from batchgen.job.options import JobOptions
 from batchgen.models.config import ModelConfig
-from batchgen.models.files import ModelFiles, read_config, resolve_weights
+from batchgen.models.files import ModelFiles, read_config, resolve_weights, stored_weights
 from batchgen.models.shard import Shard
 from batchgen.planner.parallel import check_stages, largest_stage
 
@@ -261,7 +261,9 @@ def _in_shards(job: Job, shard: Shard | None) -> Job:
 
 
 def dequantized_line(job: Job) -> list[str]:
-    """A line that says that ranks hold packed weights dequantized, and at what cost; no line where they do not."""
+    """A line that says that packed weights are held dequantized by ranks, or with an adapter; no line if not so."""
+    if not job.dequantized_format and job.weight_format == job.dtype and (line := merged_line(job.files)) is not None:
+        return [f"{line}: they take the memory and the reads of {job.dtype}; --weights int8 and int4 quantize the sum"]
     if not job.dequantized_format:
         return []
     why = (
@@ -273,6 +275,14 @@ def dequantized_line(job: Job) -> list[str]:
         f"--tensor-parallel expands {why}: they take the memory and the reads of {job.dtype}; --pipeline keeps them as "
         "they are"
     ]
+
+
+def merged_line(files: ModelFiles) -> str | None:
+    """A sentence that says that an adapter has packed weights dequantized; None: there is none, or they are numbers."""
+    if files.lora is None or (packed := stored_weights(replace(files, lora=None))) is None:
+        return None
+    named = "several packed formats" if packed == MIXED else packed
+    return f"an adapter is merged into numbers, so the weights, which are in {named}, are dequantized"
 
 
 def _check_attention_budget(options: JobOptions, config: ModelConfig) -> None:

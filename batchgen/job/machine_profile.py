@@ -26,6 +26,7 @@ from batchgen.core.knowledge import DISK, MANY, MEASURED, SPEED, Knowledge, weig
 from batchgen.core.machine import available_memory_bytes, resident_bytes
 from batchgen.core.quality import KV_LOSSES, WEIGHT_LOSSES, allowed
 from batchgen.core.workload import Workload
+from batchgen.engine.loader import TYPICAL_PROCESS_BYTES
 from batchgen.job.job import Job
 from batchgen.models.config import ModelConfig
 from batchgen.models.layouts import main_format, output_format
@@ -324,7 +325,7 @@ def link_between(hardware: HardwareProfile, job: Job) -> Link:
 def may_stream(job: Job) -> bool:
     """Tell whether so much of a job's memory is weights that some of them, or KV, may go to disk."""
     size = store_bytes(job.process_config, job.dtype, job.options.weights)
-    return _MEMORY_FRAC_WITHOUT_DISK * job.budgets["cpu"] < size
+    return _MEMORY_FRAC_WITHOUT_DISK * (job.budgets["cpu"] - TYPICAL_PROCESS_BYTES) < size
 
 
 def weight_formats_measured(job: Job, *, may_stream: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -118,6 +118,7 @@ _INPUT_HELP = (
     "Parquet, JSONL, JSON array or CSV file, glob or directory, here or at a URL (s3://...); saved or hub dataset;"
     " OpenAI batch JSONL; - is stdin."
 )
+_LORA_HELP = "LoRA adapter as PEFT saves it, merged into the weights when they are read; packed ones are dequantized."
 _WEIGHTS_HELP = (
     "native: the layers' matrices in the model's own format; dequantized: in the dtype that is computed in; auto: "
     "whichever of"
@@ -181,7 +182,53 @@ class JobOptions:
         f"{_COMMANDS} lm_eval helm serve-batches engine",
         metavar="DIR",
         reads=FILE,
-        help="LoRA adapter as PEFT saves it, merged into the weights when they are read; packed ones are dequantized.",
+        help=_LORA_HELP,
+    )
+    lora_column: str | None = _option(
+        MODEL,
+        "run",
+        metavar="NAME",
+        help="Column with the directory of each row's LoRA adapter, or nothing; rows are run adapter by adapter.",
+    )
+    cascade: str | None = _option(
+        MODEL,
+        _ROWS,
+        metavar="SMALL",
+        reads=FILE_OR_NAME,
+        help="A smaller model that answers first; rows in which it is not sure enough go to --model. For --choices,"
+        " --json-schema and the like, and for --task score with choices.",
+    )
+    agree: float = _option(
+        MODEL,
+        _ROWS,
+        default=0.95,
+        type=float,
+        metavar="SHARE",
+        help="With --cascade: least share of all rows whose answer is that of --model.",
+    )
+    confidence: float = _option(
+        MODEL,
+        _ROWS,
+        default=0.95,
+        type=float,
+        metavar="SHARE",
+        help="With --cascade: least probability that --agree is kept.",
+    )
+    agree_within: float = _option(
+        MODEL,
+        _ROWS,
+        default=0.0,
+        type=float,
+        metavar="X",
+        help="With --cascade and --json-schema: numbers that differ by at most X agree.",
+    )
+    cascade_sample: int | None = _option(
+        MODEL,
+        _ROWS,
+        type=int,
+        metavar="N",
+        help="With --cascade: draws of rows that both models answer [default: as the promise needs, and up to 5% of the"
+        " rows].",
     )
     dtype: str = _option(MODEL, f"{_COMMANDS} lm_eval helm serve-batches engine", default="auto", choices=_DTYPES)
     weights: str = _option(
@@ -840,6 +887,7 @@ class ConvertOptions:
     output: str = _option(
         RUN, "convert", "-o", "--output", required=True, metavar="DIR", help="Directory of the weight store."
     )
+    lora: str | None = _option(MODEL, "convert", metavar="DIR", reads=FILE, help=_LORA_HELP)
     weights: str = _option(MODEL, "convert", default="auto", choices=WEIGHTS, help=_WEIGHTS_HELP)
     dtype: str = _option(
         MODEL, "convert", default="auto", choices=_DTYPES, help="Of everything else, and of what is computed."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -87,11 +87,7 @@ def _plan_lines(options: PlanOptions, started_s: float) -> list[str]:
     if asked.task in OF_VECTORS:
         files, config = for_task(files, asked), config.without_logits()
 
-    def tokenizer() -> Tokenizer:
-        from batchgen.models.tokenizers.loading import load_tokenizer
-
-        return load_tokenizer(files, asked.special_tokens, asked.chat_template)
-
+    tokenizer = partial(_tokenizer, files, asked)
     head = head_of(files, config, asked, tokenizer)
     asked = with_head_context(asked, head)
     options = replace(options, job=asked)
@@ -155,6 +151,32 @@ def _plan_lines(options: PlanOptions, started_s: float) -> list[str]:
     if options.frontier:
         lines += ["", *frontier_lines(in_formats(problem, *formats_of(plan.policy)))]
     return lines
+
+
+def predicted_s(options: PlanOptions, shares: Sequence[float]) -> list[float]:
+    """The predicted seconds of a job that generates or scores, over each share of its rows.
+
+    Args:
+        options: The options of `batchgen plan`.
+        shares: Shares of the rows, above 0 to 1.
+
+    Raises:
+        InputError: No plan fits.
+    """
+    asked = options.job
+    files, config = resolve_for_planning(asked.model, asked.lora)
+    context = resolve_context(config, asked.max_model_len)
+    estimated = _workload(options, config, partial(_tokenizer, files, asked), None, context)
+
+    def seconds_of(share: float) -> float:
+        workload = replace(estimated.workload, num_seqs=max(1, round(share * estimated.workload.num_seqs)))
+        part = estimated._replace(workload=workload)
+        if asked.hardware is None:
+            job = resolve_job(asked, files, config)
+            return plan_job(*problem_here(job, part, started_s=time.monotonic())).prediction.total_s
+        return plan_job(*_problem_there(asked, files, config, None, part)).prediction.total_s
+
+    return [seconds_of(share) for share in shares]
 
 
 def _check_plan(options: PlanOptions, asked: JobOptions) -> None:
@@ -329,6 +351,13 @@ def _changed(
         to_write_bytes={name: loading.store_bytes for name, loading in problem.loading.items()},
     )
     return job, replace(changed, max_block_latency_s=problem.max_block_latency_s)
+
+
+def _tokenizer(files: ModelFiles, options: JobOptions) -> Tokenizer:
+    """The tokenizer of a model, as a job has it."""
+    from batchgen.models.tokenizers.loading import load_tokenizer
+
+    return load_tokenizer(files, options.special_tokens, options.chat_template)
 
 
 def _workload(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
+from batchgen.core.attention_budget import AttentionBudget
 from batchgen.core.dtypes import INT4
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
@@ -124,6 +125,9 @@ def _kv_placements(job: Job) -> tuple[KVPlacement, ...]:
     options = job.options
     if options.tensor_parallel > 1 or options.pipeline > 1:
         return KV_PLACEMENTS
+    if job.device.kind == "cuda" and AttentionBudget.of(options.attention_budget) is not None:
+        # Pages of KV that comes to a card have been chosen on an emulated one alone.
+        return (KVPlacement.DEVICE, KVPlacement.CPU, KVPlacement.DEFERRED)
     return tuple(KVPlacement)
 
 

@@ -219,6 +219,7 @@ def engine_report(engine: Engine | None, plan: Plan | None, wall_s: float) -> di
         "preempted": stats.preempted,
         "left_out": stats.left_out,
         "moved": stats.moved,
+        "swapped_out": stats.swapped_out,
         "dtype": engine.parts.dtype if engine else None,
         "policy": engine.policy.to_json() if engine else None,
         "memory": engine.parts.memory.to_json() if engine else None,

@@ -16,6 +16,27 @@ class RunOptions(TypedDict, total=False):
     lora: str | None
     """LoRA adapter as PEFT saves it, merged into the weights when they are read; packed ones are dequantized."""
 
+    lora_column: str | None
+    """Column with the directory of each row's LoRA adapter, or nothing; rows are run adapter by adapter."""
+
+    cascade: str | None
+    """A smaller model that answers first; rows in which it is not sure enough go to --model. For --choices,
+    --json-schema and the like, and for --task score with choices.
+    """
+
+    agree: float
+    """With --cascade: least share of all rows whose answer is that of --model. Default: 0.95."""
+
+    confidence: float
+    """With --cascade: least probability that --agree is kept. Default: 0.95."""
+
+    agree_within: float
+    """With --cascade and --json-schema: numbers that differ by at most X agree. Default: 0.0."""
+
+    cascade_sample: int | None
+    """With --cascade: draws of rows that both models answer [default: as the promise needs, and up to 5% of the rows].
+    """
+
     dtype: Literal["auto", "bfloat16", "float16", "float32"]
     """The dtype. Default: 'auto'."""
 

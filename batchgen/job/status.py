@@ -19,7 +19,7 @@ from batchgen.output.error_kinds import error_kinds
 from batchgen.output.manifest import Manifest
 from batchgen.output.parts import DamagedPart, part_number, part_paths, scan_part
 from batchgen.output.row_map import DoneRows
-from batchgen.output.run_directory import SHARE_FOLDER, run_directory, target_path
+from batchgen.output.run_directory import SHARE_FOLDER, joint_directory, run_directory, target_path
 from batchgen.share.files import DirectoryFiles
 from batchgen.share.lease import Table
 from batchgen.share.run import SharedJob
@@ -63,6 +63,10 @@ def _status(output: Path, sleep: Callable[[float], None], name: str) -> dict[str
     target = target_path(output)
     directory = run_directory(target) if target.name else None
     held = Manifest.read(directory / "manifest.json") if directory is not None else None
+    if directory is not None and held is None and joint_directory(target).is_dir():
+        raise InputError(
+            f"{name} is made by several jobs: ask for those in {joint_directory(target)}, such as *.parquet"
+        )
     if directory is None or held is None:
         raise InputError(f"{name} has no job: give the --output of a `batchgen run` that has begun")
     if held.state == "complete" and held.totals:

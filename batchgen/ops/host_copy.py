@@ -182,4 +182,6 @@ class Passage:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+    flat = tensor.reshape(-1)
+    # The dimension of a single number may have any stride.
+    return (flat.as_strided((1,), (1,)) if len(flat) == 1 else flat).view(torch.uint8)

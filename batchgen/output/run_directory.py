@@ -60,6 +60,7 @@ from batchgen.output.row_map import DoneRows
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+JOINT_STATE = "joint.json"  # in a `joint_directory`, once its output may be replaced
 # A file of each kind that a run directory has.
 RUN_FILES = (
     "lock",
@@ -92,6 +93,11 @@ def errors_path(output_path: Path) -> Path:
 def run_directory(output_path: Path) -> Path:
     """The directory next to an output file in which a job keeps its finished rows."""
     return output_path.with_name(output_path.name + ".batchgen")
+
+
+def joint_directory(output_path: Path) -> Path:
+    """The directory next to an output file in which several jobs that make it together keep their files."""
+    return output_path.with_name(output_path.name + ".jobs")
 
 
 def target_path(output_path: Path) -> Path:

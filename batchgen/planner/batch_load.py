@@ -96,7 +96,8 @@ class BatchLoad:
             the staging buffer. Runs are counted where layers reuse KV.
         states: Sequences whose KV or state passes through the staging buffer.
         hidden_on_host: Whether activations wait in host memory between layers.
-        swapped: (KV blocks, runs of neighbouring blocks) that come from the host's pool to the device's, for good.
+        swapped_in: (KV blocks, runs of neighbouring blocks) that come from the host's pool to the device's, for good.
+        swapped_out: (KV blocks, runs of neighbouring blocks) that come from the device's pool to the host's, for good.
         chosen: KV that passes in layers where decoding tokens choose pages; None: as in other layers.
     """
 
@@ -114,7 +115,8 @@ class BatchLoad:
     all_disk: tuple[int, int] = (0, 0)
     states: StagedStates = _NO_STATES
     hidden_on_host: bool = False
-    swapped: tuple[int, int] = (0, 0)
+    swapped_in: tuple[int, int] = (0, 0)
+    swapped_out: tuple[int, int] = (0, 0)
     chosen: ChosenLoad | None = None
 
     @property
@@ -128,7 +130,8 @@ class BatchLoad:
             disk_write=self.disk_writes[0] > 0,
             hidden_on_host=self.hidden_on_host,
             samples=self.logits_rows > 0,
-            swaps_in=self.swapped[0] > 0,
+            swaps_in=self.swapped_in[0] > 0,
+            swaps_out=self.swapped_out[0] > 0,
             chooses=self.chosen is not None,
         )
 
@@ -173,7 +176,7 @@ def load_of(
     if windows:
         windowed = {name: _attended(members, kv_block_size, sharing=False) for name, members in of_placement.items()}
     staged = of_placement.get(KVPlacement.STREAMED, ())
-    swaps = swap_runs(of_placement.get(KVPlacement.DEVICE, ())) if compute_tier == "gpu" else ()
+    swaps_in, swaps_out = swap_runs(of_placement) if compute_tier == "gpu" else ((), ())
     on_disk = [s for s in staged if _on_disk(s)]
     on_host = [s for s in staged if not _on_disk(s)]
     host_blocks = _history_blocks(on_host, kv_block_size, windowed=False)
@@ -200,7 +203,8 @@ def load_of(
         all_disk=of_disk.all_reads if reuses_kv else (of_disk.all_reads[0], 0),
         states=StagedStates(_begun(on_host), len(on_host), _begun(on_disk), len(on_disk)),
         hidden_on_host=hidden_on_host,
-        swapped=(sum(run.count for run in swaps), len(swaps)),
+        swapped_in=(sum(run.count for run in swaps_in), len(swaps_in)),
+        swapped_out=(sum(run.count for run in swaps_out), len(swaps_out)),
         chosen=_chosen(on_host, on_disk, choosers_of(staged, budget, kv_block_size), kv_block_size),
     )
 

@@ -12,9 +12,9 @@ from batchgen.core.kv_placement import TIERS
 from batchgen.planner.costs import can_delegate, layer_lanes, phase_decode_attention_s, slowest_s
 from batchgen.planner.linear import number
 from batchgen.planner.memory import peak_bytes
-from batchgen.planner.mip import solve
-from batchgen.planner.phases import deferral_of, phases_of
-from batchgen.planner.problem import Problem
+from batchgen.planner.mip import Solution, solve
+from batchgen.planner.phases import Phase, deferral_of, phases_of
+from batchgen.planner.problem import CostInputs, Problem
 from batchgen.planner.search import Candidate, Prune, integer_candidate, prune_nothing
 from batchgen.planner.search_space import max_num_seqs_choices
 from batchgen.planner.step_seconds import query_bytes
@@ -47,7 +47,7 @@ def with_deferred_attention(problem: Problem, base: Candidate, prune: Prune = pr
     Returns:
         The candidate; None where there are no deferred sequences, where they do not fit, or it is pruned.
     """
-    s, best, best_s = base.inputs, None, math.inf
+    s, options, best_s = base.inputs, list[tuple[Solution, CostInputs, tuple[Phase, ...]]](), math.inf
     most = _most_deferred(problem, base)
     allowed = replace(
         problem.allowed,
@@ -61,14 +61,16 @@ def with_deferred_attention(problem: Problem, base: Candidate, prune: Prune = pr
             continue
         inputs = replace(s, max_num_seqs=swept_seqs + deferral.seqs, deferral=deferral)
         phases = phases_of(s.workload, s.admission, swept_seqs, s.max_num_batched_tokens, deferral)
-        solution = solve(inputs, phases, allowed, integer=True)
-        if solution is None:
+        relaxed = solve(inputs, phases, allowed, integer=False)
+        if relaxed is None:
             continue
-        if solution.job_s >= best_s:
+        options.append((relaxed, inputs, phases))
+        if relaxed.job_s >= best_s:
             break  # the block is smaller than it has to be for all to fit
-        best, best_s = (inputs, phases), solution.job_s
-    relaxed = solve(*best, allowed, integer=False) if best else None
-    return integer_candidate(replace(problem, allowed=allowed), relaxed, *best, prune) if best and relaxed else None
+        best_s = relaxed.job_s
+    options.sort(key=lambda option: option[0].job_s)
+    candidates = (integer_candidate(replace(problem, allowed=allowed), *option, prune) for option in options)
+    return next((candidate for candidate in candidates if candidate is not None), None)
 
 
 def _weight_tiers(base: Candidate) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from batchgen.planner.step_seconds import COPIES_SENT, attention_input_bytes, qu
 def lane_costs(s: CostInputs, at: Placement) -> LaneCosts:
     """The cost model's seconds of a sweep where a GPU has some of its KV in host memory; all 0 elsewhere.
 
-    Those of CPU attention are 0 where the CPU attends to no sequence.
+    Those of CPU attention are 0 where the CPU attends to no sequence, deferred ones included.
 
     Args:
         s: Inputs of the cost model.
@@ -45,7 +45,9 @@ def lane_costs(s: CostInputs, at: Placement) -> LaneCosts:
     gpu_seqs = max(1.0, s.swept_seqs - cpu_seqs)
     gpu_seq_s, gpu_key_s = _attention_line(s, lambda phase: phase_decode_attention_s(one, phase, s.rates), gpu_seqs)
     attended, cpu_seq_s, cpu_key_s = max(1.0, cpu_seqs / s.num_gpu_batches), 0.0, 0.0
-    if delegates:
+    if s.deferral and not delegates:
+        attended = max(1.0, s.deferred_seqs / layers)
+    if delegates or s.deferral:
         cpu_seq_s, cpu_key_s = _attention_line(
             s, lambda phase: phase_decode_attention_s(one, phase, hardware.cpu), attended
         )

@@ -16,27 +16,23 @@ from dataclasses import dataclass
 
 from batchgen.core.plan import Plan
 from batchgen.planner.costs import job_seconds
+from batchgen.planner.part_of_layers import layers_simulated, simulated_seconds
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Placement
 from batchgen.planner.problem import CostInputs
 from batchgen.planner.search import Candidate
 from batchgen.planner.simulation import SimulatedJob, simulated_rows
-from batchgen.planner.sweep_sampling import (
-    ScheduledSweep,
-    SimulatedStage,
-    interpolate,
-    sampled_numbers,
-    scheduled_sweeps,
-    simulate_sweeps,
-)
+from batchgen.planner.sweep_sampling import LAYER_STEPS, ScheduledSweep, interpolate, scheduled_sweeps
 
 # Sequences that are scheduled, each counted once a sweep that is scheduled, and Steps that are made, for one candidate.
 _MOST_SCHEDULED = 8_000
-_MOST_STEPS = 10_000
-# So many times as many of both in a longer simulation.
-_LONGER = 2
+_MOST_STEPS = 4_000
+# So many times as many sequences and Steps in a longer simulation.
+_LONGER, _MORE_STEPS = 2, 2.5
 # So many times as many sequences where a part of the time as large as this is spent in mixes that have not been seen.
 _UNTIL_SEEN, _MISSING = 3, 0.2
+# Sweeps of mixes with less than this part of the time are not simulated: the others say what they take.
+_RARE = 0.03
 # A sampled job fills the block so often: once, and a part of it again.
 _FILLED = 1.5
 # Decoding alone is scheduled so often for the tokens of an output: the sweeps between are alike.
@@ -77,15 +73,20 @@ def simulate_sampled(plan: Plan, candidate: Candidate, *, longer: bool = False) 
     rows = _sampled_rows(s, _FILLED * times)
     whole = len(rows) == s.workload.num_seqs
     job = SimulatedJob(plan, s.model, rows=rows)
-    sweeps = _schedule(job, s, _time_by_mix(s, candidate.phases, at), _MOST_SCHEDULED * times, whole=whole)
-    modelled_s = [job_seconds(s, [sweep.phase], at) for sweep in sweeps]
-    numbers = sampled_numbers(sweeps, s.model.num_layers, _MOST_STEPS * times)
-    simulated_s = simulate_sweeps([SimulatedStage(plan, s.model, s.hardware)], sweeps, numbers)
+    most_steps = _MOST_STEPS * (_MORE_STEPS if longer else 1)
+    sweep_steps = LAYER_STEPS * s.num_gpu_batches * sum(layers_simulated(candidate))
+    time_by_mix = _time_by_mix(s, candidate.phases, at)
+    chosen = _Chosen(s, time_by_mix, int(most_steps / sweep_steps))
+    sweeps = _schedule(job, s, time_by_mix, _MOST_SCHEDULED * times, chosen, whole=whole)
+    numbers = chosen.numbers(len(sweeps))
+    modelled_s = {i: job_seconds(s, [sweeps[i].phase], at) for i in numbers}
+    simulated_s = simulated_seconds(plan, candidate, sweeps, modelled_s)
     if whole and not job.has_work:
-        ratios = interpolate({i: [simulated_s[i][0] / modelled_s[i]] for i in numbers}, len(sweeps))[:, 0].tolist()
+        of_samples = {i: [simulated_s[i] / modelled_s[i]] for i in numbers}
+        ratios = interpolate(of_samples, len(sweeps))[:, 0].tolist()
         seconds_s = (job_seconds(s, [sweep.with_jumped], at) for sweep in sweeps)
         return SampledRun(sum(seconds * ratio for seconds, ratio in zip(seconds_s, ratios, strict=True)), True)
-    samples = [_sample(s, sweeps[i], simulated_s[i][0], modelled_s[i]) for i in numbers]
+    samples = [_sample(s, sweeps[i], simulated_s[i], modelled_s[i]) for i in numbers]
     by_mix = _ratio_by_mix(samples, min(1.0, s.swept_seqs / s.workload.num_seqs))
     overall = _ratio(samples)
     # Each phase by itself: what prompts wait for is not what decoding waits for.
@@ -120,8 +121,61 @@ def _time_by_mix(s: CostInputs, phases: Sequence[Phase], at: Placement) -> dict[
     return {mix: mix_s / total_s for mix, mix_s in seconds.items()}
 
 
+class _Chosen:
+    """The sweeps that are simulated: of each kind evenly spread ones, its first among them.
+
+    A kind is a mix, before any row is finished or later. Which sweeps there will be is not known when one is asked for,
+    so of each kind every one is taken first, and then every second, fourth and so on of the kinds with most of them.
+    Mixes in which little of the time is spent are left out.
+    """
+
+    def __init__(self, s: CostInputs, time_by_mix: Mapping[Mix, float], most: int) -> None:
+        """Begin without sweeps.
+
+        Args:
+            s: The candidate's inputs.
+            time_by_mix: The part of the modelled time that sweeps of each mix take.
+            most: Most sweeps that are simulated, where there are not more kinds.
+        """
+        self._s, self._most = s, most
+        self._mixes = {mix for mix, part in time_by_mix.items() if part >= _RARE}
+        self._count = 0
+        self._of_kind: defaultdict[tuple[Mix, bool], list[int]] = defaultdict(list)  # all its sweeps, by number
+        self._every: defaultdict[tuple[Mix, bool], int] = defaultdict(lambda: 1)
+
+    def takes(self, phase: Phase, later: bool) -> bool:
+        """True if the next sweep is among those that are simulated, as far as is known."""
+        kind = mix, _ = _mix(phase, self._s.swept_seqs), later
+        self._count += 1
+        if mix not in self._mixes and self._count > 1:
+            return False
+        numbers = self._of_kind[kind]
+        numbers.append(self._count - 1)
+        if (len(numbers) - 1) % self._every[kind]:
+            return False
+        while sum(map(self._num_taken, self._of_kind)) > self._most:
+            most = max(self._of_kind, key=self._num_taken)
+            if self._num_taken(most) == 1:
+                break
+            self._every[most] *= 2
+        return (len(numbers) - 1) % self._every[kind] == 0
+
+    def _num_taken(self, kind: tuple[Mix, bool]) -> int:
+        return -(-len(self._of_kind[kind]) // self._every[kind])
+
+    def numbers(self, count: int) -> list[int]:
+        """The numbers of the sweeps that are simulated, of the first `count` ones, in ascending order."""
+        return sorted(i for kind, numbers in self._of_kind.items() for i in numbers[:: self._every[kind]] if i < count)
+
+
 def _schedule(
-    job: SimulatedJob, s: CostInputs, time_by_mix: Mapping[Mix, float], most_seqs: int, *, whole: bool
+    job: SimulatedJob,
+    s: CostInputs,
+    time_by_mix: Mapping[Mix, float],
+    most_seqs: int,
+    chosen: _Chosen,
+    *,
+    whole: bool,
 ) -> list[ScheduledSweep]:
     """The job's first sweeps. In a job that is not whole, it ends where deferred sequences are left alone.
 
@@ -131,12 +185,19 @@ def _schedule(
         time_by_mix: The part of the modelled time that sweeps of each mix take.
         most_seqs: Most sequences that are scheduled, each counted once a sweep; more where mixes are missing in which
             much of the time is spent.
+        chosen: Chooses the sweeps that are simulated.
         whole: Whether the job has all rows.
     """
     sweeps: list[ScheduledSweep] = []
     scheduled, missing = 0.0, dict(time_by_mix)
     most_jumped = 0 if s.deferral else int(s.workload.output_len.mean / _JUMPS)
-    for sweep in scheduled_sweeps(job, s.model.num_layers, most_jumped=most_jumped):
+    defers = s.deferral is not None  # then the loads of all sweeps are needed
+    for sweep in scheduled_sweeps(
+        job,
+        s.model.num_layers,
+        most_jumped=most_jumped,
+        is_simulated=lambda later, phase: chosen.takes(phase, later) or defers,
+    ):
         if sweep.phase.tokens == sweep.phase.deferred_tokens and not whole:
             break
         sweeps.append(sweep)

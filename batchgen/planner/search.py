@@ -75,7 +75,7 @@ class Candidate:
 
 
 # So many LPs, those of the least bounds that can be used, are solved for a kind: its other sizes are about as fast.
-_MOST_OF_KIND = 6
+_MOST_OF_KIND = 3
 
 _ORDERS = ("even", "neo", "mixed")
 # Prune predicates: true if a candidate whose job takes so many seconds or more by the cost model cannot be the plan, or

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -32,6 +32,7 @@ from batchgen.planner.phases import Phase
 from batchgen.planner.step_costs import StepCosts, streams_of
 from batchgen.planner.step_simulator import OnStep, Simulator, Timeline
 from batchgen.schedule.adaptation import Adaptation, Change, Measured
+from batchgen.schedule.deferral_choice import deferral_choice
 from batchgen.schedule.deferred_batches import DeferredBatches
 from batchgen.schedule.draft_proposer import Proposal
 from batchgen.schedule.drafting import Drafting
@@ -127,6 +128,7 @@ def simulate_job(
         loads = sweep.loads
         simulator.spend(costs.between_s(loads))
         num_tokens = sum(load.tokens for load in loads)
+        deferred_batches.pipelines = sweep.pipelines
         steps = sweeps.steps([load.flow for load in loads], deferred_batches, simulator.has_ended, num_tokens)
         simulator.run(steps, costs.sweep(loads))
         job.end_sweep(deferred_batches)
@@ -200,12 +202,14 @@ class SimulatedSweep:
     """A sweep that the scheduler made.
 
     Attributes:
-        loads: The load of each micro-batch.
+        loads: The load of each micro-batch; none where they are not wanted.
         phase: The sweep as the cost model counts it, without deferred sequences.
+        pipelines: Whether deferred tokens go through all layers that they have left in it.
     """
 
     loads: list[BatchLoad]
     phase: Phase
+    pipelines: bool = False
 
 
 class SimulatedJob:
@@ -277,6 +281,9 @@ class SimulatedJob:
                 lane_costs=costs,
                 sweep_choice=sweep_choice(policy, costs) if self._compute_tier == "gpu" else None,
                 expansion_choice=expansion_choice(policy, costs),
+                deferral_choice=deferral_choice(policy, costs, config.num_layers)
+                if self._compute_tier == "gpu"
+                else None,
             )
         self._generated = 0  # tokens since the last call of `adapt`
         self._had_prompts = False  # the last sweep
@@ -322,13 +329,17 @@ class SimulatedJob:
         self._take_rows()
         return self._scheduler.has_work
 
-    def next_sweep(self) -> SimulatedSweep | None:
+    def next_sweep(self, wants_loads: Callable[[Phase], bool] = lambda phase: True) -> SimulatedSweep | None:
         """Schedule the next sweep, and count it as run unless sweeps are in a pipeline.
 
         Sequences have their new tokens at once, except deferred ones, whose token takes several sweeps and comes with
         `end_sweep`. Where nothing but such tokens is under way, the sweep has one empty micro-batch. In a pipeline
         (`sweeps_in_flight` above 1) tokens come with `take_answers`. Where all sequences are in sweeps under way there,
         the sweep has no micro-batch.
+
+        Args:
+            wants_loads: Whether the loads of a sweep are wanted, which take longer than all else; without them no
+                sequence may begin a deferred token.
 
         Returns:
             The sweep; None when all rows are done.
@@ -340,12 +351,20 @@ class SimulatedJob:
         sweep = self._scheduler.schedule()
         if not sweep and self._under_way:
             return SimulatedSweep([], _phase_of(sweep, self._plan.workload))
-        batches = self._split(sweep) or [[]]
+        phase = _phase_of(sweep, self._plan.workload)
+        loads = self._loads(sweep) if wants_loads(phase) else []
+        self._had_prompts = phase.prefill_tokens > 0
+        self._commit(sweep)
+        return SimulatedSweep(loads, phase, self._scheduler.pipelines)
+
+    def _loads(self, sweep: list[ScheduledSequence]) -> list[BatchLoad]:
+        """The load of each micro-batch of a sweep that is not committed yet."""
+        batches = self._split(sweep, **self._scheduler.cut) or [[]]
         self._begun = [[s.sequence for s in batch if s.defers] for batch in batches]
         first_on_host = len(batches)
         if self._compute_tier == "gpu":
             first_on_host -= self._plan.policy.activation_batches[1]
-        loads = [
+        return [
             load_of(
                 batch,
                 kv_block_size=self._plan.policy.kv_block_size,
@@ -357,10 +376,6 @@ class SimulatedJob:
             )
             for k, batch in enumerate(batches)
         ]
-        phase = _phase_of(sweep, self._plan.workload)
-        self._had_prompts = phase.prefill_tokens > 0
-        self._commit(sweep)
-        return SimulatedSweep(loads, phase)
 
     def _commit(self, sweep: list[ScheduledSequence]) -> None:
         sampled = [s.sequence for s in sweep if s.samples]
@@ -376,7 +391,7 @@ class SimulatedJob:
 
     def end_sweep(self, deferred_batches: DeferredBatches) -> None:
         """Give sequences their next token whose last one has come through all layers."""
-        for deferred_batch in deferred_batches.waiting:
+        for deferred_batch in (*deferred_batches.waiting, *deferred_batches.ended):
             if deferred_batch.number not in self._deferred_batches:
                 self._deferred_batches[deferred_batch.number] = self._begun[deferred_batch.batch]
         for deferred_batch in deferred_batches.ended:

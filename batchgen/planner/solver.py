@@ -18,6 +18,8 @@ import pulp
 from batchgen.planner.linear import Expression, Linear, total
 
 _OPTIONS = {"output_flag": False, "threads": 1}
+# Without integers there is less to solve than presolving takes.
+_WITH_INTEGERS, _WITHOUT = {"presolve": "choose", "solver": "choose"}, {"presolve": "off", "solver": "simplex"}
 # Each thread keeps its solver, as to make one takes longer than to solve a small MIP.
 _of_thread = threading.local()
 
@@ -109,7 +111,9 @@ class _Highs(pulp.LpSolver):  # type: ignore[misc]
     def actualSolve(self, lp: pulp.LpProblem) -> int:
         """Solve a problem of PuLP's; its columns and rows get their values, and the status is returned."""
         solver = _solver()
-        solver.setOptionValue("mip_rel_gap", self._gap)
+        has_integers = any(column.cat == pulp.LpInteger for column in self._columns)
+        for name, value in ({"mip_rel_gap": self._gap} | (_WITH_INTEGERS if has_integers else _WITHOUT)).items():
+            solver.setOptionValue(name, value)
         self._pass_model(solver, lp.objective)
         solver.run()
         solution = solver.getSolution()

@@ -502,8 +502,8 @@ class _SweepCosts:
             copies = self._costs.layers[step.layer].loaded_tensors
         elif kind in ("send_qkv", "send_deferred"):
             copies = COPIES_SENT
-        elif kind == "swap_in":
-            copies = load.swapped[1]
+        elif kind in ("swap_in", "swap_out"):
+            copies = (load.swapped_in if kind == "swap_in" else load.swapped_out)[1]
         rate = hardware.h2d_bytes_per_s if step.lane == "h2d" else hardware.d2h_bytes_per_s
         return transfer_s(moved, rate, copies, hardware.link_overhead_s)
 
@@ -554,7 +554,7 @@ _SECONDS: Mapping[str, Callable[[_SweepCosts, Step, BatchLoad], float]] = {
     "read_cache": _SweepCosts.read_kv,
     "write_cache": _SweepCosts.written_kv,
     **dict.fromkeys(("load_weight", "load_head", "load_hidden", "load_cache", "swap_in"), _SweepCosts.copied),
-    **dict.fromkeys(("send_qkv", "send_deferred", "store_cache", "store_hidden"), _SweepCosts.copied),
+    **dict.fromkeys(("send_qkv", "send_deferred", "store_cache", "store_hidden", "swap_out"), _SweepCosts.copied),
 }
 
 
@@ -609,9 +609,10 @@ def _staged_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
 
 
 def _swapped_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
-    """Bytes of blocks that move to the device's pool, and of their summaries."""
+    """Bytes of blocks that move to another pool, and of their summaries."""
     sizes = costs.inputs.layers
-    return load.swapped[0] * (sizes.blocks[step.layer] + sizes.summaries[step.layer])
+    blocks, _ = load.swapped_in if step.kind == "swap_in" else load.swapped_out
+    return blocks * (sizes.blocks[step.layer] + sizes.summaries[step.layer])
 
 
 def _stored_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
@@ -648,6 +649,7 @@ _BYTES: Mapping[str, Callable[[StepCosts, Step, BatchLoad], float]] = {
     "store_hidden": _stored_hidden_bytes,
     "load_cache": _staged_bytes,
     "swap_in": _swapped_bytes,
+    "swap_out": _swapped_bytes,
     "store_cache": _stored_bytes,
     "send_qkv": _sent_bytes,
     "send_deferred": _sent_bytes,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +27,8 @@ from batchgen.schedule.deferred_batches import DeferredBatch, DeferredBatches
 from batchgen.schedule.step_graph import Step
 from batchgen.schedule.sweeps import Sweeps
 
-_LAYER_STEPS = 6  # of one micro-batch in one layer, about
+# Steps of one micro-batch in one layer, about.
+LAYER_STEPS = 6
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class ScheduledSweep:
     """A sweep with its order in the job, but without a time.
 
     Attributes:
-        loads: The load of each micro-batch.
+        loads: The load of each micro-batch; none where the sweep is not simulated.
         phase: The sweep as the cost model counts it.
         answered: Number of sweeps whose tokens are known before this one is scheduled.
         deferred_batches: Deferred batches under way when the sweep begins, each with the load it began with.
@@ -61,7 +63,12 @@ class ScheduledSweep:
 
 
 def scheduled_sweeps(
-    job: SimulatedJob, num_layers: int, *, in_flight: int = 1, most_jumped: int = 0
+    job: SimulatedJob,
+    num_layers: int,
+    *,
+    in_flight: int = 1,
+    most_jumped: int = 0,
+    is_simulated: Callable[[bool, Phase], bool] = lambda later, phase: True,
 ) -> Iterator[ScheduledSweep]:
     """The job's sweeps in the order of the engine, if the CPU is always done with deferred attention in time.
 
@@ -70,6 +77,8 @@ def scheduled_sweeps(
         num_layers: Number of layers that a deferred token goes through.
         in_flight: Most sweeps under way at once, over the stages of a pipeline.
         most_jumped: Most sweeps of decoding alone that are jumped over after each one.
+        is_simulated: Whether a sweep will be simulated, by whether any row was finished before it and by the sweep as
+            the cost model counts it; asked once for each sweep, and not where tokens may be deferred.
     """
     deferred_batches, loads = DeferredBatches(), dict[int, BatchLoad]()
     numbers = itertools.count(-1, -1)  # `Sweeps` counts up from 0
@@ -78,9 +87,9 @@ def scheduled_sweeps(
         if scheduled - answered == in_flight:
             answered = _answered(job, answered, in_flight)
         later = job.num_done > 0
-        if (sweep := job.next_sweep()) is None:
+        if (sweep := job.next_sweep(partial(is_simulated, later))) is None:
             return
-        if not sweep.loads:  # all sequences are under way
+        if not sweep.phase.tokens and not sweep.loads:  # all sequences are under way
             answered = _answered(job, answered, in_flight)
             continue
         begun = [DeferredBatch(next(numbers), k) for k, load in enumerate(sweep.loads) if load.deferred]
@@ -112,7 +121,7 @@ def sampled_numbers(
         most_steps: Most Steps that are simulated, about.
         kinds: The numbers of the sweeps of each kind; None: all are of one.
     """
-    steps = _LAYER_STEPS * num_layers * sum(len(sweep.loads) for sweep in sweeps)
+    steps = LAYER_STEPS * num_layers * sum(len(sweep.loads) for sweep in sweeps)
     every = max(1, -(-steps // most_steps))
     return sorted({i for numbers in kinds or [range(len(sweeps))] for i in (*numbers[::every], numbers[-1])})
 

@@ -27,9 +27,9 @@ LAYERS_AHEAD = 2
 # blocks, perhaps with the interpreter's lock, so that no host lane signals the semaphore that the stream waits at. This
 # leaves a Step as many again.
 MOST_QUEUED = 512
-# Kernels and events of a Step, at most, as far as they are not counted one by one: the router of Phi-3.5-MoE, with an
-# MLP's experts, has the most.
-STEP_OPERATIONS = 48
+# Kernels and events of a Step, at most, as far as they are not counted one by one: the choice of pages has 50, and the
+# router of Phi-3.5-MoE, with an MLP's experts, as many as 48.
+STEP_OPERATIONS = 56
 LAUNCH = "launch"  # what compute waits for where the host is late
 
 Event = Any

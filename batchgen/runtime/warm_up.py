@@ -12,6 +12,7 @@ from itertools import count
 
 import numpy as np
 
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.request import SamplingParams
 from batchgen.runtime.grammar import Unconstrained
 from batchgen.schedule.packed_batch import PackedBatch
@@ -36,18 +37,21 @@ def dummy_sweeps(  # a plain function of what a sweep is made with, so that the 
     vocab_size: int,
     sampling: SamplingParams,
     sampled_token: int,
+    dense_tokens: int = 0,
 ) -> Iterator[list[PackedBatch]]:
     """Yield the micro-batches of some sweeps, each to be run before the next is asked for.
 
     First the largest that prefill and that decode, with sequences of all KV placements as far as they are admitted.
     Then sweeps of a quarter as many tokens, a sixteenth, and so on: libraries have other matrix products for few rows
-    than for many. Then one that does both. Last a single long row, for which attention is cut into parts.
+    than for many. Then one that does both. Last a long row in each KV placement, alone: its prompt is cut into chunks,
+    each after the first reads KV of those before it, and attention is cut into parts.
 
     Args:
         scheduler: scheduler with empty pools, used for nothing else.
         longest: most tokens of one sequence.
         sampling: sampling parameters of most rows.
         sampled_token: stands for sampled tokens in the next sweep; but the host knows those that it penalises.
+        dense_tokens: most tokens of a row that attends to all of its KV pages; the long rows have more, if they fit.
     """
     if sampling.penalizes_output:
         sampled_token = 0
@@ -69,9 +73,15 @@ def dummy_sweeps(  # a plain function of what a sweep is made with, so that the 
     some = rows(max_num_seqs, length)
     for sequence in some[::2]:
         sequence.sampling = replace(sequence.sampling, max_tokens=1)
-    groups = [[rows(min(max_num_seqs, tokens), tokens // max_num_seqs)] for tokens in sizes]
-    groups += [[some, rows(max_num_seqs // 2, length)], [rows(1, min(_LONG, 4 * max_num_batched_tokens))]]
-    for waves in groups:
+    limits, long = scheduler.limits, max(min(_LONG, 4 * max_num_batched_tokens), dense_tokens + 1)
+    groups = [(limits, [rows(min(max_num_seqs, tokens), tokens // max_num_seqs)]) for tokens in sizes]
+    groups.append((limits, [some, rows(max_num_seqs // 2, length)]))
+    for placement in KVPlacement:
+        if placement.tier in scheduler.pools and limits.quota(placement):
+            most = min(scheduler.pools[placement.tier].longest_tokens, limits.most_tokens(placement) or longest)
+            groups.append((replace(limits, kv_seqs={placement: 1}), [rows(1, min(long, most - _TOKENS))]))
+    for own_limits, waves in groups:
+        scheduler.limits = own_limits
         while True:
             for sequence in waves.pop(0) if waves else ():
                 scheduler.add(sequence)
@@ -84,9 +94,12 @@ def dummy_sweeps(  # a plain function of what a sweep is made with, so that the 
             sampled = [s.sequence for s in sweep if s.samples or s.defers]
             scheduler.commit(sweep)
             for sequence in sampled:
-                sequence.tokens.append(sampled_token)
+                # Of placement DEFERRED no token is begun after one that the host does not know.
+                is_deferred = sequence.kv_placement is KVPlacement.DEFERRED
+                sequence.tokens.append(0 if is_deferred else sampled_token)
                 if sequence.num_generated == sequence.sampling.max_tokens:
                     scheduler.finish(sequence)
+        assert not scheduler.running, "a dummy row has not run to its end"
 
 
 def sampled_every_way(sequences: List[Sequence], vocab_size: int) -> Iterator[list[Sequence]]:

@@ -17,10 +17,12 @@ from typing import Any
 from batchgen.core.kv_expansion import Recut
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.lane_costs import NOT_KNOWN, LaneCosts
+from batchgen.schedule.deferral_choice import DeferralChoice
 from batchgen.schedule.expansion_choice import ExpansionChoice, Rows
 from batchgen.schedule.knob import Direction, Knob
 from batchgen.schedule.scheduler import Scheduler
 from batchgen.schedule.scheduler_limits import SchedulerLimits
+from batchgen.schedule.sequence import Sequence
 from batchgen.schedule.sweep_choice import SweepChoice
 from batchgen.schedule.sweep_estimate import SweepLoad
 
@@ -128,6 +130,7 @@ class Adaptation:
         lane_costs: LaneCosts = NOT_KNOWN,
         sweep_choice: SweepChoice | None = None,
         expansion_choice: ExpansionChoice | None = None,
+        deferral_choice: DeferralChoice | None = None,
     ) -> None:
         """Leave everything as planned.
 
@@ -139,9 +142,12 @@ class Adaptation:
             lane_costs: The plan's seconds of what a sweep may have.
             sweep_choice: Chooses the sequences of each sweep that the CPU attends to; None: all of them.
             expansion_choice: Chooses the number of layers whose KV streams; None: it stays as it is.
+            deferral_choice: Chooses how sequences whose attention is deferred go through each sweep; None: they go a
+                layer further in each.
         """
         scheduler.expected_output_len = lambda s: self.expected_output_len(s.sampling.max_tokens)
         scheduler.sweep_choice = self._sweep_choice = sweep_choice
+        scheduler.deferral_choice = deferral_choice
         scheduler.adapts, scheduler.brings_kv = True, lane_costs.streamed_key_s < lane_costs.token_s
         self.changes: list[Change] = []
         self._scheduler = scheduler
@@ -153,6 +159,7 @@ class Adaptation:
         self._lengths: deque[int] = deque(maxlen=_MOST_LENGTHS)
         self._footprints: deque[int] = deque(maxlen=_MOST_LENGTHS)  # tokens of KV of sequences that ended
         self._window: list[Measured] = []
+        self._has_pipelined = False  # a sweep of the window, in which computation waits for the CPU as it should
         self._preempted = 0
         self._sweep = 0
         self._windows = 0
@@ -184,7 +191,10 @@ class Adaptation:
         self._sweep += 1
         if self._sweep_choice:
             self._sweep_choice.measured(measured.busy_s)
+        if self._scheduler.deferral_choice:
+            self._scheduler.deferral_choice.measured(measured.busy_s)
         self._measure_streaming(measured)
+        self._has_pipelined = self._has_pipelined or self._scheduler.pipelines
         self._window.append(measured)
         if len(self._window) < _WINDOW_SWEEPS and not self._has_failed_early() and not self._waits_long():
             return
@@ -199,9 +209,9 @@ class Adaptation:
             self._divide_layers(rate)
         if self._trial is None:
             self._share_host_kv(rate)
-        if self._trial is None:
+        if self._trial is None and not self._has_pipelined:
             self._fit_deferred(rate)
-        self._window = []
+        self._window, self._has_pipelined = [], False
         self._preempted = self._scheduler.num_preempted
 
     def _has_failed_early(self) -> bool:
@@ -378,9 +388,14 @@ class Adaptation:
 
     def _most_hidden(self, link_s: float) -> int:
         """Sequences in host memory whose KV can come over the link in so many seconds, by the plan's rate."""
-        on_host = [s for s in self._scheduler.running if s.kv_placement in (KVPlacement.CPU, KVPlacement.STREAMED)]
+        on_host = self._on_host
         seq_s = self._lane_costs.streamed_key_s * sum(len(s.tokens) for s in on_host) / max(1, len(on_host))
         return int(link_s / seq_s) if seq_s else len(on_host)
+
+    @property
+    def _on_host(self) -> list[Sequence]:
+        """The sequences in flight whose KV lies in host memory, but for those whose attention is deferred."""
+        return [s for s in self._scheduler.running if s.kv_placement in (KVPlacement.CPU, KVPlacement.STREAMED)]
 
     @property
     def _num_on_device(self) -> int:
@@ -404,9 +419,9 @@ class Adaptation:
     def _divide_layers(self, rate: _Rate) -> None:
         """Choose the layers whose KV streams, by Pie's three conditions (section 3.4).
 
-        Fewer stream where compute waits for copies. More do where it does not, the link has time left, and a sweep of
-        the sequences that then have blocks has more tokens in a second. Where none streams nothing is known of the
-        link: from time to time one layer tries it.
+        Fewer stream where compute waits for copies. More do where it does not, the link has time left, and the rows
+        known are done sooner with the sequences that then have blocks. Where none streams nothing is known of the link:
+        from time to time one layer tries it.
         """
         choice, expansion = self._expansion_choice, self._scheduler.expansion
         if choice is None or expansion is None or not (rows := self._rows(expansion.least_blocks)):
@@ -415,11 +430,11 @@ class Adaptation:
         link = sum(m.busy_s.get("h2d", 0.0) for m in self._window) / sum(m.seconds for m in self._window)
         is_probe = not expansion.num_streamed
         best = choice.best(expansion, rows, by_plan=is_probe)
-        after, before = (choice.tokens_per_s(expansion, n, rows, by_plan=is_probe) for n in (best, now))
+        after_s, before_s = (choice.rest_s(expansion, n, rows, by_plan=is_probe) for n in (best, now))
         direction: Direction = "down" if best > now else "up"
         if (
             best == now
-            or after < _WORTH_CHANGING * before
+            or before_s < _WORTH_CHANGING * after_s
             or not self._knobs["streamed_layers"].may_turn(direction, self._windows)
         ):
             return
@@ -451,7 +466,11 @@ class Adaptation:
         longest = sum(s.num_prompt + n for s, n in zip(running, expected, strict=True)) / len(running)
         quota = sum(limits.quota(placement) for placement in (KVPlacement.CPU, KVPlacement.STREAMED))
         most = min(quota, limits.max_num_seqs - others, len(running) + scheduler.num_waiting)
-        return Rows(most, others, min(most_blocks, longest / block_size + 0.5), context)
+        blocks = min(most_blocks, longest / block_size + 0.5)
+        computed = sum(s.num_computed for s in running) / len(running)
+        left = scheduler.num_waiting * sum(expected) / len(expected)
+        left += sum(max(0, n - s.num_generated) for s, n in zip(running, expected, strict=True))
+        return Rows(most, others, blocks, context, len(running), computed, left)
 
     def _want_layers(self, on_device: int, why: str) -> None:
         """Have so many layers' KV on the device before the next sweep."""
@@ -498,10 +517,9 @@ class Adaptation:
     def _move_host_kv(self) -> None:
         """Give sequences in flight the placements that the limits have a quota for."""
         limits = self._scheduler.limits
-        on_host = [s for s in self._scheduler.running if s.kv_placement in (KVPlacement.CPU, KVPlacement.STREAMED)]
         quota = limits.quota(KVPlacement.CPU)
         if limits.compute_tier == "gpu":
-            for i, sequence in enumerate(on_host):
+            for i, sequence in enumerate(self._on_host):
                 self._scheduler.set_placement(sequence, KVPlacement.CPU if i < quota else KVPlacement.STREAMED)
 
 

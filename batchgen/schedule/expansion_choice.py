@@ -1,6 +1,7 @@
-"""The choice of the number of layers whose KV streams, by the work that a sweep does in a second (Pie section 3.4).
+"""The choice of the number of layers whose KV streams, by the seconds that the rest of the job takes (Pie section 3.4).
 
-The estimates are the plan's seconds, corrected by what the lanes have taken so far. No tensors.
+Those are seconds of sweeps, and of computing again what rows lose that have no blocks any more. The estimates are the
+plan's seconds, corrected by what the lanes have taken so far. No tensors.
 """
 
 from __future__ import annotations
@@ -23,12 +24,18 @@ class Rows(NamedTuple):  # one for each window of sweeps
         others: Sequences in flight whose KV is in the device's own pool.
         blocks: KV blocks that a sequence is expected to have at its end.
         context: Tokens that a sequence attends to, half way through its output.
+        in_pool: Sequences in flight in the host's pool.
+        computed: Tokens that one of them has KV of by now.
+        left: Tokens that all rows known have yet to generate.
     """
 
     most: int
     others: int
     blocks: float
     context: float
+    in_pool: int
+    computed: float
+    left: float
 
 
 class ExpansionChoice:
@@ -64,17 +71,19 @@ class ExpansionChoice:
             self._link.take(link_s)
 
     def best(self, expansion: KVExpansion, rows: Rows, *, by_plan: bool = False) -> int:
-        """The number of layers on the device with which most tokens are generated in a second.
+        """The number of layers on the device with which the rows known are done soonest.
 
         Args:
             expansion: Division of the layers by now.
             rows: The rows in flight.
             by_plan: Whether the link is taken to be as fast as planned.
         """
-        return max(expansion.choices, key=lambda number: self.tokens_per_s(expansion, number, rows, by_plan=by_plan))
+        return min(expansion.choices, key=lambda number: self.rest_s(expansion, number, rows, by_plan=by_plan))
 
-    def tokens_per_s(self, expansion: KVExpansion, on_device: int, rows: Rows, *, by_plan: bool = False) -> float:
-        """Estimated tokens in a second with so many layers on the device.
+    def rest_s(self, expansion: KVExpansion, on_device: int, rows: Rows, *, by_plan: bool = False) -> float:
+        """Estimated seconds of the rows known with so many layers on the device from now on.
+
+        Rows in flight that have no blocks then are computed again.
 
         Args:
             expansion: Division of the layers by now.
@@ -83,11 +92,13 @@ class ExpansionChoice:
             by_plan: Whether the link is taken to be as fast as planned.
         """
         in_pool = max(1, min(rows.most, int(expansion.blocks_with(on_device) / rows.blocks)))
+        again_s = max(0, rows.in_pool - in_pool) * rows.computed * self._costs.token_s * self._compute.factor
         seqs = rows.others + in_pool
         load = SweepLoad(sampled=seqs, decodes=seqs, keys=round(seqs * rows.context))
         computing_s = sweep_seconds(self._costs, self._cut, load, CpuLoad(), compute_factor=self._compute.factor).total
         link_factor = 1.0 if by_plan else self._link.factor
-        return seqs / max(computing_s, link_factor * self._link_s(expansion, on_device, in_pool * rows.context))
+        sweep_s = max(computing_s, link_factor * self._link_s(expansion, on_device, in_pool * rows.context))
+        return rows.left / seqs * sweep_s + again_s
 
     def _link_s(self, expansion: KVExpansion, on_device: int, keys: float) -> float:
         """Planned seconds in which weights, and the KV of so many tokens, come over the link."""

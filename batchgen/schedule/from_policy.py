@@ -64,6 +64,7 @@ def scheduler_limits(
         max_chunk_tokens=memory.batch_tokens,
         compute_tier=compute_tier,
         deferred_rows=policy.deferred_rows,
+        most_staged_tokens=policy.kv_block_size * max(1, memory.staging_blocks),
         sweeps_in_flight=sweeps_in_flight,
     )
 
@@ -80,13 +81,15 @@ def longest_sequence(policy: Policy, memory: MemoryPlan, compute_tier: str) -> i
     return policy.kv_block_size * max(blocks(tier, count) for tier, count in memory.kv_blocks.items())
 
 
-def splitter(
-    policy: Policy, memory: MemoryPlan, compute_tier: str
-) -> Callable[[list[ScheduledSequence]], list[list[ScheduledSequence]]]:
+def splitter(policy: Policy, memory: MemoryPlan, compute_tier: str) -> Callable[..., list[list[ScheduledSequence]]]:
     """A function that cuts a sweep's sequences into micro-batches, within the limits of the policy and its memory.
 
-    It is `split_batches` with all arguments but the sweep filled in. compute_tier: the tier of the compute device's
-    memory.
+    It is `split_batches` with all arguments but the sweep, `pipelines` and `mixes` filled in.
+
+    Args:
+        policy: The policy.
+        memory: Its memory plan.
+        compute_tier: The tier of the compute device's memory.
     """
     return partial(
         split_batches,

@@ -53,8 +53,10 @@ def split_batches(
     compute_tier: str,
     max_staged_seqs: int | None = None,
     balance_tokens: int | None = None,
+    pipelines: bool = False,
+    mixes: bool = False,
 ) -> list[list[ScheduledSequence]]:
-    """Cut a sweep into micro-batches, none of them empty.
+    """Cut a sweep into micro-batches, none of them empty but the last one of a pipelined sweep.
 
     Within a placement the sweep's order is kept, so a sequence that takes over KV which another one of the sweep writes
     comes in the same batch or a later one.
@@ -76,11 +78,16 @@ def split_batches(
             then has a part of what the CPU attends to, and all of a sweep in which it attends to nothing
             (`first_batch_cpu_share`);
             None: the second has all of these.
+        pipelines: Whether the sweep is pipelined: the last micro-batch has the sequences whose deferred token begins,
+            if there are any, and others no such sequence.
+        mixes: Whether order "even" is "mixed" in this sweep: of the sequences that the CPU attends to some are left
+            out, and the others may lie close together.
     """
     assert order in ORDERS, order
+    order = "mixed" if mixes and order == "even" else order
     all_here = all(p.tier == compute_tier for p in {scheduled.sequence.kv_placement for scheduled in sweep})
     as_one = all_here and (num_gpu_batches == 1 or balance_tokens is not None) and len(sweep) <= max_seqs
-    if as_one and sum([scheduled.num_tokens for scheduled in sweep]) <= max_tokens:
+    if as_one and not pipelines and sum([scheduled.num_tokens for scheduled in sweep]) <= max_tokens:
         return [sweep] if sweep else []
     parts: list[_Part] = []
     if all_here:
@@ -93,6 +100,8 @@ def split_batches(
             f"{blocks} blocks to stage for one sequence, capacity for {max_staged_blocks}"
         )
         parts.append(_Part(scheduled, placement, (scheduled.num_tokens, 1, blocks, int(staged))))
+    deferring = [p.scheduled for p in parts if pipelines and p.placement is KVPlacement.DEFERRED]
+    parts = [p for p in parts if not pipelines or p.placement is not KVPlacement.DEFERRED]
     delegated = [p for p in parts if p.placement is KVPlacement.CPU]
     others = [p for p in parts if p.placement is not KVPlacement.CPU]
     if balance_tokens is not None:
@@ -102,7 +111,8 @@ def split_batches(
     else:
         batches = _cut(_mixed(parts) if order == "mixed" else parts, num_gpu_batches, _TOKENS)
     limits = (max_tokens, max_seqs, max_staged_blocks, len(sweep) if max_staged_seqs is None else max_staged_seqs)
-    return [[p.scheduled for p in kept] for batch in batches for kept in _within(batch, limits)]
+    kept = [[p.scheduled for p in part] for batch in batches for part in _within(batch, limits)]
+    return [*kept, deferring] if pipelines else kept
 
 
 class _Part(NamedTuple):  # one for each sequence of a sweep

@@ -77,7 +77,8 @@ class PackedBatch:
         exchange_slots: place of each in the tables in which queries and attention are exchanged with the CPU, int64.
         in_place: streamed segment in layers whose KV of it lies on the device: slots and plans of its pool.
         state_staging: states that pass; None: none does.
-        swaps: KV blocks that come from the host's pool to the device's, for good.
+        swaps_in: KV blocks that come from the host's pool to the device's, for good.
+        swaps_out: KV blocks that come from the device's pool to the host's, for good.
         staged_choice: sequences that choose which of their pages pass through the staging buffer, and the batch's token
             of each; None: none does.
     """
@@ -94,7 +95,8 @@ class PackedBatch:
     exchange_slots: np.ndarray
     in_place: Segment | None = None
     state_staging: StateStaging | None = None
-    swaps: tuple[Run, ...] = ()
+    swaps_in: tuple[Run, ...] = ()
+    swaps_out: tuple[Run, ...] = ()
     staged_choice: PageChoice | None = None
 
     @property
@@ -112,7 +114,8 @@ class PackedBatch:
             disk_write=any(s.writes for s in staging) or bool(states and states.writes),
             hidden_on_host=hidden_on_host,
             samples=bool(self.logits_rows),
-            swaps_in=bool(self.swaps),
+            swaps_in=bool(self.swaps_in),
+            swaps_out=bool(self.swaps_out),
             chooses=self.staged_choice is not None,
         )
 
@@ -187,8 +190,15 @@ def pack(
             states = rows_in_pool(sequences, tables.starts)
             on_device = Segment(placement, start, rows.count, slots, plans, states)
     packed = rows.packed(tuple(segments), staged.by_window)
-    swaps = swap_runs(of_placement.get(KVPlacement.DEVICE, [])) if compute_tier == "gpu" else ()
-    return replace(packed, in_place=on_device, state_staging=state_staging, swaps=swaps, staged_choice=staged_choice)
+    swaps_in, swaps_out = swap_runs(of_placement) if compute_tier == "gpu" else ((), ())
+    return replace(
+        packed,
+        in_place=on_device,
+        state_staging=state_staging,
+        swaps_in=swaps_in,
+        swaps_out=swaps_out,
+        staged_choice=staged_choice,
+    )
 
 
 class _Members(NamedTuple):

@@ -15,7 +15,8 @@ its successor has been chosen; meanwhile the sequence is not preempted, as the C
 KV lives in one pool per tier. A sequence is admitted into a KV placement, which says its pool; it stays there until
 it leaves, and is preempted only for sequences of the same pool. Where the CPU is late, a `SweepChoice` leaves decodes
 that it attends to out of a sweep; such a sequence may move to the compute device: its KV comes there, or is computed
-again.
+again. Where the device's pool has not enough blocks for the sequences in it, the youngest that decodes moves to the
+host's pool if that has (NEO section 3.2).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from batchgen.core.kv_expansion import KVExpansion, Recut
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.schedule.block_manager import Allocation, BlockManager
 from batchgen.schedule.block_tables import BlockTables
+from batchgen.schedule.deferral_choice import DeferralChoice
 from batchgen.schedule.drafting import Drafting
 from batchgen.schedule.extents import ExtentManager
 from batchgen.schedule.scheduled_sequence import ScheduledSequence, next_tokens
@@ -42,10 +44,12 @@ from batchgen.schedule.tier_admission import Expected, Growing, TierAdmission
 from batchgen.schedule.token_slots import TokenSlots
 from batchgen.schedule.window_pool import NULL_BLOCK
 
-# KV blocks that may come to the device in a sweep. Each may be a copy of its own, and a stream holds so many at most.
+# KV blocks that may change their pool in a sweep. Each may be a copy of its own, and a stream holds so many at most.
 _MOST_SWAPPED_BLOCKS = 256
 # Placements whose attention the compute device computes.
 _COMPUTE_ATTENDS = (KVPlacement.DEVICE, KVPlacement.STREAMED, KVPlacement.DISK)
+# Placements that a sequence of the device's pool may move to, in order of preference.
+_ON_HOST = (KVPlacement.CPU, KVPlacement.DEFERRED)
 
 
 class _BeforeDrafts(NamedTuple):
@@ -71,9 +75,13 @@ class Scheduler:
         running: sequences in flight, in order of admission, as the keys of a mapping.
         num_preempted: preemptions so far.
         num_moved: sequences so far that the CPU attended to, and that moved to the compute device.
+        num_swapped_out: sequences so far that moved from the device's pool to the host's.
         expected_output_len: tokens that a sequence is expected to generate.
         sweep_choice: chooses the sequences of a sweep that the CPU attends to; None: all of them.
-        adapts: Whether sequences whose attention is deferred move to the compute device where nobody waits.
+        deferral_choice: chooses how sequences whose attention is deferred go through a sweep; None: all sweeps overlap.
+        pipelines: Whether the sweep that was scheduled last is pipelined: deferred tokens go through all of its layers.
+        adapts: Whether sequences whose attention is deferred move to the compute device where nobody waits, and others
+            to the host where the device has no blocks for them.
         brings_kv: Whether KV of a sequence that moves comes to the device faster than it is computed again there.
         drafting: drafts tokens of sequences that decode; None: nothing is drafted.
     """
@@ -110,9 +118,10 @@ class Scheduler:
         self._most_blocks = dict.fromkeys(pools, 0)
         # Those there are pools for, in order of preference.
         self._placements = [placement for placement in KVPlacement if placement.tier in pools]
-        self.num_preempted = self.num_moved = 0
+        self.num_preempted = self.num_moved = self.num_swapped_out = 0
         self.sweep_choice: SweepChoice | None = None
-        self.adapts = self.brings_kv = False
+        self.deferral_choice: DeferralChoice | None = None
+        self.adapts = self.brings_kv = self.pipelines = False
         self.drafting: Drafting | None = None
         self._before_drafts: dict[Sequence, _BeforeDrafts] = {}
         self.expected_output_len = expected_output_len or (lambda s: s.sampling.max_tokens)
@@ -124,7 +133,7 @@ class Scheduler:
         self._reserving = {KVPlacement.DEFERRED.tier} if num_deferred else set()
         self._exchange_slots = (num_deferred and exchange_slots) or TokenSlots(num_deferred)
         self._admitted_deferred = 0
-        # Sequences whose KV comes to the device in the sweep, and the blocks that they had.
+        # Sequences whose KV comes to the device or goes to the host in the sweep, and the blocks that they still hold.
         self._swapped: list[tuple[Sequence, array[int]]] = []
 
     def add(self, sequence: Sequence) -> None:
@@ -149,7 +158,13 @@ class Scheduler:
     @property
     def num_left_out(self) -> int:
         """Tokens so far that a sweep left for a later one, as the CPU was late with attention."""
-        return self.sweep_choice.num_left_out if self.sweep_choice else 0
+        return sum(choice.num_left_out for choice in (self.sweep_choice, self.deferral_choice) if choice)
+
+    @property
+    def cut(self) -> dict[str, bool]:
+        """The way in which the sweep scheduled last is cut into micro-batches, as arguments of `split_batches`."""
+        mixes = self.sweep_choice is not None and self.sweep_choice.num_late > 0
+        return {"pipelines": self.pipelines, "mixes": mixes}
 
     @property
     def has_work(self) -> bool:
@@ -182,6 +197,8 @@ class Scheduler:
         self._admit(sweep, budget, most)
         if self.sweep_choice is not None:
             sweep = self.sweep_choice.choose(sweep)
+        if self.deferral_choice is not None:
+            sweep, self.pipelines = self.deferral_choice.choose(sweep)
         return sweep if self.drafting is None else self._with_drafts(sweep, self.drafting)
 
     def _with_drafts(self, sweep: list[ScheduledSequence], drafting: Drafting) -> list[ScheduledSequence]:
@@ -439,7 +456,8 @@ class Scheduler:
 
         They are those that late CPU attention leaves out of sweeps, and of those that would begin a deferred token, all
         where nobody waits (the GPU comes first: APEX section 3.4), and those beyond the quota. Their KV comes there,
-        layer by layer, or is computed again, whichever is faster.
+        layer by layer, or is computed again, whichever is faster. Where nobody waits others move too whose KV can come
+        there (NEO section 3.2, step 2).
 
         Args:
             sweep: The sweep, in which they decode by now.
@@ -451,17 +469,22 @@ class Scheduler:
         movable = self.sweep_choice.movable if self.sweep_choice else []
         excess = self._in_placement[KVPlacement.DEFERRED] - self.limits.quota(KVPlacement.DEFERRED)
         if self.adapts and self._in_placement[KVPlacement.DEFERRED] and (excess > 0 or not self.num_waiting):
-            deferring = [scheduled.sequence for scheduled in sweep if scheduled.defers]
+            deferring = [one.sequence for one in sweep if one.defers and one.sequence.swap_table is None]
             movable += deferring[: excess if self.num_waiting else None]
+        others: dict[Sequence, None] = {}
+        if self.adapts and self.brings_kv and not self.num_waiting and self._has_place(KVPlacement.DEVICE):
+            attended = (one.sequence for one in sweep if one.sequence.kv_placement is KVPlacement.CPU and one.decodes)
+            late = set(movable)
+            others = dict.fromkeys(s for s in attended if s.swap_table is None and s not in late)
         admission: TierAdmission | None = None
-        for sequence in movable:
+        for sequence in (*movable, *others):
             decode = ScheduledSequence(sequence, 1)
             if not self._has_place(KVPlacement.DEVICE):
                 break
             if decode not in sweep or not self._fits_in(sequence, KVPlacement.DEVICE):
                 continue
             brings_kv = self._can_bring_kv(sequence)
-            if budget <= 0 and not brings_kv:
+            if not brings_kv and (budget <= 0 or sequence in others):
                 break
             admission = admission or self._admission(KVPlacement.DEVICE.tier, sweep)
             chunk = len(sequence.tokens)
@@ -472,7 +495,7 @@ class Scheduler:
                 break
             self.num_moved += 1
             if brings_kv:
-                self._bring_kv(sequence, allocation)
+                self._swap(sequence, KVPlacement.DEVICE, allocation)
                 continue
             sweep.remove(decode)
             self._leave(sequence)
@@ -482,29 +505,65 @@ class Scheduler:
         return budget
 
     def _can_bring_kv(self, sequence: Sequence) -> bool:
-        """Tell whether a sequence's KV may come to the device now, and should.
+        """Tell whether a sequence's KV may come to the device now, and should."""
+        return self.brings_kv and self._can_swap(sequence, KVPlacement.DEVICE)
+
+    def _can_swap(self, sequence: Sequence, placement: KVPlacement) -> bool:
+        """Tell whether a sequence's KV may go to the pool of a placement in this sweep.
 
         One that has a state, or blocks of its own for sliding windows, is computed again.
         """
-        if not self.brings_kv or self.limits.sweeps_in_flight > 1:
-            return False
-        pool, has_one_table = self.pools[KVPlacement.DEVICE.tier], sequence.window_table is None and not sequence.state
+        pool, has_one_table = self.pools[placement.tier], sequence.window_table is None and not sequence.state
         blocks = len(sequence.block_table)
-        fits = blocks <= pool.num_available - self.tables.num_reserved[KVPlacement.DEVICE.tier]
-        return has_one_table and fits and blocks + sum(len(table) for _, table in self._swapped) <= _MOST_SWAPPED_BLOCKS
+        fits = blocks < pool.num_available - self.tables.num_reserved[placement.tier]
+        under_way = sum(len(swapped.swap_table or ()) for swapped, _ in self._swapped)
+        is_alone = self.limits.sweeps_in_flight == 1
+        return has_one_table and fits and is_alone and blocks + under_way <= _MOST_SWAPPED_BLOCKS
 
-    def _bring_kv(self, sequence: Sequence, allocation: Allocation) -> None:
-        """Give a sequence that decodes in the sweep a place on the device, to which its KV comes in the sweep."""
+    def _swap_out(self, sequence: Sequence) -> bool:
+        """Move a sequence that decodes to the host's pool; False if it has to be computed again instead.
+
+        Its KV goes there in the sweep, in which it decodes, before anything is written to the blocks that it leaves.
+        """
+        decodes = sequence.num_remaining == 1 and sequence.num_computed >= sequence.num_prompt
+        decodes &= sequence.swap_table is None  # its KV is there
+        if not (self.adapts and decodes and sequence.kv_placement is KVPlacement.DEVICE) or self.has_layers_on_device:
+            return False
+        for placement in _ON_HOST:
+            if placement.tier not in self.pools or not self._has_place(placement):
+                continue
+            if placement is KVPlacement.DEFERRED and not (sequence.tokens[-1] != PENDING and self._may_defer):
+                continue
+            if not self._fits_in(sequence, placement) or not self._can_swap(sequence, placement):
+                continue
+            admission = self._admission(placement.tier, [])
+            allocation = self._allocate(sequence, placement, admission, len(sequence.tokens))
+            if allocation is not None:
+                self._swap(sequence, placement, allocation)
+                self.num_swapped_out += 1
+                return True
+        return False
+
+    def _swap(self, sequence: Sequence, placement: KVPlacement, allocation: Allocation) -> None:
+        """Give a sequence that decodes in the sweep a place in another pool, to which its KV goes in the sweep.
+
+        What it leaves in the device's pool is free at once: the sweep writes there only when it has gone. What it
+        leaves in the host's pool is free after the sweep.
+        """
         num_computed, num_cached = sequence.num_computed, sequence.num_cached
+        source = self.tables.pool(sequence)
         self._leave_running(sequence)
         self._free_exchange_slot(sequence)
         table = self.tables.detach(sequence)
-        self._open(sequence, KVPlacement.DEVICE, allocation)
+        self._open(sequence, placement, allocation)
         matched = len(allocation.blocks)
         size = self.tables.pool(sequence).kv_block_size
         sequence.num_computed, sequence.num_cached = num_computed, num_cached
         sequence.num_inserted_blocks = max(matched, sequence.num_prompt // size)
         sequence.swap_table = array("i", [NULL_BLOCK] * matched) + table[matched : -(-num_computed // size)]
+        if placement is not KVPlacement.DEVICE:
+            source.release(table)
+            table = array("i")
         self._swapped.append((sequence, table))
         self._enter(sequence)
         self._grow(sequence, 1)
@@ -513,7 +572,8 @@ class Scheduler:
         """Release the blocks of sequences whose KV comes to the device: what is launched later comes after that."""
         for sequence, table in self._swapped:
             sequence.swap_table = None
-            self.pools[KVPlacement.CPU.tier].release(table)
+            if table:
+                self.pools[KVPlacement.CPU.tier].release(table)
         self._swapped = []
 
     def _admit_waiting(self, sweep: list[ScheduledSequence], budget: int, most: int) -> None:
@@ -653,13 +713,14 @@ class Scheduler:
         Where nobody is in flight the others follow: a row let in under earlier limits may fit only a placement that has
         no quota any more, and another call of the engine may have all exchange slots. It runs all the same.
         """
+        placements = [placement for placement in self._placements if self._is_staged_whole(placement, sequence)]
         tried: list[KVPlacement] = []
-        for placement in self._placements:
+        for placement in placements:
             if self._has_place(placement) and self._is_open(placement, sequence):
                 tried.append(placement)
                 yield placement
         if not self.running:
-            rest = [p for p in self._placements if p not in tried and p is not KVPlacement.DEFERRED]
+            rest = [p for p in placements if p not in tried and p is not KVPlacement.DEFERRED]
             rest = [p for p in rest if p is not KVPlacement.CPU or not self.has_layers_on_device]
             yield from sorted(rest, key=lambda p: p is not KVPlacement.STREAMED) if self._lacks_slots else rest
 
@@ -668,10 +729,16 @@ class Scheduler:
             return False  # where an earlier call of the engine has put them
         return self._in_placement[placement] < self.limits.quota(placement)
 
+    def _is_staged_whole(self, placement: KVPlacement, sequence: Sequence) -> bool:
+        """Tell whether a staging buffer holds a sequence of a placement however long it becomes."""
+        most = self.limits.most_tokens(placement)
+        return most is None or longest_run(sequence) <= most
+
     def _fits_in(self, sequence: Sequence, placement: KVPlacement) -> bool:
-        """Tell whether a placement has a quota, and a pool for a sequence however long it becomes."""
+        """Tell whether a placement has a quota, and memory for a sequence however long it becomes."""
         pool = self.pools.get(placement.tier)
-        return bool(self.limits.quota(placement)) and pool is not None and longest_run(sequence) <= pool.longest_tokens
+        has_pool = pool is not None and longest_run(sequence) <= pool.longest_tokens
+        return bool(self.limits.quota(placement)) and has_pool and self._is_staged_whole(placement, sequence)
 
     def _is_open(self, placement: KVPlacement, sequence: Sequence) -> bool:
         """Tell whether a placement takes one more sequence, beside its quota and its KV blocks.
@@ -681,8 +748,11 @@ class Scheduler:
         if placement is KVPlacement.CPU and self.sweep_choice and self.sweep_choice.most_on_cpu is not None:
             is_late = self._in_placement[placement] >= self.sweep_choice.most_on_cpu
             return not is_late or not any(self._fits_in(sequence, p) for p in _COMPUTE_ATTENDS)
-        if placement is not KVPlacement.DEFERRED:
-            return True
+        return placement is not KVPlacement.DEFERRED or self._may_defer
+
+    @property
+    def _may_defer(self) -> bool:
+        """Tell whether placement DEFERRED takes one more sequence, beside its quota and its KV blocks."""
         most = self.limits.deferred_rows
         return (most is None or self._admitted_deferred < most) and not self._exchange_slots.is_full
 
@@ -708,7 +778,8 @@ class Scheduler:
                 for s in self.running
                 if s.kv_placement.tier == tier
             ]
-            return expected, max(map(self._expected_len, self._admissible()))
+            longest = max(map(self._expected_len, self._admissible()), default=0)
+            return expected, longest or max(map(self._expected_len, self.running))  # nobody waits where one moves
 
         missing = self._most_blocks[tier] - self.tables.num_held[tier]
         return TierAdmission(pool, in_flight, pool.num_available - missing, reserves=self._reserves(tier))
@@ -725,11 +796,10 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, count: int) -> bool:
         """Allocate blocks for `count` more tokens; False if the sequence itself had to be preempted."""
-        tier = sequence.kv_placement.tier
         while not self.tables.grow(sequence, count):
-            if self._preempt_youngest(tier) is sequence:
+            if self._make_room(sequence.kv_placement.tier) is sequence:
                 return False
-        has_prompt = sequence.num_computed < sequence.num_prompt
+        has_prompt, tier = sequence.num_computed < sequence.num_prompt, sequence.kv_placement.tier
         if has_prompt and self.tables.share_prefixes and tier == self.limits.compute_tier:
             # All KV of a batch is written, layer by layer, before attention reads it, and batches run in the order of
             # the sweep: even a sequence of the same sweep may take these blocks. KV of other tiers is stored behind,
@@ -737,11 +807,24 @@ class Scheduler:
             self.tables.insert_prompt(sequence, sequence.num_computed + count)
         return True
 
-    def _preempt_youngest(self, tier: str) -> Sequence:
-        """Preempt the youngest sequence of a tier whose token is not on its way: the CPU may be reading its KV."""
-        youngest = next(s for s in reversed(self.running) if s.kv_placement.tier == tier and s.num_remaining > 0)
+    def _make_room(self, tier: str) -> Sequence | None:
+        """Move the youngest sequence of a tier to the host, or preempt it.
+
+        Returns:
+            The sequence that was preempted; None: it has moved.
+        """
+        youngest = self._youngest(tier)
+        if self._swap_out(youngest):
+            return None
         self._preempt(youngest)
         return youngest
+
+    def _preempt_youngest(self, tier: str) -> None:
+        self._preempt(self._youngest(tier))
+
+    def _youngest(self, tier: str) -> Sequence:
+        """The youngest sequence of a tier whose token is not on its way: the CPU may be reading its KV."""
+        return next(s for s in reversed(self.running) if s.kv_placement.tier == tier and s.num_remaining > 0)
 
     def _preempt(self, sequence: Sequence) -> None:
         self._leave(sequence)
@@ -755,6 +838,7 @@ class Scheduler:
     def _forget_computed(self, sequence: Sequence) -> None:
         """Count nothing of a sequence as computed."""
         sequence.num_computed = sequence.num_matched_blocks = sequence.num_inserted_blocks = sequence.node = 0
+        sequence.swap_table = None
 
 
 def longest_run(sequence: Sequence) -> int:

@@ -21,6 +21,8 @@ class SchedulerLimits:
         compute_tier: tier of the compute device's own memory.
         deferred_rows: most sequences of a job that are admitted to placement DEFERRED; None: no limit. Those admitted
             near its end would be in flight long after all others.
+        most_staged_tokens: most tokens of a sequence whose KV passes through a staging buffer, as that of prompts does
+            wherever it is not in the compute device's own memory; None: no limit.
         sweeps_in_flight: most sweeps under way at once, each in another stage of a pipeline; each has its part of the
             sequences.
     """
@@ -32,6 +34,7 @@ class SchedulerLimits:
     max_chunk_tokens: int | None = None
     compute_tier: str = "cpu"
     deferred_rows: int | None = None
+    most_staged_tokens: int | None = None
     sweeps_in_flight: int = 1
 
     def __post_init__(self) -> None:
@@ -43,6 +46,10 @@ class SchedulerLimits:
         """The most sequences of each KV placement, of limits that have quotas."""
         assert self.kv_seqs is not None, "placements have no quotas"
         return self.kv_seqs
+
+    def most_tokens(self, kv_placement: KVPlacement) -> int | None:
+        """The most tokens of a sequence of a placement that its staging buffer holds; None: there is no limit."""
+        return None if kv_placement.tier == self.compute_tier else self.most_staged_tokens
 
     def quota(self, kv_placement: KVPlacement) -> int:
         return self.max_num_seqs if self.kv_seqs is None else self.kv_seqs.get(kv_placement, 0)

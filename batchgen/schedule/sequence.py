@@ -106,8 +106,8 @@ class Sequence:
         drafted: For a sequence made by `after_drafts`, the sequence that it stands for; None: it is one itself.
         token_slot: Slot of its last token in the device's table, from its first admission to its end.
         exchange_slot: Slot of its queries for the CPU, of placement DEFERRED while it is in flight.
-        swap_table: Blocks of the host's pool that the first blocks of `block_table` are filled from in the sweep, null
-            blocks for those that are filled already; None: nothing comes from there.
+        swap_table: Blocks of the pool where its KV was that the first blocks of `block_table` are filled from in the
+            sweep, null blocks for those that are filled already; None: it stays in its pool.
     """
 
     request_index: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 
 import numpy as np
@@ -251,22 +252,33 @@ def merged_runs(blocks: np.ndarray, staged: np.ndarray) -> tuple[Run, ...]:
     return tuple(Run(block, place, count) for block, place, count in zip(*columns, strict=True))
 
 
-def swap_runs(members: Iterable[ScheduledSequence]) -> tuple[Run, ...]:
-    """Runs of blocks that come from the host's pool to the device's: `staged` is a block of the latter.
+def swap_runs(
+    of_placement: Mapping[KVPlacement, Iterable[ScheduledSequence]],
+) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
+    """Runs of blocks that come from the host's pool to the device's, and of those that go from there to the host's.
+
+    Of a run, `block` is the first block in the pool that it comes from, and `staged` that in the pool that it goes to.
 
     Args:
-        members: Sequences whose KV is in the device's pool.
+        of_placement: Scheduled sequences of a micro-batch by placement.
     """
+    coming = _swap_runs(of_placement.get(KVPlacement.DEVICE, ()))
+    others = (members for placement, members in of_placement.items() if placement is not KVPlacement.DEVICE)
+    return coming, _swap_runs(chain.from_iterable(others))
+
+
+def _swap_runs(members: Iterable[ScheduledSequence]) -> tuple[Run, ...]:
+    """Runs of blocks that fill those of sequences that change their pool."""
     runs: list[Run] = []
     for sequence in [one.sequence for one in members if one.sequence.swap_table]:  # looks at each of every sweep
-        for host, device in zip(sequence.swap_table or (), sequence.block_table, strict=False):
+        for source, target in zip(sequence.swap_table or (), sequence.block_table, strict=False):
             last = runs[-1] if runs else None
-            if host == NULL_BLOCK:
+            if source == NULL_BLOCK:
                 continue
-            if last is not None and (host, device) == (last.block + last.count, last.staged + last.count):
+            if last is not None and (source, target) == (last.block + last.count, last.staged + last.count):
                 runs[-1] = Run(last.block, last.staged, last.count + 1)
             else:
-                runs.append(Run(host, device, 1))
+                runs.append(Run(source, target, 1))
     return tuple(runs)
 
 

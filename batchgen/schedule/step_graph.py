@@ -11,7 +11,7 @@ Lane = Literal["compute", "cpu_attention", "h2d", "d2h", "disk_read", "disk_writ
 LANES: tuple[Lane, ...] = get_args(Lane)
 StepKind = Literal[
     "read_weight", "read_dense", "read_experts", "load_weight", "expand_weight", "load_head",
-    "choose_pages", "read_cache", "load_cache", "store_cache", "write_cache", "swap_in",
+    "choose_pages", "read_cache", "load_cache", "store_cache", "write_cache", "swap_in", "swap_out",
     "embed", "receive", "load_hidden", "store_hidden", "send",
     "pre", "attention", "route", "post", "head", "layers",
     "send_qkv", "cpu_attention", "load_attention",
@@ -23,7 +23,7 @@ KINDS: dict[StepKind, Lane] = {
     "load_weight": "h2d", "expand_weight": "compute", "load_head": "h2d",
     "choose_pages": "compute",  # of KV that passes through a staging buffer
     "read_cache": "disk_read", "load_cache": "h2d", "store_cache": "d2h", "write_cache": "disk_write",
-    "swap_in": "h2d",  # KV of sequences that move to the device's pool
+    "swap_in": "h2d", "swap_out": "d2h",  # KV of sequences that move to the device's pool, or to the host's
     "embed": "compute", "load_hidden": "h2d", "store_hidden": "d2h",
     "receive": "receive", "send": "send",  # activations, between the stages of a pipeline
     "pre": "compute", "attention": "compute", "route": "compute", "post": "compute", "head": "compute",
@@ -154,6 +154,7 @@ class BatchFlow:
         hidden_on_host: Whether activations wait in host memory between layers.
         samples: Whether there are rows for the head.
         swaps_in: Whether KV of DEVICE sequences comes from the host's pool to the device's, for good.
+        swaps_out: Whether KV of other sequences comes from the device's pool to the host's, for good.
         chooses: Whether STREAMED sequences choose pages.
     """
 
@@ -165,6 +166,7 @@ class BatchFlow:
     hidden_on_host: bool = False
     samples: bool = True
     swaps_in: bool = False
+    swaps_out: bool = False
     chooses: bool = False
 
     @property

@@ -8,7 +8,7 @@ device that become free, and meanwhile have their turns, one at a time, in a sma
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import accumulate
 
 from batchgen.core.kv_placement import KVPlacement
@@ -17,7 +17,7 @@ from batchgen.core.plan import Policy
 from batchgen.schedule.correction import Correction
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
 from batchgen.schedule.sequence import Sequence
-from batchgen.schedule.sweep_estimate import BatchCut, CpuLoad, SweepLoad, SweepSeconds, sweep_seconds
+from batchgen.schedule.sweep_estimate import BatchCut, CpuLoad, SweepLoad, SweepSeconds, load_of, sweep_seconds
 
 # A sequence that was left out of so many sweeps in a row has its turn, once it adds no more than this part of the
 # seconds since the last turn.
@@ -71,7 +71,7 @@ class SweepChoice:
         if not sweep:
             return sweep
         delegated = [one for one in sweep if one.sequence.kv_placement is KVPlacement.CPU and one.decodes]
-        load = _load_of(one for one in sweep if one.sequence.kv_placement is not KVPlacement.CPU or not one.decodes)
+        load = load_of(one for one in sweep if one.sequence.kv_placement is not KVPlacement.CPU or not one.decodes)
         keys = list(accumulate((one.num_keys for one in delegated), initial=0))
         count = self._best(load, keys) if delegated else 0
         late = self._late_of(delegated, count, load, keys)
@@ -101,11 +101,11 @@ class SweepChoice:
 
         Args:
             delegated: Sequences that the CPU attends to.
-            count: Number of those that come along.
+            count: Number of those that come along, beside any whose KV goes to the host in the sweep.
             load: The part of the sweep that the CPU does not attend to.
             keys: Tokens that the first n sequences attend to, for each n.
         """
-        late = delegated[count:]
+        late = [one for one in delegated[count:] if one.sequence.swap_table is None]
         if not late:
             return late
         overdue = max(late, key=lambda one: self._late.get(one.sequence, 0))
@@ -193,16 +193,3 @@ def sweep_choice(policy: Policy, costs: LaneCosts) -> SweepChoice | None:
         return None
     cut = BatchCut(policy.num_gpu_batches, policy.batch_order, policy.balance_tokens)
     return SweepChoice(costs, cut, quota)
-
-
-def _load_of(sweep: Iterable[ScheduledSequence]) -> SweepLoad:
-    prompt_tokens = prompt_keys = sampled = decodes = keys = 0
-    for one in sweep:
-        sampled += one.num_logits
-        if one.decodes:
-            decodes += 1
-            keys += one.num_keys
-        else:
-            prompt_tokens += one.num_tokens
-            prompt_keys += one.prefill_keys
-    return SweepLoad(prompt_tokens, prompt_keys, sampled, decodes, keys)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from batchgen.core.lane_costs import LaneCosts
 from batchgen.core.plan import first_batch_cpu_share
+from batchgen.schedule.scheduled_sequence import ScheduledSequence
 
 
 class SweepLoad(NamedTuple):  # one or two for every sweep
@@ -35,6 +37,20 @@ class SweepLoad(NamedTuple):  # one or two for every sweep
     def without_prompts(self) -> SweepLoad:
         """The part without prompts."""
         return SweepLoad(0, 0, self.decodes, self.decodes, self.keys)
+
+
+def load_of(sweep: Iterable[ScheduledSequence]) -> SweepLoad:
+    """The load of sequences of a sweep that the compute device attends to."""
+    prompt_tokens = prompt_keys = sampled = decodes = keys = 0
+    for one in sweep:
+        sampled += one.num_logits
+        if one.decodes:
+            decodes += 1
+            keys += one.num_keys
+        else:
+            prompt_tokens += one.num_tokens
+            prompt_keys += one.prefill_keys
+    return SweepLoad(prompt_tokens, prompt_keys, sampled, decodes, keys)
 
 
 class CpuLoad(NamedTuple):  # some for every sweep

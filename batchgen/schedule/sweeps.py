@@ -72,6 +72,7 @@ class Sweeps:
         # Per layer, the last Step of each lane that stored KV in an earlier sweep; those before it in its lane have
         # ended too. Kept over sweeps in which nothing is stored.
         self._stored: list[dict[Lane, int]] = [{} for _ in range(streams.num_layers)]
+        self._swapped_out: dict[int, int] = {}  # per layer, the last Step that took KV from the device's pool
         self._posted: dict[int, tuple[int, ...]] = {}  # per batch, the last `post` of the sweep before
         # Of an accelerator's stage of a pipeline, the last Step so far that took activations from where they are
         # received, and the last one that sent them.
@@ -141,9 +142,10 @@ class Sweeps:
             (j, k) for j, k in order if KVPlacement.STREAMED in batches[k].placements and self.streams.stages_kv(j)
         )
         flow = _Flow(hidden, deferral, to_stage, sent_before=self._sent, embedded=hidden[-1])
-        yield from self._swap_in(0, batches, flow)
+        yield from self._swap(0, batches, flow)
         # CPU attention of one batch runs during the products of the next, which therefore go first (NEO section 3).
-        ahead = last_batch > 0 and any(KVPlacement.CPU in b.placements for b in batches)
+        pipelines = deferral.deferred_batches.pipelines
+        ahead = last_batch > 0 and (pipelines or any(KVPlacement.CPU in b.placements for b in batches))
         yield from self._load_caches(1, batches, flow)
         if ahead:
             yield from self._before_attention(order[0], batches, flow)
@@ -152,7 +154,7 @@ class Sweeps:
             if j == layers - 1 and k == 0:
                 yield from self._load_head(flow, WEIGHT_SLOTS)
             if k == 0:
-                yield from self._swap_in(j + 1, batches, flow)
+                yield from self._swap(j + 1, batches, flow)
             yield from self._load_caches(KV_SLOTS, batches, flow)
             if not ahead:
                 yield from self._before_attention((j, k), batches, flow)
@@ -252,6 +254,7 @@ class Sweeps:
         if KVPlacement.CPU in batch.placements:
             send = self._step("send_qkv", j, k, weight_slot=weight_slot, after=(pre.id,))
             yield send
+            # KV that moves to the host has gone in the lane of `send`.
             attend = self._step("cpu_attention", j, k, after=(send.id, *self._kv_there(j, flow)))
             yield attend
             self._note_stored(send, flow)
@@ -278,7 +281,10 @@ class Sweeps:
             flow.deferral.deferred_batches.waiting.append(deferred_batch)
 
     def _join(self, at: LayerBatch, flow: _Flow) -> Iterator[Step]:
-        """Deferred batches whose attention of this layer is there, those of earlier sweeps, go on with the batch."""
+        """Deferred batches whose attention of this layer is there go on with the batch.
+
+        Unless the sweep is pipelined they are those of earlier sweeps.
+        """
         j, k = at
         due = flow.deferral.deferred_batches.take_due(j, self._sweep, flow.deferral.can_join)
         for deferred_batch in due:
@@ -299,7 +305,8 @@ class Sweeps:
             slot, ready = flow.staged.pop(at, (None, ()))
             slots = {"weight_slot": weight_slot, "kv_slot": slot}
             swapped = (flow.swapped.pop(at),) if at in flow.swapped else ()
-            attention = self._step("attention", j, k, **slots, after=(*after, *ready, *swapped))
+            # Whoever moves to the host leaves blocks that new KV may go to.
+            attention = self._step("attention", j, k, **slots, after=(*after, *ready, *swapped, *self._swapped_from(j)))
             yield attention
             after = (attention.id,)
             if slot is not None:
@@ -308,7 +315,7 @@ class Sweeps:
             join = self._step("load_attention", j, k, after=(flow.attended.pop(at),))
             yield join
             after = (*after, join.id)
-        if k == 0:
+        if k == (len(batches) - 1 if flow.deferral.deferred_batches.pipelines else 0):
             for join in self._join(at, flow):
                 yield join
                 after = (*after, join.id)
@@ -441,6 +448,7 @@ class Sweeps:
     def _load_cache(self, at: LayerBatch, batches: Sequence[BatchFlow], flow: _Flow) -> Iterator[Step]:
         """Brings a batch's KV into a staging buffer of the compute device."""
         j, k = at
+        yield from self._swap_out(j, batches, flow)
         batch, there = batches[k], self._kv_there(j, flow)
         slot = self._num_staged % KV_SLOTS
         self._num_staged += 1
@@ -455,7 +463,7 @@ class Sweeps:
             yield read
             ready = (*ready, read.id)
         if history and self.streams.accelerated:
-            load = self._step("load_cache", j, k, kv_slot=slot, after=(*ready, *there))
+            load = self._step("load_cache", j, k, kv_slot=slot, after=(*ready, *there, *self._swapped_from(j)))
             yield load
             ready = (load.id,)
             if disk_read:
@@ -466,19 +474,37 @@ class Sweeps:
         """Tell whether sequences of a batch choose pages in a layer, which then pass through the staging buffer."""
         return batch.chooses and self.streams.chooses_staged(at[0])
 
-    def _swap_in(self, layer: int, batches: Sequence[BatchFlow], flow: _Flow) -> Iterator[Step]:
-        """Bring the KV of sequences that move to the device in one layer, a layer ahead of its use.
+    def _swap(self, layer: int, batches: Sequence[BatchFlow], flow: _Flow) -> Iterator[Step]:
+        """Move the KV of sequences that change their pool in one layer, a layer ahead of its use.
 
-        Whoever had their places there before had them in sweeps whose computation has ended when this one has begun.
+        Whoever had their places there before had them in sweeps whose computation has ended when this one has begun, or
+        moves to the host in this one, which goes first.
         """
-        streams = self.streams
-        if layer == streams.num_layers or streams.kv_source(layer) != layer or layer in streams.state_layers:
-            return
-        for k, batch in enumerate(batches):
+        yield from self._swap_out(layer, batches, flow)
+        for k, batch in enumerate(batches if self._moves_kv(layer) else ()):
             if batch.swaps_in:
-                step = self._step("swap_in", layer, k, after=(flow.embedded, *self._kv_there(layer, flow)))
+                after = (flow.embedded, *self._kv_there(layer, flow), *self._swapped_from(layer))
+                step = self._step("swap_in", layer, k, after=after)
                 flow.swapped[layer, k] = step.id
                 yield step
+
+    def _swap_out(self, layer: int, batches: Sequence[BatchFlow], flow: _Flow) -> Iterator[Step]:
+        """Take the KV of sequences that move to the host in one layer, unless that has been done."""
+        if layer in flow.left_device or not self._moves_kv(layer):
+            return
+        flow.left_device.add(layer)
+        for k, batch in enumerate(batches):
+            if batch.swaps_out:
+                step = self._step("swap_out", layer, k, after=(flow.embedded, *self._kv_there(layer, flow)))
+                self._swapped_out[layer] = step.id
+                flow.note_stored(step)
+                yield step
+
+    def _moves_kv(self, layer: int) -> bool:
+        """Tell whether the KV of sequences that change their pool is moved in a layer: it has KV of its own."""
+        streams = self.streams
+        there_is = layer < streams.num_layers
+        return there_is and streams.kv_source(layer) == layer and layer not in streams.state_layers
 
     def _store_cache(self, at: LayerBatch, batch: BatchFlow, slot: int, attention: int, flow: _Flow) -> Iterator[Step]:
         """Takes new KV of staged sequences to its tier, behind the computation."""
@@ -512,6 +538,10 @@ class Sweeps:
         source = self.streams.kv_source(layer)
         new = flow.stored.get(source, {}) if source != layer else {}
         return *self._stored[source].values(), *new.values()
+
+    def _swapped_from(self, layer: int) -> tuple[int, ...]:
+        """The last Step that took KV of a layer from the device's pool to the host's, if there was one."""
+        return (self._swapped_out[layer],) if layer in self._swapped_out else ()
 
     def _note_stored(self, send: Step, flow: _Flow) -> None:
         """Note a Step that sends queries and new KV to the host, if the layer has KV of its own."""
@@ -555,6 +585,7 @@ class _Flow:
         default_factory=dict
     )  # the Step that chose pages, not yet brought
     swapped: dict[LayerBatch, int] = field(default_factory=dict)  # the Step that brings KV to the device's pool
+    left_device: set[int] = field(default_factory=set)  # layers in which KV that moves to the host has gone there
     kept: set[LayerBatch] = field(default_factory=set)  # whose new KV that passed through a staging buffer goes home
     stored: dict[int, dict[Lane, int]] = field(default_factory=dict)  # per layer and lane, the last Step that stores KV
     num_fetched: int = 0  # activations brought from host memory, and the Steps after which their slots were free

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import re
 import sys
 import time
@@ -48,18 +49,33 @@ class Job:
         return min(same, min(len(ids) for ids, _ in self.rows) - 1)
 
 
+def read_job(path: Path) -> Job:
+    """The job in a file."""
+    given = json.loads(path.read_text())
+    rows = {name: [(ids, count) for ids, count in given.pop(name)] for name in ("rows", "warm_up")}
+    return Job(**given, **rows)
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Writes a result; the file's time is that at which it was on the disk."""
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.utime(path)
+
+
 def main(load: Callable[[Job], tuple[Generate, dict[str, Any]]], packages: list[str]) -> None:
     """Runs the job in the file that the first argument names, and writes the result to the second one's.
 
     load: gives what generates, and the settings that it runs with. packages: those whose versions are told.
     """
-    given = json.loads(Path(sys.argv[1]).read_text())
-    rows = {name: [(ids, count) for ids, count in given.pop(name)] for name in ("rows", "warm_up")}
-    job = Job(**given, **rows)
+    job = read_job(Path(sys.argv[1]))
     started = time.perf_counter()
     generate, settings = load(job)
     loaded = time.perf_counter()
-    generate(job.warm_up)
+    if job.warm_up:
+        generate(job.warm_up)
     ready = time.perf_counter()
     generated = generate(job.rows)
     done = time.perf_counter()
@@ -72,7 +88,7 @@ def main(load: Callable[[Job], tuple[Generate, dict[str, Any]]], packages: list[
         "peak_resident_bytes": _peak_resident_bytes(),
         "versions": {name: importlib.metadata.version(name) for name in packages},
     }
-    Path(sys.argv[2]).write_text(json.dumps(result))
+    write_synced(Path(sys.argv[2]), json.dumps(result))
 
 
 def _peak_resident_bytes() -> int:

@@ -5,6 +5,7 @@ a real one would not have survived, or would not have noticed.
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import played_card
 import played_runs
 import pytest
 from played_runs import check, needs_a_played_card, pytest_on
+from thorough import quick_or
 
 HERE = Path(__file__).parent
 sys.path.append(str(played_card.ROOT / "benchmarks"))
@@ -19,6 +21,9 @@ sys.path.append(str(played_card.ROOT / "benchmarks"))
 from gpu_parts import CALLS  # noqa: E402
 
 CHECKS = HERE / "card_checks.py"
+# Each test of the table in a process of its own in `make test-all`, where they have hundreds of cells.
+TABLE = quick_or([CHECKS], [f"{CHECKS}::{name}" for name in re.findall(r"(?m)^def (test_\w+)", CHECKS.read_text())])
+of_the_table = pytest.mark.parametrize("which", TABLE, ids=lambda which: str(which).split("::")[-1].split("/")[-1])
 
 pytestmark = [pytest.mark.slow, needs_a_played_card]
 play = played_runs.play
@@ -98,8 +103,9 @@ def test_new_memory_has_no_contents(play):
     assert found[0].stdout == "[2.0, 2.0, 2.0, 2.0, 2.0]\n"
 
 
-def test_the_identity_table_on_a_card(play):
-    check(play(*pytest_on(CHECKS)))
+@of_the_table
+def test_the_identity_table_on_a_card(play, which):
+    check(play(*pytest_on(which)))
 
 
 @pytest.mark.thorough
@@ -151,8 +157,9 @@ def test_gpu_check_runs_to_its_end(play, tmp_path, call):
     assert {outcome for name, outcome in found.items() if outcome != left_out[name]} == {"ok"}, found
 
 
-def test_the_identity_table_on_a_card_without_triton_products(play):
-    check(play(*pytest_on(CHECKS), capability=75))
+@of_the_table
+def test_the_identity_table_on_a_card_without_triton_products(play, which):
+    check(play(*pytest_on(which), capability=75))
 
 
 def test_what_the_runtime_is_relied_on_for(play):

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import pytest
@@ -32,11 +33,13 @@ from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.lane_costs import LaneCosts
 from batchgen.core.plan import kv_on_device
 from batchgen.core.request import Request, SamplingParams
+from batchgen.engine import engine
 from batchgen.engine import loader as loading
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import plan_load
 from batchgen.runtime.executor import Executor
 from batchgen.schedule.adaptation import Adaptation
+from batchgen.schedule.deferral_choice import DeferralChoice
 from batchgen.schedule.micro_batches import ORDERS as BATCH_ORDERS
 from batchgen.schedule.step_graph import KINDS
 from batchgen.schedule.sweep_choice import SweepChoice
@@ -131,6 +134,7 @@ class Case:
         tight: pools are so small that sequences are preempted.
         rows: (prompt's number, tokens to generate).
         mode: how Steps are run.
+        pipelines: whether a draw decides which sweeps are pipelined, and which deferred tokens begin in them.
         lane_costs: planned seconds, by which sweeps go without sequences that the CPU is too late for; None: the engine
             does not adapt.
     """
@@ -143,6 +147,7 @@ class Case:
     rows: list[tuple[int, int]]
     mode: str
     seed: int
+    pipelines: bool = False
     lane_costs: LaneCosts | None = None
 
 
@@ -187,11 +192,25 @@ def random_case(rng, variants):
     # What is planned is far from what sweeps take here, so the CPU is never late, at times, or always.
     costs = LaneCosts(batch_s=1e-3, token_s=1e-4, cpu_seq_s=10.0 ** rng.randint(-6, 1), cpu_key_s=1e-7)
     adapts = costs if rng.random() < 0.5 else None
-    tight = rng.random() < 0.5
+    tight, seed, pipelines = rng.random() < 0.5, rng.randrange(10**6), rng.random() < 0.5
     if rng.random() < 0.3 and kv_format == FP32 and weight_format != INT8 and num_layers > DENSE_LAYERS:
         policy |= {"attention_budget": rng.choice(["10%", "40"]), "kv_block_size": PAGE}
         tight, adapts = False, None  # KV that is computed again is that of a prompt, which attends to all pages
-    return Case(family, overrides, accelerated, policy, tight, rows, mode, rng.randrange(10**6), adapts)
+    return Case(family, overrides, accelerated, policy, tight, rows, mode, seed, pipelines, adapts)
+
+
+def pipeline_at_random(patch, rng):
+    """Have a draw decide, and neither times nor what a policy has to be for that."""
+
+    def choice(policy, costs, num_layers):
+        can = policy.num_gpu_batches == 1 and policy.weight_format != INT4
+        return DeferralChoice(costs, num_layers) if can else None
+
+    def pipelined(self, load, begins):
+        return rng.choice([None, rng.randint(0, len(begins))]) if load.tokens else None
+
+    patch.setattr(engine, "deferral_choice", choice)
+    patch.setattr(DeferralChoice, "_pipelined", pipelined)
 
 
 def check(case, reference, stores, device=None, prepare=lambda parts: parts):
@@ -216,14 +235,17 @@ def check(case, reference, stores, device=None, prepare=lambda parts: parts):
     prepare(parts)
     prompts = [expected.prompts[i] for i, _ in case.rows]
     wanted = [expected.tokens[i][:count] for i, count in case.rows]
-    found, stats = run(
-        parts,
-        prompts,
-        [len(tokens) for tokens in wanted],
-        expected_output_len=1 if case.tight else None,
-        planned_output_len=OUTPUT_LEN if case.lane_costs else None,
-        lane_costs=case.lane_costs,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        if case.pipelines:
+            pipeline_at_random(patch, random.Random(case.seed))
+        found, stats = run(
+            parts,
+            prompts,
+            [len(tokens) for tokens in wanted],
+            expected_output_len=1 if case.tight else None,
+            planned_output_len=OUTPUT_LEN if case.lane_costs else None,
+            lane_costs=case.lane_costs,
+        )
     assert found == wanted, case
     return stats
 
@@ -296,8 +318,12 @@ def test_warming_up_leaves_nothing_behind(tiny_models, stores, monkeypatch, on_s
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("seed", range(40))
-def test_any_policy_on_a_cuda_card(seed, reference, stores):
+def test_any_policy_on_a_cuda_card(seed, reference, stores, monkeypatch):
+    from first_launches import noted_in_jobs  # needs Triton
+
+    noted = noted_in_jobs(monkeypatch)
     check(random_accelerated_case(random.Random(seed), VARIANTS), reference, stores, Device("cuda"))
+    assert noted == []
 
 
 def all_rows(expected):
@@ -349,7 +375,7 @@ def test_every_kind_of_step(family, mode, reference, stores):
     # Captured sweeps are a CUDA device's; experts are read on demand where the host computes; stages are in
     # test_pipeline.py.
     # Nobody is late, so nothing is swapped; pages are chosen in test_attention_budget.py.
-    others = {"layers", "read_dense", "route", "read_experts", "receive", "send", "swap_in", "choose_pages"}
+    others = {"layers", "read_dense", "route", "read_experts", "receive", "send", "swap_in", "swap_out", "choose_pages"}
     assert kinds == KINDS.keys() - others
     moved = parts.executor.bytes_moved
     assert all(moved[lane] > 0 for lane in ("h2d", "d2h", "disk_read", "disk_write"))
@@ -530,6 +556,63 @@ def test_what_a_late_cpu_is_left_out_of_runs_later_or_on_the_device(
     assert tokens == expected.tokens[:count] and stats.left_out > 10 and stats.moved > 0 and stats.preempted == 0
     if not on_streams:
         assert set(swapped) == (set() if again else set(range(3)))
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_placement", "mode"),
+    [
+        ("llama", "cpu", "shuffled"),
+        ("qwen3", "cpu", "shuffled"),
+        ("llama", "deferred", "shuffled"),
+        ("llama", "cpu", "streams"),
+        ("opt", "cpu", "overlapped"),
+    ],
+)
+def test_who_outgrows_the_device_moves_to_the_host(name, kv_placement, mode, reference, stores, monkeypatch):
+    """KV of rows that decode goes to the host's pool, layer by layer; nothing is computed again."""
+    path, expected = reference(name, {})
+    policy = make_policy(
+        path, EMULATED, gpu_batch_size=14, kv_seqs={"gpu": 8, kv_placement: 6}, share_prefixes=name == "opt"
+    )  # fmt: skip
+    if mode == "streams":
+        as_on_a_device(monkeypatch)
+    parts, swapped = make_parts(path, EMULATED, policy, stores), set()
+    parts = replace(parts, memory=replace(parts.memory, kv_blocks={"gpu": 16, "cpu": 40}))
+    if mode == "streams":
+        run_on(parts, FakeDevice(*ORDERS[0], warm=FIRST_USES), monkeypatch)
+        loading.warm_up(parts.executor, parts.policy, parts.memory, "gpu", parts.split, parts.pack, SamplingParams())
+    elif mode == "shuffled":
+        shuffle_steps(parts, seed=3)
+    before_each_step(parts, lambda step: swapped.add((step.kind, step.layer)))
+    tokens, stats = run(parts, *all_rows(expected), planned_output_len=12, expected_output_len=1)
+    assert tokens == expected.tokens and stats.swapped_out > 0
+    assert {layer for kind, layer in swapped if kind == "swap_out"} == set(range(parts.executor.config.num_layers))
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [("llama", "shuffled"), ("gemma3", "shuffled"), ("qwen3_5", "shuffled"), ("llama", "streams")]
+)
+def test_deferred_tokens_go_through_any_number_of_layers_in_a_sweep(name, mode, reference, stores, monkeypatch):
+    path, expected = reference(name, {})
+    policy = make_policy(path, EMULATED, gpu_batch_size=12, kv_seqs={"gpu": 4, "deferred": 8})
+    pipeline_at_random(monkeypatch, random.Random(5))
+    if mode == "streams":
+        as_on_a_device(monkeypatch)
+    parts, joined = make_parts(path, EMULATED, policy, stores), Counter()
+    if mode == "streams":
+        run_on(parts, FakeDevice(*ORDERS[0], warm=FIRST_USES), monkeypatch)
+        loading.warm_up(parts.executor, parts.policy, parts.memory, "gpu", parts.split, parts.pack, SamplingParams())
+    else:
+        shuffle_steps(parts, seed=3)
+
+    def count(step):
+        if step.kind == "join_deferred":
+            joined[step.sweep, step.deferred_batch] += 1
+
+    before_each_step(parts, count)
+    tokens, _ = run(parts, *all_rows(expected), planned_output_len=12)
+    assert tokens == expected.tokens
+    assert set(joined.values()) == set(range(1, parts.executor.config.num_layers + 1))
 
 
 def test_summaries_of_pages_move_to_the_device_with_their_kv(reference, stores, monkeypatch):

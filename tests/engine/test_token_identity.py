@@ -553,5 +553,5 @@ def test_the_table_has_every_family_and_tier(expected, stores):
         tokens_of(parts, prompts)
     # Captured sweeps are a CUDA device's; stages of a pipeline are in test_pipeline.py, swaps in test_tiers.py, chosen
     # pages in test_attention_budget.py.
-    others = {"layers", "receive", "send", "swap_in", "choose_pages"}
+    others = {"layers", "receive", "send", "swap_in", "swap_out", "choose_pages"}
     assert seen == KINDS.keys() - others, "a kind of Step is in no tier"

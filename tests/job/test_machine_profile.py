@@ -14,11 +14,13 @@ from batchgen.core.device import Device
 from batchgen.core.hardware import HARDWARE_VARIABLE
 from batchgen.core.knowledge import DISK, MANY, MEASURED, SPEED, Knowledge
 from batchgen.core.workload import Workload
+from batchgen.engine.loader import TYPICAL_PROCESS_BYTES
 from batchgen.job import machine_profile, plan
 from batchgen.job.job import Job
 from batchgen.job.machine_profile import knowledge_of_table, profile_here, record_of_machine
 from batchgen.job.options import JobOptions, ProfileOptions
 from batchgen.models.files import ModelFiles
+from batchgen.planner.sizes import store_bytes
 from batchgen.profiler import kinds
 from batchgen.profiler.cache import BUSY
 from batchgen.profiler.kinds import table_of_kind
@@ -105,6 +107,12 @@ def test_weights_that_may_stream_have_their_disk_probed_and_kept(job):
     job.disk = None  # it was full, or there was no time
     assert job(1_000_000, memory=GIB // 4).disk_read_bytes_per_s == DISK_RATES.read_bytes_per_s
     assert job(1_000_000).disk_read_bytes_per_s > 0 and job.disks == []
+
+
+def test_a_process_that_leaves_little_for_the_weights_has_its_disk_probed(job):
+    weights_bytes = store_bytes(opt(1024, 12, 16), "float32", "native")
+    job(1_000_000, memory=2 * weights_bytes + TYPICAL_PROCESS_BYTES // 2)
+    assert len(job.disks) == 1
 
 
 def test_a_job_beside_others_is_expected_to_take_longer_but_the_machine_is_not_taken_for_slow(job):

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from lora_adapters import save_adapter
 from safetensors.torch import load_file, save_file
 from tiny_gguf import round_as_gguf, write_tiny_gguf
 from tiny_tokenizers import make_tiny_tokenizer
@@ -84,15 +85,7 @@ class Adapted:
 
 def adapt(base: Path, model: torch.nn.Module, folder: Path, seed: int = 0, **fields) -> Adapted:
     """Save a random adapter of the model to `folder` and merge it into the model."""
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(seed)
-    adapted = get_peft_model(copy.deepcopy(model), LoraConfig(**{"r": 4, "lora_alpha": 6, **fields}))
-    with torch.no_grad():
-        for name, values in adapted.named_parameters():
-            if values.requires_grad:
-                values.add_(torch.randn(values.shape) * (0.3 if "lora_" in name else 0.1))
-    adapted.save_pretrained(folder)
+    adapted = save_adapter(model, folder, seed, **fields)
     return Adapted(base, folder, adapted.merge_and_unload().eval())
 
 

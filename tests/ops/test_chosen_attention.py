@@ -35,6 +35,13 @@ def test_a_budget_is_a_share_or_a_number_of_tokens():
     assert AttentionBudget.of("1%").pages(3, 16) == 3
 
 
+@pytest.mark.parametrize("text", ["1%", "10%", "30%", "99%", "1", "270", "1024"])
+def test_a_sequence_with_a_token_more_than_it_attends_to_chooses(text):
+    budget = AttentionBudget.of(text)
+    most = budget.most_dense_tokens(16) // 16
+    assert budget.pages(most, 16) == most and budget.pages(most + 1, 16) <= most
+
+
 @pytest.mark.parametrize("text", ["0", "0%", "101%", "ten", "-5", "", "%", "1e3"])
 def test_what_is_no_budget_is_refused(text):
     from batchgen.core.errors import InputError

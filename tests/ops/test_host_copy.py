@@ -3,6 +3,7 @@
 import gc
 import random
 
+import numpy as np
 import pytest
 import torch
 from fake_device import ORDERS, FakeDevice
@@ -40,6 +41,12 @@ def test_a_section_is_not_filled_before_its_copies_are_done(monkeypatch):
 
 def make_passage(num_bytes):
     return Passage(torch.zeros(num_bytes, dtype=torch.uint8), lambda: None, lambda event: None)
+
+
+def test_a_single_number_goes_up_whatever_its_strides():
+    column = torch.from_numpy(np.array([5])[:, None])
+    assert 0 in column.stride()
+    assert make_passage(4096).upload(column, torch.zeros(1, 1, dtype=torch.int64)).tolist() == [[5]]
 
 
 def test_what_comes_down_stays_until_it_is_read():

@@ -10,12 +10,17 @@ from attention_cases import laid_out, paged
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchgen.core.dtypes import KVFormat
-from batchgen.models import experts
+from batchgen.core.request import SamplingParams
+from batchgen.models import experts, layers
 from batchgen.ops import dispatch as ops
 from batchgen.ops import int8, torch_attention
 from batchgen.ops.attention_operands import AttentionOperands
 from batchgen.ops.attention_plan import SweepTables, plan_attention
 from batchgen.ops.long_steps import MOST_AT_ONCE, LongStep, note, noted_in
+from batchgen.runtime.sampler import sample
+from batchgen.runtime.steps.head import head
+from batchgen.runtime.streams import STEP_OPERATIONS
+from batchgen.schedule.sequence import Sequence
 
 
 class Stream:
@@ -121,3 +126,25 @@ def test_experts_note_all_their_operations(weight_format, monkeypatch):
     x, chosen = torch.randn(20, 64), torch.stack([torch.randperm(8)[:2] for _ in range(20)])
     launched, noted = counted(lambda: experts.chosen_experts(config, weights, x, torch.rand(20, 2), chosen))
     assert launched - 24 <= noted, "but for what sorts tokens and adds up, once"
+
+
+def test_logits_note_all_operations_of_their_parts(monkeypatch):
+    """With what is done with them: here the choice of tokens, and log-probabilities."""
+    matrix = torch.randn(100, 64)
+    sampling = SamplingParams(logprobs=3, repetition_penalty=1.5)
+    rows = [Sequence(i, i, 0, [i], sampling) for i in range(12)]
+    monkeypatch.setattr(layers, "before_logits", lambda config, weights, hidden: hidden)
+    monkeypatch.setattr(layers, "logits", lambda config, part, rows, *rest: part @ rows.T)
+    context = SimpleNamespace(
+        options=SimpleNamespace(makes_logits=True, logit_rows=2),
+        config=SimpleNamespace(vocab_size=100, hidden_output=False),
+        weights=SimpleNamespace(head={}, vocabulary_chunk=lambda *_: (0, matrix), head_bias=lambda *_: None),
+        vocabulary_chunks=False,
+        take_hidden=None,
+        logits_buffer=lambda *_: None,
+        take_logits=lambda sequences, logits, start: sample(logits, sequences),
+    )
+    batch = SimpleNamespace(hidden=torch.randn(12, 64), packed=SimpleNamespace(logits_rows=rows), joined=())
+    launched, noted = counted(lambda: head(context, SimpleNamespace(layer=0, weight_slot=None), batch))
+    assert launched - STEP_OPERATIONS <= noted, "but for what every Step may have"
+    assert noted > MOST_AT_ONCE, "several parts"

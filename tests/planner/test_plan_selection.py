@@ -12,8 +12,11 @@ from batchgen.core.errors import InputError
 from batchgen.core.workload import Workload
 from batchgen.models.config import ModelConfig
 from batchgen.models.hf.config import config_of_hf
+from batchgen.planner import part_of_layers
 from batchgen.planner import plan_selection as choice
 from batchgen.planner import sampled_simulation as sampled
+from batchgen.planner.part_of_layers import layers_simulated
+from batchgen.planner.phases import Phase
 from batchgen.planner.plan_selection import Simulated, choose, plan_problem, simulate_candidates
 from batchgen.planner.prediction import plan_of
 from batchgen.planner.problem import problem_of
@@ -178,6 +181,44 @@ def test_a_sampled_simulation_is_near_the_whole_job(hardware):
     run = simulate_sampled(plan_of(problem, best), best)
     assert not run.whole
     assert run.seconds == pytest.approx(simulate_job(plan_of(problem, best), problem.model, hardware).total_s, rel=0.06)
+
+
+@pytest.mark.parametrize("tiers", [("gpu", "cpu"), ("cpu", "disk"), ("gpu", "cpu", "disk")], ids="+".join)
+def test_two_parts_of_the_layers_say_what_all_of_them_take(monkeypatch, tiers):
+    problem = problem_with(
+        gpu_box(gpu_memory_bytes=2 << 30, cpu_memory_bytes=4 << 30),
+        opt(2048, 48, 16),
+        Workload.uniform(600, 100, 40),
+        max_num_seqs=64,
+        num_gpu_batches=8,
+    )
+    problem = replace(problem, allowed=replace(problem.allowed, weight_tiers=tiers))
+    best = next(candidates(problem, 1))
+    smaller, larger = layers_simulated(best)
+    assert smaller < larger < 48
+    in_parts = simulate_sampled(plan_of(problem, best), best)
+    monkeypatch.setattr(part_of_layers, "_MOST_STEPS", 1 << 30)
+    assert layers_simulated(best) == (48,)
+    whole = simulate_sampled(plan_of(problem, best), best)
+    assert in_parts.seconds == pytest.approx(whole.seconds, rel=0.03) and in_parts != whole
+
+
+def test_sweeps_of_each_kind_are_simulated_and_no_more_than_asked_for():
+    """Prompts come in every fourth of 64 sweeps; of the others two thirds decode a full block."""
+    problem = problem_with(cpu_box(), opt(1024, 12, 16), Workload.uniform(48, 100, 20), disk_memory=0, max_num_seqs=12)
+    s = next(candidates(problem, 1)).inputs
+    mixes = {(True, 2): 0.5, (False, 2): 0.45, (False, 0): 0.05}
+    sweeps = [Phase(1, 100.0 * (i % 4 == 0), 0, 12 if i < 48 or i % 4 == 0 else 1, 100) for i in range(64)]
+    for most in (3, 8, 1000):
+        chosen = sampled._Chosen(s, mixes, most)
+        taken = [i for i, sweep in enumerate(sweeps) if chosen.takes(sweep, later=False)]
+        numbers = chosen.numbers(len(sweeps))
+        kinds = [sampled._mix(sweeps[i], 12) for i in numbers]
+        assert set(kinds) == set(mixes) and len(numbers) <= min(most, 64) and set(numbers) <= set(taken)
+        if most < 1000:
+            assert len(taken) < 3 * most + 8  # loads are computed for few that are not simulated
+    rare = sampled._Chosen(s, {**mixes, (False, 0): sampled._RARE / 2}, 8)
+    assert not any([rare.takes(sweep, later=False) for sweep in sweeps if sampled._mix(sweep, 12) != (True, 2)][36:])
 
 
 @pytest.mark.parametrize("hardware", [cpu_box(), gpu_box(gpu_memory_bytes=2 << 30)], ids=lambda h: h.name)

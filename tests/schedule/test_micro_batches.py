@@ -36,6 +36,7 @@ def split(
     compute_tier="gpu",
     max_seqs=10**6,
     balance_tokens=None,
+    **cut,
 ):
     return split_batches(
         sweep,
@@ -47,6 +48,7 @@ def split(
         kv_block_size=BLOCK,
         compute_tier=compute_tier,
         balance_tokens=balance_tokens,
+        **cut,
     )
 
 
@@ -156,6 +158,25 @@ def test_each_mixed_batch_has_its_part_of_what_each_processor_and_link_does(coun
         for kv_placement, seqs in kinds.items():
             own = sum(s.sequence.kv_placement == kv_placement for s in batch)
             assert abs(own - seqs / count) <= 1, (kv_placement, own)
+
+
+def test_where_some_are_left_out_the_others_are_in_all_batches():
+    """Those that the CPU attends to would lie close together, and hold up the batch that has them."""
+    sweep = [scheduled("gpu", 1, 9) for _ in range(12)] + [scheduled("cpu", 1, 9) for _ in range(4)]
+    on_cpu = [[s.sequence.kv_placement for s in batch].count("cpu") for batch in split(sweep, 2, mixes=True)]
+    assert on_cpu == [2, 2]
+    assert [[s.sequence.kv_placement for s in batch].count("cpu") for batch in split(sweep, 2)] == [0, 4]
+    assert split(sweep, 2, "neo", mixes=True) == split(sweep, 2, "neo")
+
+
+def test_a_pipelined_sweep_has_its_deferred_tokens_in_a_last_batch():
+    """It may be empty, where all deferred tokens are under way."""
+    deferring = [scheduled("deferred", 1, 9), scheduled("deferred", 1, 5)]
+    others = [scheduled("gpu", 1, 9), scheduled("deferred", 6), scheduled("gpu", 12)]
+    mixed = [others[0], deferring[0], *others[1:], deferring[1]]
+    assert split(mixed, 1, pipelines=True) == [others, deferring]
+    assert split(others, 1, pipelines=True) == [others, []]
+    assert split(mixed, 1) == [mixed]
 
 
 def test_batches_above_a_limit_are_cut_into_even_pieces():

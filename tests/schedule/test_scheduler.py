@@ -15,6 +15,7 @@ from batchgen.core.plan import window_blocks
 from batchgen.core.request import SamplingParams
 from batchgen.schedule import block_tables, tier_admission
 from batchgen.schedule.block_manager import BlockManager
+from batchgen.schedule.deferral_choice import DeferralChoice
 from batchgen.schedule.extents import ExtentManager
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
 from batchgen.schedule.scheduler import Scheduler
@@ -214,18 +215,19 @@ class FakeExecutor:
         assert not read & set(updated), "a state is written that another sequence reads"
         self.states |= updated
 
-    def bring(self, sequence):
-        """Copy the KV of a sequence that moves to the device."""
-        for host, device in zip(sequence.swap_table or (), sequence.block_table, strict=False):
-            for offset in range(BLOCK) if host != NULL_BLOCK else ():
-                if ("cpu", False, host, offset) in self.content:
-                    self.content["gpu", False, device, offset] = self.content["cpu", False, host, offset]
+    def move(self, sequence, source, target):
+        """Copy the KV of a sequence that moves to another pool."""
+        for old, new in zip(sequence.swap_table or (), sequence.block_table, strict=False):
+            for offset in range(BLOCK) if old != NULL_BLOCK else ():
+                if (source, False, old, offset) in self.content:
+                    self.content[target, False, new, offset] = self.content[source, False, old, offset]
 
     def run(self, sweep):
         self.update_states(sweep)
         written, behind = set(), {}
-        for s in sweep:
-            self.bring(s.sequence)
+        for leaves in (True, False):  # what leaves the device goes first
+            for sequence in [s.sequence for s in sweep if (s.sequence.kv_placement != "gpu") == leaves]:
+                self.move(sequence, *(("gpu", "cpu") if leaves else ("cpu", "gpu")))
         for s in sweep:
             sequence, home = s.sequence, s.sequence.kv_placement.tier
 
@@ -247,6 +249,21 @@ class FakeExecutor:
         self.content |= behind
 
 
+def arrivals(on_their_way, begun, change, *, pipelines):
+    """Sequences whose deferred token is on its way after a sweep, and those whose token is there.
+
+    Args:
+        on_their_way: Sequences with a token on its way before it.
+        begun: Sequences whose token began in it.
+        change: Draws whose token is there.
+        pipelines: Whether all tokens go through all layers that they have left.
+    """
+    if pipelines:
+        return [], on_their_way + begun
+    arrived = [s for s in on_their_way if change.random() < 0.4]
+    return [s for s in on_their_way if s not in arrived] + begun, arrived
+
+
 @settings(max_examples=some_draws(400), deadline=None)
 @given(loads())
 def test_every_token_runs_once_and_no_block_leaks(load):
@@ -259,6 +276,8 @@ def test_every_token_runs_once_and_no_block_leaks(load):
         scheduler.sweep_choice = SweepChoice(costs, BatchCut(2, "neo", 3), quota=6)
     change = random.Random(load.seed)
     scheduler.adapts, scheduler.brings_kv = change.random() < 0.5, change.random() < 0.7
+    if load.chooses and change.random() < 0.7:
+        scheduler.deferral_choice = DeferralChoice(costs, num_layers=4)
     wanted = {}
     for i, (prompt, budget, wish) in enumerate(load.prompts):
         assert len(prompt) + budget - 1 <= scheduler.longest_tokens
@@ -295,13 +314,13 @@ def test_every_token_runs_once_and_no_block_leaks(load):
             computed[s.sequence.request_index] = s.num_keys
         assert restarts <= scheduler.num_preempted + scheduler.num_moved
         executor.run(sweep)
-        if scheduler.sweep_choice:
-            scheduler.sweep_choice.measured({"compute": 10.0, "cpu_attention": 10.0 ** change.randrange(4)})
+        busy_s = {"compute": 10.0, "cpu_attention": 10.0 ** change.randrange(4)}
+        for choice in filter(None, (scheduler.sweep_choice, scheduler.deferral_choice)):
+            choice.measured(busy_s)
         sampling = [s.sequence for s in sweep if s.samples]
         begun = [s.sequence for s in sweep if s.defers]
         scheduler.commit(sweep)
-        arrived = [s for s in on_their_way if not sweep or change.random() < 0.4]
-        on_their_way = [s for s in on_their_way if s not in arrived] + begun
+        on_their_way, arrived = arrivals(on_their_way, begun, change, pipelines=scheduler.pipelines or not sweep)
         for sequence in sampling + arrived:
             sequence.tokens.append(5000 + sequence.num_generated)
             if sequence.num_generated == wanted[sequence.request_index]:
@@ -481,6 +500,22 @@ def test_what_fits_one_pool_only_waits_for_it_and_holds_the_queue():
     scheduler.finish(first)
     assert [s.sequence for s in scheduler.schedule()] == [long, last]
     assert (long.kv_placement, last.kv_placement) == ("cpu", "gpu")
+
+
+def test_a_row_that_a_staging_buffer_does_not_hold_waits_for_the_memory_of_the_device():
+    """However much memory there is elsewhere."""
+    quotas = dict.fromkeys(("gpu", "cpu", "streamed", "disk", "deferred"), 1)
+    scheduler = accelerator(kv_seqs=quotas, most_staged_tokens=20)
+    first, short, long = make(0, [0] * 40, 8), make(1, [1] * 20, 1), make(2, [2] * 20, 2)
+    for sequence in (first, short, long):
+        scheduler.add(sequence)
+    sweep = scheduler.schedule()
+    assert [s.sequence for s in sweep] == [first, short]
+    assert (first.kv_placement, short.kv_placement) == ("gpu", "cpu")
+    scheduler.commit(sweep)
+    scheduler.finish(first)
+    scheduler.schedule()
+    assert long.kv_placement == "gpu"
 
 
 def test_growth_takes_blocks_from_the_youngest_of_the_same_pool():

@@ -25,16 +25,21 @@ from batchgen.schedule.sweeps import Sweeps
 FEW = 10  # tokens of a sweep in which experts are read on demand
 
 
-def all_steps(streams, sweeps, ready=1.0):
-    """ready: how often the CPU is said to be done with attention that nobody waits for yet."""
+def all_steps(streams, sweeps, ready=1.0, pipelined=()):
+    """The Steps of a job.
+
+    Args:
+        ready: How often the CPU is said to be done with attention that nobody waits for yet.
+        pipelined: Numbers of sweeps that are pipelined.
+    """
     made, deferred_batches, draw, tokens = Sweeps(streams), DeferredBatches(), random.Random(3), random.Random(1)
-    return [
-        step
-        for batches in sweeps
-        for step in made.steps(
+    steps = []
+    for number, batches in enumerate(sweeps):
+        deferred_batches.pipelines = number in pipelined
+        steps += made.steps(
             batches, deferred_batches, lambda step_id: draw.random() < ready, tokens.choice([FEW, FEW + 1])
         )
-    ]
+    return steps
 
 
 def happens_before(steps):
@@ -62,9 +67,11 @@ def hazards(steps, streams, sweeps):  # noqa: C901 (a line for each kind of Step
     slot_of = {}  # (which, micro-batch) -> its slot, for buffers whose slots no Step names
     leaving, lives = defaultdict(list), deferred_lives(steps, streams)
     routed = {(s.sweep, s.layer, s.batch) for s in steps if s.kind == "route"}
+    begun = {}
     for step in steps:
         if step.kind == "send_deferred":
             leaving[step.sweep, step.layer, step.batch].append(step.deferred_batch)
+            begun.setdefault(step.deferred_batch, (step.sweep, step.batch))
     for step in steps:
         kind, layer, k, slot = step.kind, step.layer, step.batch, step.weight_slot
         batch = sweeps[step.sweep][k]
@@ -136,6 +143,15 @@ def hazards(steps, streams, sweeps):  # noqa: C901 (a line for each kind of Step
             use(("swapped", k, layer), False, step.sweep)
         if kind == "swap_in" or (kind == "attention" and KVPlacement.DEVICE in batch.placements):
             homes["gpu", layer].append((step, True))
+        # KV that goes to the host's pool for good, where somebody of the sweep may write at once.
+        if kind == "swap_out":
+            use(("swapped out", k, layer), True, step.sweep)
+            homes["gpu", layer].append((step, False))
+            homes["cpu", layer].append((step, True))
+        begins = kind == "attend_deferred" and begun[step.deferred_batch] == (step.sweep, k)
+        reads = begins or kind == "cpu_attention" or (kind == "load_cache" and batch.history)
+        if reads and batch.swaps_out and _owns_kv(streams, layer):
+            use(("swapped out", k, layer), False, step.sweep)
         # Sequences whose attention is deferred.
         for deferred_batch in leaving[step.sweep, layer, k] if kind == "pre" else ():
             use(("sending", deferred_batch), True, layer)
@@ -177,6 +193,7 @@ def hazards(steps, streams, sweeps):  # noqa: C901 (a line for each kind of Step
                 # Sequences of a sweep have places of their own; those of another sweep may have had the same, but for
                 # those that have been in flight since.
                 apart = _together(earlier, step, lives) and _sequences(earlier) != _sequences(step)
+                apart &= home[0] != "gpu" or "swap_out" not in (earlier.kind, step.kind)
                 # A deferred sequence stays one, and who has its place next does not read before it has written.
                 apart |= (earlier.kind, step.kind) == ("attend_deferred", "load_cache")
                 if (writes or wrote) and not apart and not ended[step.id] >> earlier.id & 1:
@@ -186,7 +203,8 @@ def hazards(steps, streams, sweeps):  # noqa: C901 (a line for each kind of Step
 
 def _sequences(step):
     """The sequences whose KV a Step touches: those that the CPU attends to, or whose KV is streamed, of a batch."""
-    return step.deferred_batch, step.batch, step.kind in ("send_qkv", "cpu_attention"), step.kind == "swap_in"
+    swaps = step.kind if step.kind in ("swap_in", "swap_out") else None
+    return step.deferred_batch, step.batch, step.kind in ("send_qkv", "cpu_attention"), swaps
 
 
 def deferred_lives(steps, streams):
@@ -247,7 +265,7 @@ def _use_staging(step, batch, streams, use):
         use(writes, False, content)
 
 
-def check_computation(steps, streams, sweeps):
+def check_computation(steps, streams, sweeps, pipelined=()):
     """Every layer of every batch once per sweep and in order; activations are on the device when they are used."""
     for sweep, batches in enumerate(sweeps):
         own = [s for s in steps if s.sweep == sweep]
@@ -268,6 +286,7 @@ def check_computation(steps, streams, sweeps):
         assert all(streams.on_demand[j] for j, _ in of("route"))
         assert of("expand_weight") == [(j, k) for j, k in places if streams.dequantized and k == 0]
         assert of("swap_in") == [(j, k) for j, k in places if batches[k].swaps_in and _owns_kv(streams, j)]
+        assert of("swap_out") == [(j, k) for j, k in places if batches[k].swaps_out and _owns_kv(streams, j)]
         assert of("write_cache") == [(j, k) for j, k in places if batches[k].disk_write]
         assert of("read_cache") == [(j, k) for j, k in places if batches[k].disk_read]
         passing = [(j, k) for j, k in places if streams.accelerated and streams.stages_kv(j)]
@@ -275,7 +294,8 @@ def check_computation(steps, streams, sweeps):
         assert of("store_cache") == [(j, k) for j, k in passing if KVPlacement.STREAMED in batches[k].placements]
         chunks = range(max(1, streams.vocabulary_chunks))
         joins = streams.num_layers - 1 in [s.layer for s in own if s.kind == "join_deferred"]
-        sampling = [k for k in range(len(batches)) if batches[k].samples or (k == 0 and joins)]
+        joined = len(batches) - 1 if sweep in pipelined else 0
+        sampling = [k for k in range(len(batches)) if batches[k].samples or (k == joined and joins)]
         assert of("head") == [(p, k) for p in chunks for k in sampling]
         position = {(s.kind, s.layer, s.batch): i for i, s in enumerate(own)}
         for j, k in places:
@@ -291,8 +311,11 @@ def check_computation(steps, streams, sweeps):
                 assert not on_host[s.batch]
 
 
-def check_deferred_batches(steps, streams, sweeps):
-    """A deferred batch goes through the layers in order, one in a sweep at most, and is passed by not for ever."""
+def check_deferred_batches(steps, streams, sweeps, pipelined=()):
+    """A deferred batch goes through the layers in order, and is passed by not for ever.
+
+    It goes through one layer in a sweep at most, and through all that it has left in a pipelined one.
+    """
     own = defaultdict(list)
     for step in steps:
         if step.deferred_batch is not None:
@@ -303,10 +326,13 @@ def check_deferred_batches(steps, streams, sweeps):
         wanted = [(kind, j) for j in range(streams.num_layers) for kind in kinds]
         assert [(s.kind, s.layer) for s in of_batch] == wanted[: len(of_batch)]
         for sent, joined in zip(of_batch[1::3], of_batch[2::3], strict=False):
-            assert 1 <= joined.sweep - sent.sweep <= MOST_PASSED_BY + 1
-            assert joined.batch == 0 and joined.after == (sent.id,)
-        if of_batch[-1].kind == "attend_deferred":
-            assert len(sweeps) - 1 - of_batch[-1].sweep <= MOST_PASSED_BY
+            assert (0 if joined.sweep in pipelined else 1) <= joined.sweep - sent.sweep <= MOST_PASSED_BY + 1
+            assert joined.batch == (len(sweeps[joined.sweep]) - 1 if joined.sweep in pipelined else 0)
+            assert joined.after == (sent.id,)
+        last = of_batch[-1]
+        if last.kind == "attend_deferred":
+            assert len(sweeps) - 1 - last.sweep <= MOST_PASSED_BY
+            assert not [number for number in pipelined if number >= last.sweep], "it waits in a pipelined sweep"
 
 
 @st.composite
@@ -330,6 +356,7 @@ def batch_flows(draw, accelerated, by_layer):
         disk_write=disk != "none",
         samples=draw(st.booleans()),
         swaps_in=accelerated and not by_layer and placements[KVPlacement.DEVICE] and draw(st.booleans()),
+        swaps_out=(delegated or deferred or host == "old") and not by_layer and draw(st.booleans()),
     )
 
 
@@ -356,20 +383,24 @@ def jobs(draw):
         batches = draw(st.lists(batch_flows(accelerated, by_layer), min_size=1, max_size=4))
         first_on_host = draw(st.integers(0, len(batches))) if accelerated else len(batches)
         sweeps.append([replace(b, hidden_on_host=k >= first_on_host) for k, b in enumerate(batches)])
-    return streams, sweeps
+    # Only the last micro-batch of a pipelined sweep has deferred sequences, and weights are not dequantized.
+    alone = [KVPlacement.DEFERRED not in b.placements for batches in sweeps for b in batches[:-1]]
+    may = accelerated and not streams.dequantized and all(alone)
+    pipelined = [n for n, batches in enumerate(sweeps) if may and len(batches) > 1 and draw(st.booleans())]
+    return streams, sweeps, pipelined
 
 
 @settings(max_examples=some_draws(400), deadline=None)
 @given(jobs(), st.sampled_from([0.0, 0.5, 1.0]))
 def test_no_step_comes_too_early(job, ready):
-    streams, sweeps = job
-    steps = all_steps(streams, sweeps, ready)
+    streams, sweeps, pipelined = job
+    steps = all_steps(streams, sweeps, ready, pipelined)
     assert [s.id for s in steps] == list(range(len(steps))), "ids count up"
     for step in steps:
         assert step.lane in LANES
         assert all(earlier < step.id for earlier in step.after)
-    check_computation(steps, streams, sweeps)
-    check_deferred_batches(steps, streams, sweeps)
+    check_computation(steps, streams, sweeps, pipelined)
+    check_deferred_batches(steps, streams, sweeps, pipelined)
     assert hazards(steps, streams, sweeps) == []
 
 
@@ -426,6 +457,20 @@ JOBS = [
         Streams(True, (False,) * 3, (False,) * 3),
         [[BatchFlow(frozenset({KVPlacement.STREAMED}), stored=True), CPU], [BatchFlow(swaps_in=True), CPU], [CPU]],
     ),
+    (
+        Streams(True, (False,) * 3, (False,) * 3),
+        [
+            [BatchFlow()],
+            [BatchFlow(), replace(CPU, swaps_out=True)],
+            [BatchFlow()],
+            [replace(OLD_ON_HOST, swaps_out=True), BatchFlow(swaps_in=True)],
+            [BatchFlow()],
+            [CPU],
+            [BatchFlow()],
+            [replace(DEFERRED, swaps_out=True), BatchFlow(swaps_in=True)],
+            [BatchFlow()],
+        ],
+    ),
 ]
 # Waits that are there for simplicity, and which buffers could do without: the expansion of weights needs no
 # activations, a read need not wait for the load of a layer of which nothing came from disk.
@@ -463,6 +508,8 @@ def test_a_wait_left_out_is_a_hazard():
         ("expand_weight", "read_dense"), ("read_dense", "post"), ("read_experts", "route"), ("post", "read_experts"),
         ("send_deferred", "pre"), ("attend_deferred", "send_deferred"), ("join_deferred", "attend_deferred"),
         ("attention", "swap_in"), ("swap_in", "store_cache"), ("swap_in", "embed"),
+        ("swap_out", "embed"), ("attention", "swap_out"), ("load_cache", "swap_out"),
+        ("swap_in", "swap_out"),
         ("read_cache", "choose_pages"), ("load_cache", "choose_pages"),
     }  # fmt: skip
 
@@ -485,6 +532,23 @@ def test_deferred_attention_runs_beside_the_whole_sweep():
     between = [s for s in steps[attend.id + 1 : join.id] if s.lane == "compute"]
     assert len({s.layer for s in between if s.kind == "post"}) == 4
     assert not any(ended[s.id] >> attend.id & 1 or ended[attend.id] >> s.id & 1 for s in between)
+
+
+def test_in_a_pipelined_sweep_deferred_batches_go_through_all_layers_that_they_have_left():
+    """One began two sweeps before, one in the sweep before, one begins in it; the GPU goes on beside the CPU."""
+    streams, others = Streams(True, (False,) * 4, (False,) * 4), BatchFlow()
+    begins = BatchFlow(frozenset({KVPlacement.DEFERRED}), samples=False)
+    sweeps = [[others, begins], [others, begins], [others, begins], [others]]
+    steps = all_steps(streams, sweeps, pipelined=[2])
+    ends = {s.deferred_batch: s.sweep for s in steps if s.kind == "join_deferred" and s.layer == 3}
+    assert ends == {0: 2, 1: 2, 2: 2}
+    in_it = Counter(s.deferred_batch for s in steps if s.kind == "join_deferred" and s.sweep == 2)
+    assert in_it == {0: 3, 1: 4, 2: 4}
+    ended = happens_before(steps)
+    for j in range(4):
+        (attend,) = [s for s in steps if (s.kind, s.deferred_batch, s.layer) == ("attend_deferred", 2, j)]
+        beside = [s for s in steps if s.sweep == 2 and s.kind == "post" and (s.layer, s.batch) == (j, 0)]
+        assert beside and not any(ended[s.id] >> attend.id & 1 or ended[attend.id] >> s.id & 1 for s in beside)
 
 
 def test_nothing_waits_that_need_not():

@@ -367,14 +367,21 @@ class KVCache:
 
     def swap_in(self, layer: int, runs: Sequence[Run]) -> None:
         """Copy blocks from the host's pool to the device's, with the summaries of their pages where there are some."""
-        tier = self._tiers.compute_tier
-        moved = [(self.pool("cpu", layer), self.pool(tier, layer))]
+        for of_tier in self._with_summaries(layer):
+            _copy_runs(self._tiers.h2d, of_tier[self._tiers.compute_tier], of_tier["cpu"], runs)
+
+    def swap_out(self, layer: int, runs: Sequence[Run]) -> None:
+        """Copy blocks from the device's pool to the host's, with the summaries of their pages where there are some."""
+        for of_tier in self._with_summaries(layer):
+            _copy_runs(self._tiers.d2h, of_tier["cpu"], of_tier[self._tiers.compute_tier], runs)
+
+    def _with_summaries(self, layer: int) -> Sequence[Mapping[str, Tensor]]:
+        """The pools of a layer by tier, and the summaries of their pages where there are some."""
+        tiers = ("cpu", self._tiers.compute_tier)
+        of_layer = [{tier: self.pool(tier, layer) for tier in tiers}]
         if layer in self._summaries.get("cpu", {}):
-            moved.append((self.summaries("cpu", layer), self.summaries(tier, layer)))
-        for source, target in moved:
-            for run in runs:
-                rows = source[run.block : run.block + run.count]
-                self._tiers.h2d.copy(target[run.staged : run.staged + run.count], rows)
+            of_layer.append({tier: self.summaries(tier, layer) for tier in tiers})
+        return of_layer
 
     def _reads_of(self, layer: int, moves: Moves) -> Sequence[Run]:
         """Runs of blocks to read in a layer: those of earlier sweeps, and where KV is reused those of this one too."""
@@ -475,6 +482,12 @@ class KVCache:
         else:
             assert passing is not None, "padded blocks need a buffer to pass through"
             link.copy_rows(target, source, passing)
+
+
+def _copy_runs(link: Link, target: Tensor, source: Tensor, runs: Sequence[Run]) -> None:
+    """Copy runs of blocks from one pool of a layer to another one."""
+    for run in runs:
+        link.copy(target[run.staged : run.staged + run.count], source[run.block : run.block + run.count])
 
 
 def _gathered(source: Tensor, index: Tensor, memory: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ HANDLERS: Mapping[StepKind, Handler] = {
     "store_cache": kv.store_cache,
     "write_cache": kv.write_cache,
     "swap_in": kv.swap_in,
+    "swap_out": kv.swap_out,
     "embed": hidden.embed,
     "load_hidden": hidden.load_hidden,
     "store_hidden": hidden.store_hidden,

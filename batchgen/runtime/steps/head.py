@@ -5,10 +5,15 @@ from __future__ import annotations
 import torch
 
 from batchgen.models import layers
+from batchgen.ops.long_steps import note
 from batchgen.runtime.batch_state import RELEASED, BatchState
 from batchgen.runtime.steps.context import StepContext
 from batchgen.schedule.sequence import LogitsRow
 from batchgen.schedule.step_graph import Step
+
+# Operations of a Step for the logits of one of several parts of its rows on a GPU, at most, and for what is done with
+# them.
+_PART_OPERATIONS = 48
 
 
 def head(context: StepContext, step: Step, batch: BatchState) -> None:
@@ -38,6 +43,8 @@ def head(context: StepContext, step: Step, batch: BatchState) -> None:
             part = batch.hidden[i : i + count]
             logits = layers.logits(config, part, rows, context.logits_buffer(part, rows), bias)
             context.take_logits(wanted[i : i + count], logits, start)
+            if i:  # as many as for the first part every Step may have
+                note(_PART_OPERATIONS)
     else:
         if start == 0:
             batch.logits = torch.empty(len(wanted), config.vocab_size, device=context.device)

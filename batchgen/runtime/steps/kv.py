@@ -68,7 +68,12 @@ def write_cache(context: StepContext, step: Step, batch: BatchState) -> None:
 
 def swap_in(context: StepContext, step: Step, batch: BatchState) -> None:
     """Copy the KV of sequences that move from the host's pool to the device's, in one layer."""
-    context.kv_cache.swap_in(step.layer, batch.packed.swaps)
+    context.kv_cache.swap_in(step.layer, batch.packed.swaps_in)
+
+
+def swap_out(context: StepContext, step: Step, batch: BatchState) -> None:
+    """Copy the KV of sequences that move from the device's pool to the host's, in one layer."""
+    context.kv_cache.swap_out(step.layer, batch.packed.swaps_out)
 
 
 def _moves(context: StepContext, step: Step, batch: BatchState) -> Moves:

@@ -1,0 +1,156 @@
+"""The threshold of a cascade on the small model's confidence, with a bound that holds for any number of rows.
+
+The large model answers a random sample of the rows. Rows are drawn with replacement, and more often where the small
+model is less sure (importance sampling, as in LOTUS, VLDB 2025, and SUPG, VLDB 2020). For a threshold, the loss of a
+draw is the row's weight if the small model's answer would be kept and differs from the large one's, and else 0. Its
+mean is the share of all rows whose kept answer differs: a number from 0 to the largest weight.
+
+That mean is bounded by betting (Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting",
+2023): if it were above the allowed share, the capital of somebody who bets on less would be expected not to grow, so by
+Ville's inequality it would reach 1 / (1 - confidence) with a probability of at most 1 - confidence. No assumption is
+made on the confidences, which may mean anything, or on the number of draws.
+
+Thresholds are tried from the highest to the lowest until the first that fails. Losses only grow on the way, so the
+promise is broken only where the first threshold with too large a mean is accepted: one test, not as many as there are
+thresholds (fixed-sequence testing; Bates et al., "Distribution-free, risk-controlling prediction sets", 2021, section
+2.2).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+_UNIFORM_SHARE = 0.5  # of the draws; no weight is above its inverse
+_BETS = 24  # constant bets, each with an equal part of the capital at the start
+_THRESHOLDS = 200  # that are tried
+# Draws for one error in so many allowed: four times what the strictest threshold needs that keeps no wrong answer.
+_DRAWS_PER_TEST = 4.0
+_MOST_TIMES = 8  # as many draws where they are few of all rows
+_FEW = 0.05
+
+
+@dataclass(frozen=True)
+class Target:
+    """The promise of a cascade.
+
+    Attributes:
+        agree: Least share of all rows whose answer is the large model's, below 1.
+        confidence: Least probability, over the draw of the sample, that the promise is kept; below 1.
+    """
+
+    agree: float
+    confidence: float
+
+    def default_draws(self, rows: int) -> int:
+        """Number of draws where none is given. rows: number of all rows."""
+        least = math.ceil(_DRAWS_PER_TEST * math.log(1.0 / (1.0 - self.confidence)) / (1.0 - self.agree))
+        return max(least, min(_MOST_TIMES * least, int(_FEW * rows)))
+
+
+@dataclass(frozen=True)
+class Draws:
+    """A random sample of rows, drawn with replacement.
+
+    Attributes:
+        rows: Number of the row of each draw, int64 [draws].
+        weights: 1 / (rows * probability) of each draw's row, float64 [draws].
+        most_weight: Largest weight of any row, drawn or not.
+    """
+
+    rows: npt.NDArray[np.int64]
+    weights: Floats
+    most_weight: float
+
+
+def draw_rows(confidences: Floats, draws: int, seed: int) -> Draws:
+    """Draw rows for the large model.
+
+    Args:
+        confidences: The small model's confidence in each row, 0 to 1; below 0 where it has no answer. [rows]
+        draws: Number of draws.
+        seed: Seed of the draw.
+    """
+    rows = len(confidences)
+    doubt = np.sqrt(1.0 - np.clip(confidences, 0.0, 1.0))
+    doubt[confidences < 0.0] = 0.0  # these go to the large model in any case
+    shares = doubt / doubt.sum() if doubt.sum() > 0.0 else np.full(rows, 1.0 / rows)
+    chances = _UNIFORM_SHARE / rows + (1.0 - _UNIFORM_SHARE) * shares
+    weights = 1.0 / (rows * chances)
+    drawn = np.random.default_rng(seed).choice(rows, draws, p=chances / chances.sum())
+    return Draws(drawn, weights[drawn], float(weights.max()))
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """The confidence from which on the small model's answers are kept, and what the sample says about them.
+
+    Attributes:
+        least_confidence: Least confidence of a kept answer; infinity: none is kept.
+        kept_share: Share of all rows that reach it.
+        agree_estimate: Estimated share of all rows whose answer is the large model's.
+    """
+
+    least_confidence: float
+    kept_share: float
+    agree_estimate: float
+
+
+def choose_threshold(confidences: Floats, draws: Draws, differs: npt.NDArray[np.bool_], target: Target) -> Threshold:
+    """The lowest threshold that keeps the promise.
+
+    Args:
+        confidences: The small model's confidence in each row; below 0 where it has no answer. [rows]
+        draws: The sample.
+        differs: For each draw, True where the two models' answers differ. [draws]
+        target: The promise.
+    """
+    of_draws, thresholds = confidences[draws.rows], _thresholds(confidences)
+
+    def losses_at(threshold: float) -> Floats:
+        return np.where((of_draws >= threshold) & differs, draws.weights, 0.0)
+
+    def passes(threshold: float) -> bool:
+        return is_below(losses_at(threshold), 1.0 - target.agree, 1.0 - target.confidence, draws.most_weight)
+
+    # With each further row that is kept losses grow, and no bet gains: all thresholds before the first that fails pass.
+    failing = bisect_left(thresholds, True, key=lambda threshold: not passes(threshold))
+    if not failing:
+        return Threshold(math.inf, 0.0, 1.0)
+    lowest = float(thresholds[failing - 1])
+    return Threshold(lowest, float(np.mean(confidences >= lowest)), 1.0 - float(losses_at(lowest).mean()))
+
+
+def _thresholds(confidences: Floats) -> list[float]:
+    """Confidences to try as thresholds, the highest first; each keeps more rows than the one before."""
+    answered = confidences[confidences >= 0.0]
+    if not len(answered):
+        return []
+    shares = np.linspace(1.0 - 1.0 / _THRESHOLDS, 0.0, _THRESHOLDS)
+    return [float(value) for value in np.unique(np.quantile(answered, shares, method="higher"))[::-1]]
+
+
+def is_below(losses: Floats, mean: float, error: float, most: float) -> bool:
+    """Test that the mean of a bounded random number is at most a given one.
+
+    Args:
+        losses: Independent draws of the number, from 0 to `most`.
+        mean: The given mean.
+        error: Most probability of true where the mean is larger.
+        most: The largest value that the number can have.
+
+    Returns:
+        True where the draws prove it.
+    """
+    if mean >= most:
+        return True
+    bets = np.linspace(1.0 / (_BETS + 1), _BETS / (_BETS + 1), _BETS) / (most - mean)
+    gains = np.log1p(bets[:, None] * (mean - losses[None, :]))
+    capital = np.logaddexp.reduce(np.cumsum(gains, axis=1), axis=0) - math.log(_BETS)
+    return bool(capital.max() >= -math.log(error))

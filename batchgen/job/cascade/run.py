@@ -1,0 +1,250 @@
+"""`batchgen run --cascade`: jobs of a small and of a large model whose answers make one output.
+
+In order: the small model answers all rows; the large one answers a random sample; the sample gives the threshold on the
+small model's confidence; the large one answers the other rows below it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchgen.core.atomic_file import write_atomically
+from batchgen.core.errors import InputError
+from batchgen.core.text import without_credentials
+from batchgen.core.units import format_seconds
+from batchgen.job.cascade.answers import AnswerColumns
+from batchgen.job.cascade.bound import Draws, Floats, Target, Threshold, choose_threshold, draw_rows
+from batchgen.job.joint.jobs import (
+    Jobs,
+    files_of,
+    joint_summary,
+    one_of_several,
+    over_rows,
+    read_json,
+    run_jobs,
+    write_output,
+)
+from batchgen.job.joint.rows import Merged, Part, Rows, column, merged, rows_at, tables, write_rows
+from batchgen.job.options import JobOptions
+from batchgen.job.run import run_job
+
+SMALL, SAMPLE = "small", "sample"  # names of jobs
+
+
+@dataclass(frozen=True)
+class _Small:
+    """The answers of the small model.
+
+    Attributes:
+        path: Its job's output.
+        columns: The columns of answers.
+        of_input: Names of the input's columns.
+        confidences: Its confidence in each row. [rows]
+    """
+
+    path: Path
+    columns: AnswerColumns
+    of_input: tuple[str, ...]
+    confidences: Floats
+
+    @property
+    def input_schema(self) -> pa.Schema:
+        """The input's columns."""
+        return pa.schema([field for field in pq.read_schema(self.path) if field.name in set(self.of_input)])
+
+
+def run_cascade(options: JobOptions) -> dict[str, Any]:
+    """Run a cascade, or resume it; returns the report. Raises what `run_jobs` raises."""
+    if options.dry_run:
+        return run_job(_small_options(options))
+    return run_jobs(options, _run, "--cascade")
+
+
+def _run(jobs: Jobs) -> dict[str, Any]:
+    """Run all jobs and write the output; returns what the report says of them."""
+    options = jobs.options
+    small = _small(jobs)
+    rows = len(small.confidences)
+    if not rows:
+        return _written(jobs, small, [], Threshold(math.inf, 0.0, 1.0), 0)
+    draws = _draws(jobs, small.confidences)
+    sample = np.unique(draws.rows)
+    answered = _large(jobs, small, SAMPLE, sample)
+    differs = _differs(small, answered, draws)
+    threshold = choose_threshold(small.confidences, draws, differs, Target(options.agree, options.confidence))
+    below = np.setdiff1d(np.flatnonzero(small.confidences < threshold.least_confidence), sample)
+    jobs.say(_threshold_line(threshold, rows, len(below), len(sample)))
+    parts = [answered]
+    if len(below):
+        name = f"rest-{hashlib.sha256(below.tobytes()).hexdigest()[:8]}"
+        parts.append(_large(jobs, small, name, below))
+    return _written(jobs, small, parts, threshold, len(draws.rows))
+
+
+def _small(jobs: Jobs) -> _Small:
+    """Run the small model's job."""
+    path = jobs.run(SMALL, _small_options(jobs.options))
+    added = jobs.reports[SMALL]["output_columns"]
+    columns = AnswerColumns.of(jobs.options, added)
+    confidences = np.concatenate([np.empty(0), *(columns.confidences(table) for _, table in tables(path))])
+    of_input = tuple(name for name in pq.read_schema(path).names if name not in set(added))
+    return _Small(path, columns, of_input, confidences)
+
+
+def _small_options(options: JobOptions) -> JobOptions:
+    """The options of the small model's job, whose log-probabilities give its confidence."""
+    sampling = options.sampling
+    if options.task == "generate" and sampling.logprobs is None:
+        sampling = replace(sampling, logprobs=0)
+    model = str(options.cascade)
+    alone = replace(one_of_several(options), model=model, lora=None, chat_template=None, sampling=sampling)
+    return replace(alone, on_error="record")
+
+
+def _large(jobs: Jobs, small: _Small, name: str, rows: Rows) -> Part:
+    """Run a job of the large model over some rows."""
+    given = jobs.input_of(name)
+    write_rows(given, small.input_schema, rows_at(small.path, rows))
+    return Part(rows, jobs.run(name, over_rows(jobs.options, given)))
+
+
+def _draws(jobs: Jobs, confidences: Floats) -> Draws:
+    """The sample, which is drawn once."""
+    options, path = jobs.options, jobs.directory / "draws.json"
+    target = Target(options.agree, options.confidence)
+    count = options.cascade_sample or target.default_draws(len(confidences))
+    asked = {"count": count, "seed": options.sampling.seed, "rows": len(confidences)}
+    kept = read_json(path)
+    if kept is None or kept["asked"] != asked:
+        draws = draw_rows(confidences, count, options.sampling.seed)
+        kept = {
+            "asked": asked,
+            "rows": draws.rows.tolist(),
+            "weights": draws.weights.tolist(),
+            "most_weight": draws.most_weight,
+        }
+        write_atomically(path, json.dumps(kept).encode())
+    return Draws(np.array(kept["rows"], np.int64), np.array(kept["weights"]), kept["most_weight"])
+
+
+def _differs(small: _Small, large: Part, draws: Draws) -> npt.NDArray[np.bool_]:
+    """An array [draws], True where the two models' answers differ, or one of them has none."""
+    columns, agree = small.columns, []
+    of_large = (answer for _, table in tables(large.path) for answer in columns.answers(table))
+    for table in rows_at(small.path, large.rows):
+        agree += [columns.agree(answer, next(of_large)) for answer in columns.answers(table)]
+    return ~np.array(agree, bool)[np.searchsorted(large.rows, draws.rows)]
+
+
+def _threshold_line(threshold: Threshold, rows: int, below: int, sample: int) -> str:
+    if threshold.least_confidence == math.inf:
+        return f"cascade: the models agree too rarely in the sample, so all {rows:,} rows are passed on"
+    return (
+        f"cascade: answers of confidence {threshold.least_confidence:.4g} and more are kept; {below:,} of {rows:,} rows"
+        f" are passed on, beside the sample of {sample:,}"
+    )
+
+
+def _written(jobs: Jobs, small: _Small, large: list[Part], threshold: Threshold, draws: int) -> dict[str, Any]:
+    """Write the output; returns what the report says of it."""
+    prefix, types = small.columns.prefix, jobs.added_columns()
+    if jobs.options.task == "generate" and jobs.options.sampling.logprobs is None:
+        types.pop(prefix + "logprobs", None)
+    models = {prefix + "answered_by": pa.string(), prefix + "confidence": pa.float64()}
+    for name in models:
+        if name in small.of_input or name in types:
+            raise InputError(f"the input has a column named {name}: give an --output-prefix")
+    added = types | models
+    schema = pa.schema([*small.input_schema, *(pa.field(name, kind) for name, kind in added.items())])
+
+    def about(rows: int) -> dict[str, Any]:
+        return {"output_columns": list(added), "cascade": _of_cascade(jobs, large, threshold, draws, rows)}
+
+    asked = {"files": files_of([small.path, *(part.path for part in large)]), "threshold": repr(threshold)}
+    batches = _batches(jobs, small, large, types, schema)
+    return write_output(jobs, asked, schema, batches, prefix + "error", about)
+
+
+def _batches(
+    jobs: Jobs, small: _Small, large: Sequence[Part], types: dict[str, pa.DataType], schema: pa.Schema
+) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of the output. types: of the columns of answers, by name."""
+    names = str(jobs.options.cascade), jobs.options.model
+    for each in merged(tables(small.path), large):
+        of_input = [column(each.rows, name, schema.field(name).type) for name in small.of_input]
+        answers = [_either(each, name, kind) for name, kind in types.items()]
+        by = np.full(len(each.rows), names[0], object)
+        by[each.at] = names[1]
+        certain = small.columns.confidences(each.rows)
+        models = [pa.array(by, pa.string()), pa.array(certain, pa.float64(), mask=certain < 0.0)]
+        yield pa.RecordBatch.from_arrays([*of_input, *answers, *models], schema=schema)
+
+
+def _either(rows: Merged, name: str, kind: pa.DataType) -> pa.Array:
+    """A column of answers: those of the large model where it has answered, and else those of the small one."""
+    of_small = column(rows.rows, name, kind)
+    if rows.results is None:
+        return of_small
+    places = np.arange(len(rows.rows))
+    places[rows.at] = len(rows.rows) + np.arange(len(rows.at))
+    return pa.concat_arrays([of_small, column(rows.results, name, kind)]).take(pa.array(places))
+
+
+def _of_cascade(jobs: Jobs, large: list[Part], threshold: Threshold, draws: int, rows: int) -> dict[str, Any]:
+    """The part of a report about the two models, as JSON values; times are those of all runs."""
+    options, times = jobs.options, jobs.times()
+    of_large = sum(len(part.rows) for part in large)
+    runs = [times[name] for name in times if name != SMALL]
+    large_s, large_rows = sum(run["wall_s"] for run in runs), sum(run["rows"] for run in runs)
+    alone_s = large_s / large_rows * rows if large_rows else None
+    small_s = times.get(SMALL, {}).get("wall_s", 0.0)
+    least = threshold.least_confidence
+    return {
+        "small": without_credentials(str(options.cascade)),
+        "large": without_credentials(options.model),
+        "agree": options.agree,
+        "confidence": options.confidence,
+        **asdict(threshold),
+        "least_confidence": None if least == math.inf else least,
+        "draws": draws,
+        "sampled_rows": len(large[0].rows) if large else 0,
+        "large_rows": of_large,
+        "passed_share": of_large / rows if rows else 0.0,
+        "rows_saved": rows - of_large,
+        "small_s": small_s,
+        "large_s": large_s,
+        "large_alone_s": alone_s,
+        "saved_s": None if alone_s is None else alone_s - small_s - large_s,
+    }
+
+
+def cascade_summary(report: dict[str, Any]) -> list[str]:
+    """The lines that `batchgen run --cascade` prints at its end. report: the report of the run."""
+    return joint_summary(report, [] if report["state"] == "stopped" else _about(report["rows"], report["cascade"]))
+
+
+def _about(rows: int, of: dict[str, Any]) -> list[str]:
+    """Lines about a cascade. of: its part of the report."""
+    kept = "" if of["least_confidence"] is None else f", from a confidence of {of['least_confidence']:.4g} on"
+    lines = [
+        f"{of['large']} answered {of['large_rows']:,} of {rows:,} rows ({of['passed_share']:.1%}), of them"
+        f" {of['sampled_rows']:,} as the sample; {of['small']} the other {of['rows_saved']:,}",
+        f"at least {of['agree']:.4g} of all answers are those of {of['large']}, with confidence {of['confidence']:.4g};"
+        f" the sample says {of['agree_estimate']:.4f}{kept}",
+    ]
+    if of["saved_s"] is not None:
+        saved, alone = of["saved_s"], format_seconds(of["large_alone_s"])
+        verb = "saved" if saved >= 0 else "cost"
+        lines.append(f"{verb} {format_seconds(abs(saved))} of the {alone} that {of['large']} alone would take")
+    return lines

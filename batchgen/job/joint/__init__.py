@@ -1,0 +1,1 @@
+"""Several jobs whose rows make one output."""

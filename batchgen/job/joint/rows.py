@@ -1,0 +1,132 @@
+"""Rows of files between the jobs of one output: those that each job gets, and their merging in the input's order.
+
+Files are streamed in the order of their rows. Memory holds a few batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchgen.core.atomic_file import written_atomically
+from batchgen.output.formats import FORMATS
+
+Rows = npt.NDArray[np.int64]
+_BATCH_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class Part:
+    """The results of a job that had some rows of the input.
+
+    Attributes:
+        rows: Numbers of the rows in the input, ascending.
+        path: The Parquet file with the rows and their results, in this order.
+    """
+
+    rows: Rows
+    path: Path
+
+
+@dataclass(frozen=True)
+class Merged:
+    """Some rows in a row of the input, and the results of jobs that had some of them.
+
+    Attributes:
+        rows: The rows.
+        at: Places of the rows with results, ascending.
+        results: These rows with their results, in the same order; None: there are none.
+    """
+
+    rows: pa.Table
+    at: Rows
+    results: pa.Table | None
+
+
+def tables(path: Path) -> Iterator[tuple[int, pa.Table]]:
+    """Yield the rows of a Parquet file in order: the number of the first one, and a table of some."""
+    first = 0
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(_BATCH_ROWS):
+            yield first, pa.Table.from_batches([batch])
+            first += batch.num_rows
+
+
+def rows_at(path: Path, rows: Rows) -> Iterator[pa.Table]:
+    """Yield tables with some rows of a Parquet file. rows: their numbers, ascending."""
+    for first, table in tables(path):
+        low, high = np.searchsorted(rows, [first, first + len(table)])
+        if low < high:
+            yield table.take(pa.array(rows[low:high] - first))
+
+
+def write_rows(target: Path, schema: pa.Schema, taken: Iterable[pa.Table]) -> None:
+    """Write tables into a Parquet file, atomically.
+
+    Args:
+        target: The file.
+        schema: The columns to write.
+        taken: The tables, which may have more columns.
+    """
+    batches = (
+        batch for table in taken for batch in table.select(schema.names).cast(schema).combine_chunks().to_batches()
+    )
+    with written_atomically(target) as file:
+        FORMATS[".parquet"](file, schema, batches)
+
+
+class _Reader:
+    """A Parquet file that is read from its first row to its last."""
+
+    def __init__(self, path: Path) -> None:
+        self._tables = (table for _, table in tables(path))
+        self._held: pa.Table | None = None
+
+    def take(self, count: int) -> pa.Table:
+        """The next rows."""
+        taken = []
+        while count > 0:
+            table = self._held if self._held is not None and len(self._held) else next(self._tables)
+            taken.append(table.slice(0, count))
+            self._held = table.slice(count)
+            count -= len(taken[-1])
+        return pa.concat_tables(taken)
+
+
+def merged(base: Iterable[tuple[int, pa.Table]], parts: Sequence[Part]) -> Iterator[Merged]:
+    """Yield the rows of an input in order, with the results of jobs that had some of them.
+
+    Args:
+        base: All rows: (number of the first one, table of some), in order.
+        parts: The results, each row in at most one of them.
+    """
+    readers = [(part.rows, _Reader(part.path)) for part in parts]
+    for first, table in base:
+        places: list[Rows] = []
+        taken: list[pa.Table] = []
+        for rows, reader in readers:
+            low, high = np.searchsorted(rows, [first, first + len(table)])
+            if low < high:
+                places.append(rows[low:high] - first)
+                taken.append(reader.take(int(high - low)))
+        if not places:
+            yield Merged(table, np.empty(0, np.int64), None)
+            continue
+        at = np.concatenate(places)
+        order = np.argsort(at, kind="stable")
+        results = pa.concat_tables(taken, promote_options="permissive").take(pa.array(order))
+        yield Merged(table, at[order], results)
+
+
+def column(table: pa.Table, name: str, kind: pa.DataType) -> pa.Array:
+    """A column of a table as one array of a type, of nulls where the table has no such column."""
+    if name not in table.schema.names:
+        return pa.nulls(len(table), kind)
+    chunks = table.column(name).cast(kind).chunks
+    return pa.concat_arrays(chunks) if chunks else pa.nulls(0, kind)

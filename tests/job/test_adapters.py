@@ -1,0 +1,112 @@
+"""Adapters as a column: each row has the answer of its own adapter, and no row is lost."""
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from command_line import invoke
+from lora_adapters import save_adapter
+from tiny_models import make_tiny_model
+
+import batchgen
+from batchgen.core.errors import InputError
+from batchgen.job.joint import jobs as joint_jobs
+
+OPTIONS = {"prompt_column": "prompt", "max_tokens": 6, "ignore_eos": True, "dtype": "float32"}
+MODULES = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """A model and two adapters of it."""
+    folder = tmp_path_factory.mktemp("adapted")
+    model = make_tiny_model("llama", folder / "base")
+    adapters = [folder / "first", folder / "second"]
+    for seed, path in enumerate(adapters):
+        save_adapter(model, path, seed, target_modules=MODULES)
+    return folder / "base", *map(str, adapters)
+
+
+@pytest.fixture
+def rows(adapted, tmp_path):
+    _, first, second = adapted
+    names = [first, None, second, second, "", first, first]
+    prompts = [[5 + i * 7 % 400 for i in range(length)] for length in (3, 20, 9, 33, 4, 11, 8)]
+    pq.write_table(pa.table({"n": range(7), "prompt": prompts, "adapter": names}), tmp_path / "rows.parquet")
+    return tmp_path / "rows.parquet"
+
+
+def alone(adapted, rows, tmp_path):
+    """The texts of all rows by each adapter, and by the model alone."""
+    base, *adapters = adapted
+    texts = {}
+    for number, adapter in enumerate([*adapters, None]):
+        output = tmp_path / f"alone-{number}.parquet"
+        batchgen.run(str(base), rows, output, lora=adapter, **OPTIONS)
+        texts[adapter] = pq.read_table(output)["text"].to_pylist()
+    return texts
+
+
+def test_each_row_has_the_text_of_its_own_adapter(adapted, rows, tmp_path):
+    base, first, second = adapted
+    report = batchgen.run(str(base), rows, tmp_path / "out.parquet", lora_column="adapter", **OPTIONS)
+    output = pq.read_table(tmp_path / "out.parquet")
+    by_adapter = alone(adapted, rows, tmp_path)
+    names = [name or None for name in output["adapter"].to_pylist()]
+    assert output["text"].to_pylist() == [by_adapter[name][row] for row, name in enumerate(names)]
+    assert len({texts[0] for texts in by_adapter.values()}) == 3  # the adapters differ
+    assert output["n"].to_pylist() == list(range(7)) and report["rows_ok"] == 7
+    counts = {each["adapter"]: each["rows"] for each in report["adapters"]}
+    assert counts == {first: 3, None: 2, second: 2}
+
+
+@pytest.mark.parametrize("stopped_in", [1, 2, 3])
+def test_an_interrupted_job_goes_on_to_the_same_output(adapted, rows, tmp_path, monkeypatch, stopped_in):
+    options = OPTIONS | {"lora_column": "adapter"}
+    batchgen.run(str(adapted[0]), rows, tmp_path / "whole.jsonl", **options)
+    begun, run_job = [], joint_jobs.run_job
+
+    def stopping(job, *rest):
+        begun.append(job)
+        if len(begun) == stopped_in:
+            raise KeyboardInterrupt
+        return run_job(job, *rest)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(joint_jobs, "run_job", stopping)
+        batchgen.run(str(adapted[0]), rows, tmp_path / "out.jsonl", **options)
+    report = batchgen.run(str(adapted[0]), rows, tmp_path / "out.jsonl", **options)
+    states = [job["state"] for job in report["jobs"].values()]
+    assert states == ["already complete"] * (stopped_in - 1) + ["complete"] * (4 - stopped_in)
+    assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_a_shard_has_the_adapters_of_its_own_rows(adapted, rows, tmp_path):
+    base = str(adapted[0])
+    for shard in range(2):
+        batchgen.run(base, rows, tmp_path / f"{shard}.parquet", lora_column="adapter", shard=f"{shard}/2", **OPTIONS)
+    batchgen.run(base, rows, tmp_path / "out.parquet", lora_column="adapter", **OPTIONS)
+    shards = pa.concat_tables([pq.read_table(tmp_path / f"{shard}.parquet") for shard in range(2)])
+    assert shards["text"].to_pylist() == pq.read_table(tmp_path / "out.parquet")["text"].to_pylist()
+
+
+def test_a_wrong_adapter_or_column_is_refused_before_the_first_row(adapted, rows, tmp_path):
+    base = str(adapted[0])
+    with pytest.raises(InputError, match="has no column nothing"):
+        batchgen.run(base, rows, tmp_path / "out.parquet", lora_column="nothing", **OPTIONS)
+    with pytest.raises(InputError, match="it has the adapters' directories, as texts"):
+        batchgen.run(base, rows, tmp_path / "out.parquet", lora_column="n", **OPTIONS)
+    table = pq.read_table(rows).set_column(2, "adapter", pa.array([adapted[1]] * 6 + [str(tmp_path / "none")]))
+    pq.write_table(table, tmp_path / "wrong.parquet")
+    with pytest.raises(InputError, match="adapter_config"):
+        batchgen.run(base, tmp_path / "wrong.parquet", tmp_path / "out.parquet", lora_column="adapter", **OPTIONS)
+    assert not (tmp_path / "out.parquet").exists()
+
+
+def test_a_store_with_an_adapter_gives_the_texts_of_the_model_with_it(adapted, rows, tmp_path):
+    base, first, _ = adapted
+    command = ["convert", "-m", base, "--lora", first, "-o", tmp_path / "store", "--dtype", "float32"]
+    code, _, message = invoke(*command, "--progress", "none")
+    assert code == 0, message
+    batchgen.run(str(tmp_path / "store"), rows, tmp_path / "out.parquet", **OPTIONS)
+    texts = pq.read_table(tmp_path / "out.parquet")["text"].to_pylist()
+    assert texts == alone(adapted, rows, tmp_path)[first]

@@ -1,0 +1,295 @@
+"""Cascades: the promise holds for any confidences, and no row is lost, wherever a job stops."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from command_line import invoke
+from tiny_models import make_tiny_model
+
+import batchgen
+from batchgen.core.errors import InputError
+from batchgen.job.cascade.answers import AnswerColumns
+from batchgen.job.cascade.bound import Target, choose_threshold, draw_rows, is_below
+from batchgen.job.cascade.plan import CascadePlan
+from batchgen.job.joint import jobs as joint_jobs
+
+SEEDS = 200
+TARGET = Target(agree=0.95, confidence=0.95)
+
+
+def _calibrated(rng, rows):
+    """Confidences of which each is the probability that the models agree."""
+    confidences = rng.beta(6, 1, rows)
+    return confidences, rng.random(rows) > confidences
+
+
+def _unrelated(rng, rows):
+    """Confidences that say nothing about agreement, which is a little too rare."""
+    return rng.random(rows), rng.random(rows) < 0.06
+
+
+def _overconfident(rng, rows):
+    """Confidences that are highest where the models differ."""
+    differs = rng.random(rows) < 0.08
+    return np.where(differs, 0.99, rng.random(rows) * 0.98), differs
+
+
+def _few_values(rng, rows):
+    """Confidences of five values, with too many differences in the rows of the second-lowest one."""
+    confidences = rng.integers(1, 6, rows) / 5
+    return confidences, rng.random(rows) < np.where(confidences == 0.4, 0.4, 0.01)
+
+
+@pytest.mark.parametrize("planted", [_calibrated, _unrelated, _overconfident, _few_values])
+def test_the_promise_is_broken_in_at_most_five_percent_of_two_hundred_draws(planted):
+    rows = 4000
+    confidences, differs = planted(np.random.default_rng(1), rows)
+    broken = 0
+    for seed in range(SEEDS):
+        draws = draw_rows(confidences, TARGET.default_draws(rows), seed)
+        threshold = choose_threshold(confidences, draws, differs[draws.rows], TARGET)
+        kept = confidences >= threshold.least_confidence
+        broken += np.mean(kept & differs) > 1 - TARGET.agree
+    assert broken <= 0.05 * SEEDS
+
+
+def test_most_of_the_rows_that_may_be_kept_are_kept():
+    rows = 20_000
+    confidences, differs = _calibrated(np.random.default_rng(2), rows)
+    by_confidence = np.cumsum(differs[np.argsort(-confidences)]) / rows
+    possible = np.mean(by_confidence <= 1 - TARGET.agree)
+    draws = draw_rows(confidences, TARGET.default_draws(rows), seed=0)
+    threshold = choose_threshold(confidences, draws, differs[draws.rows], TARGET)
+    assert threshold.kept_share > 0.7 * possible
+    assert threshold.agree_estimate == pytest.approx(
+        1 - np.mean(differs & (confidences >= threshold.least_confidence)), abs=0.02
+    )
+
+
+def test_models_that_always_agree_pass_nothing_on_and_models_that_never_agree_everything():
+    confidences = np.random.default_rng(3).random(1000)
+    draws = draw_rows(confidences, 240, seed=0)
+    assert choose_threshold(confidences, draws, np.zeros(240, bool), TARGET).kept_share == 1.0
+    nothing = choose_threshold(confidences, draws, np.ones(240, bool), TARGET)
+    assert nothing.kept_share <= 1 - TARGET.agree  # these few may all be wrong
+
+
+def test_a_test_of_a_mean_is_wrong_as_rarely_as_it_says():
+    rng = np.random.default_rng(4)
+    wrong = sum(is_below((rng.random(400) < 0.051).astype(float), 0.05, 0.05, 1.0) for _ in range(1000))
+    right = sum(is_below((rng.random(400) < 0.01).astype(float), 0.05, 0.05, 1.0) for _ in range(100))
+    assert wrong <= 50 and right >= 95
+
+
+def test_weights_of_draws_give_the_mean_over_all_rows():
+    rng = np.random.default_rng(5)
+    confidences = rng.random(500)
+    confidences[::7] = -1.0  # rows without an answer
+    values = rng.random(500)
+    draws = draw_rows(confidences, 200_000, seed=1)
+    assert np.mean(draws.weights * values[draws.rows]) == pytest.approx(values.mean(), rel=0.01)
+    assert draws.weights.max() <= draws.most_weight <= 2.0
+
+
+def test_json_answers_agree_in_values_not_in_their_spelling():
+    columns = AnswerColumns("", scores=False, is_json=True, within=1.0)
+    (answer, same, near, other) = columns.answers(
+        pa.table(
+            {
+                "text": ['{"a": 3, "b": "x"}', '{"b":"x","a":3}', '{"a": 4, "b": "x"}', '{"a": 3, "b": "y"}'],
+                "error": pa.nulls(4, pa.string()),
+            }
+        )
+    )
+    assert columns.agree(answer, same) and columns.agree(answer, near) and not columns.agree(answer, other)
+    assert not replace(columns, within=0.0).agree(answer, near)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    make_tiny_model("llama", folder / "small", seed=1)
+    make_tiny_model("llama", folder / "large", seed=2)
+    return str(folder / "small"), str(folder / "large")
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rows")
+    table = pa.table({"id": list(range(60)), "question": [f"Row {i * 7919} is it so?" for i in range(60)]})
+    pq.write_table(table, folder / "rows.parquet")
+    return folder / "rows.parquet"
+
+
+SCORED = {"task": "score", "choices": ["yes", "no"], "prompt_column": "question", "dtype": "float32"}
+STOPPED = SCORED | {"agree": 0.6, "cascade_sample": 20}
+GENERATED = {"choices": ["yes", "no"], "prompt_column": "question", "dtype": "float32"}
+
+
+@pytest.mark.parametrize("options", [SCORED, GENERATED])
+def test_each_row_has_the_answer_of_the_model_that_the_output_names(models, rows, tmp_path, options):
+    small, large = models
+    options = options | {"cascade_sample": 20}
+    report = batchgen.run(large, rows, tmp_path / "out.parquet", cascade=small, agree=0.6, **options)
+    del options["cascade_sample"]
+    alone = [batchgen.run(model, rows, tmp_path / f"{i}.parquet", **options) for i, model in enumerate(models)]
+    assert {one["state"] for one in (report, *alone)} == {"complete"}
+    answer = "choice" if "task" in options else "text"
+    output = pq.read_table(tmp_path / "out.parquet")
+    by_model = {name: pq.read_table(tmp_path / f"{i}.parquet") for i, name in enumerate(models)}
+    assert output["id"].to_pylist() == list(range(60))
+    assert ("logprobs" in output.column_names) == ("task" in options)
+    names = output["answered_by"].to_pylist()
+    assert set(names) == set(models)
+    for row, name in enumerate(names):
+        assert output[answer][row] == by_model[name][answer][row]
+    of = report["cascade"]
+    assert of["large_rows"] == names.count(large) and of["rows_saved"] == names.count(small)
+    confidences = np.array(output["confidence"].to_pylist())
+    kept = [confidences[row] for row, name in enumerate(names) if name == small]
+    assert min(kept) >= of["least_confidence"]
+    agreeing = sum(a == b for a, b in zip(output[answer], by_model[large][answer], strict=True))
+    assert agreeing >= 0.6 * 60
+
+
+def test_a_cascade_of_a_model_with_itself_passes_on_the_sample_alone(models, rows, tmp_path):
+    report = batchgen.run(models[0], rows, tmp_path / "out.jsonl", cascade=models[0], cascade_sample=200, **SCORED)
+    of = report["cascade"]
+    assert of["agree_estimate"] == 1.0 and of["large_rows"] == of["sampled_rows"] < 60
+
+
+@pytest.fixture(scope="module")
+def whole(models, rows, tmp_path_factory):
+    """The output of a cascade that nothing has stopped."""
+    output = tmp_path_factory.mktemp("whole") / "out.parquet"
+    batchgen.run(models[1], rows, output, cascade=models[0], **STOPPED)
+    return output
+
+
+@pytest.mark.parametrize("stopped_in", [1, 2, 3, 4])
+def test_an_interrupted_cascade_goes_on_to_the_same_output(models, rows, whole, tmp_path, monkeypatch, stopped_in):
+    small, large = models
+    options = STOPPED | {"cascade": small}
+    begun, run_job = [], joint_jobs.run_job
+
+    def stopping(job, *rest):
+        begun.append(job)
+        if len(begun) == stopped_in:
+            raise KeyboardInterrupt
+        return run_job(job, *rest)
+
+    def stopping_in_the_output(file, schema, batches):
+        file.write(b"begun")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(joint_jobs, "run_job", stopping)
+        patch.setattr(joint_jobs, "FORMATS", {".parquet": stopping_in_the_output})
+        batchgen.run(large, rows, tmp_path / "out.parquet", **options)
+    assert not (tmp_path / "out.parquet").exists() and len(begun) == min(stopped_in, 3)
+    report = batchgen.run(large, rows, tmp_path / "out.parquet", **options)
+    assert (tmp_path / "out.parquet").read_bytes() == whole.read_bytes()
+    assert report["cascade"]["rows_saved"] > 0
+    again = batchgen.run(large, rows, tmp_path / "out.parquet", **options)
+    assert again["state"] == "already complete" and again["rows"] == 60
+
+
+def test_another_promise_reuses_the_answers_of_the_small_model_and_of_the_sample(models, rows, tmp_path):
+    small, large = models
+    options = SCORED | {"cascade": small, "cascade_sample": 20}
+    batchgen.run(large, rows, tmp_path / "out.parquet", agree=0.6, **options)
+    report = batchgen.run(large, rows, tmp_path / "out.parquet", agree=0.9, **options)
+    assert {report["jobs"][name]["state"] for name in ("small", "sample")} == {"already complete"}
+    assert report["cascade"]["agree"] == 0.9
+
+
+def test_rows_that_the_small_model_cannot_answer_go_to_the_large_one(models, tmp_path):
+    texts = ["Is it so?", None, "Is it late?", "yes?"]
+    pq.write_table(pa.table({"question": texts}), tmp_path / "rows.parquet")
+    options = SCORED | {"cascade": models[0], "cascade_sample": 100}
+    report = batchgen.run(models[1], tmp_path / "rows.parquet", tmp_path / "out.parquet", **options)
+    output = pq.read_table(tmp_path / "out.parquet")
+    assert report["rows_failed"] == 1 and report["rows_ok"] == 3
+    assert output["answered_by"][1].as_py() == models[1] and output["error"][1].as_py()
+    assert output["confidence"][1].as_py() is None
+
+
+def test_a_deadline_stops_a_cascade_and_the_next_run_goes_on(models, rows, tmp_path):
+    options = SCORED | {"cascade": models[0], "cascade_sample": 20}
+    stopped = batchgen.run(models[1], rows, tmp_path / "out.parquet", max_time=0.001, **options)
+    assert stopped["state"] == "stopped" and not (tmp_path / "out.parquet").exists()
+    assert batchgen.run(models[1], rows, tmp_path / "out.parquet", **options)["state"] == "complete"
+
+
+def test_the_status_of_a_cascade_is_that_of_its_jobs(models, rows, tmp_path):
+    output = tmp_path / "out.parquet"
+    batchgen.run(models[1], rows, output, cascade=models[0], cascade_sample=20, **SCORED)
+    code, _, message = invoke("status", output)
+    assert code == 2 and f"{output}.jobs" in message
+    code, stdout, _ = invoke("status", f"{output}.jobs/small.parquet")
+    assert code == 0 and "60 rows ok" in stdout
+
+
+def test_a_cascade_without_an_output_gives_a_table(models, rows):
+    table = batchgen.run(models[1], str(rows), cascade=models[0], cascade_sample=20, **SCORED)
+    assert len(table) == 60 and {"choice", "answered_by", "confidence"} <= set(table.column_names)
+
+
+def test_an_output_of_another_job_is_not_replaced(models, rows, tmp_path):
+    (tmp_path / "out.parquet").write_bytes(b"precious")
+    with pytest.raises(InputError, match="is not the output of this job"):
+        batchgen.run(models[1], rows, tmp_path / "out.parquet", cascade=models[0], **SCORED)
+    assert (tmp_path / "out.parquet").read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt_column": "question"}, "free texts rarely agree"),
+        ({"task": "score", "prompt_column": "question"}, "a score of a whole text is none"),
+        (SCORED | {"agree": 1.0}, "--agree must be between 0 and 1"),
+        (GENERATED | {"n": 2, "temperature": 1.0}, "-n does not go with --cascade"),
+    ],
+)
+def test_a_cascade_that_cannot_keep_a_promise_is_refused(models, rows, tmp_path, options, message):
+    with pytest.raises(InputError, match=message):
+        batchgen.run(models[1], rows, tmp_path / "out.parquet", cascade=models[0], **options)
+
+
+def test_the_command_says_what_was_passed_on_promised_and_saved(models, rows, tmp_path):
+    command = ["run", "-m", models[1], "--cascade", models[0], "-i", str(rows), "--prompt-column", "question"]
+    command += ["--task", "score", "--choices", "yes", "--choices", "no", "--agree", "0.6", "--cascade-sample", "20"]
+    report_file = tmp_path / "report.json"
+    code, stdout, _ = invoke(*command, "--report", report_file, "-o", tmp_path / "out.parquet")
+    of = json.loads(report_file.read_text())["cascade"]
+    assert code == 0
+    assert f"answered {of['large_rows']:,} of 60 rows" in stdout
+    assert "at least 0.6 of all answers" in stdout
+    assert "saved" in stdout or "cost" in stdout
+    assert math.isfinite(of["large_alone_s"])
+
+
+def test_a_plan_says_up_to_which_share_a_cascade_pays():
+    plan = CascadePlan(1000, 200, small_s=10.0, sample_s=20.0, rest_s={0.5: 40.0, 1.0: 80.0}, large_alone_s=100.0)
+    assert plan.break_even == pytest.approx(0.875)  # 10 + 20 + 80 * 0.875 = 100
+    assert plan.total_s(0.5) == 70.0
+    assert replace(plan, large_alone_s=200.0).break_even == 1.0
+    assert replace(plan, large_alone_s=30.0).break_even == 0.0
+
+
+def test_the_plan_of_a_cascade_has_the_time_of_both_models(models, rows):
+    command = ["plan", "-m", models[1], "--cascade", models[0], "-i", rows, "--prompt-column", "question"]
+    command += ["--task", "score", "--choices", "yes", "--choices", "no", "--progress", "none"]
+    code, stdout, _ = invoke(*command, "--json")
+    plan = json.loads(stdout)
+    assert code == 0 and plan["rows"] == 60 and 0 < plan["sampled_rows"] <= 60
+    assert plan["small_s"] > 0 and plan["large_alone_s"] > 0
+    code, stdout, _ = invoke(*command)
+    assert code == 0 and "alone:" in stdout and "by the share of the other rows" in stdout
+    code, _, message = invoke(*command, "--frontier")
+    assert code == 2 and "--frontier is for the plan of one model" in message
