@@ -229,6 +229,8 @@ def _check_task(options: JobOptions) -> None:
         if getattr(options, name) is not None and options.task not in tasks:
             flag = flag_of(name)
             raise InputError(f"{flag} is for --task {' or '.join(tasks)}: give that task, or leave {flag} out")
+    if options.vector_dtype != "float32" and options.task != EMBED:
+        raise InputError("--vector-dtype is for --task embed: give that task, or leave --vector-dtype out")
     if options.task == "generate":
         return
     default = SamplingParams()
