@@ -544,6 +544,13 @@ TABLES: dict[str, list[Row]] = {
             "native_weights.py --work-dir DIR --peers DIR",
             native("3B-Q4_K"),
         ),
+        Row(
+            "recurrent states in bf16, random Qwen3.5 models of 4 and 8 layers, 512 tokens a text: perplexity of the"
+            " model's own texts, against states in fp32",
+            "state_rounding",
+            "state_rounding.py --tokens 512",
+            lambda d: ", ".join(f"{of['perplexity_ratio'] - 1:+.2%}" for of in d["results"]["models"].values()),
+        ),
     ],
     "Planning": [
         Row(

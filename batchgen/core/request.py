@@ -175,6 +175,11 @@ class SamplingParams:
         """True where a bias or a penalty changes the logits of some tokens before a token is chosen."""
         return self.penalizes_output or bool(self.logit_bias)
 
+    @cached_property
+    def is_argmax(self) -> bool:
+        """True where the token with the largest of the model's logits is chosen, and nothing else is asked for."""
+        return self.is_greedy and not self.changes_logits and self.logprobs is None
+
     def check_result_size(self, prompts: int, prompt_tokens: int = 0) -> None:
         """Raise InputError where the results of one request may be too large for memory.
 

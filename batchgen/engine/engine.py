@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import compress
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from batchgen.core.attention_budget import ALL
@@ -23,6 +22,7 @@ from batchgen.core.lane_costs import NOT_KNOWN, LaneCosts
 from batchgen.core.machine import trim_freed_memory
 from batchgen.core.partial import PartialCompletion
 from batchgen.core.plan import Policy
+from batchgen.core.rare_collections import collected_rarely
 from batchgen.core.request import Completion, Embedded, Request, SamplingParams, Scored, ScoreRequest
 from batchgen.distributed.launch import ranks_of_host
 from batchgen.engine.embedding import Embedding
@@ -634,15 +634,16 @@ class Engine:
         call = _Call(handler, scheduler, source, adaptation, in_flight, drop=drop, lengths=lengths)
         self._lanes_before, self._collected_s = self._lanes_s(), time.perf_counter()
         try:
-            if isinstance(source, PromptOrder):
-                source.fill(_FILL_S)
-            while not should_stop():
-                if self._closed:
-                    raise InputError("the engine is closed: make another one")
-                yield from self._admit(call)
-                if not call.has_work:
-                    break
-                yield from self._step(call, on_sweep)
+            with collected_rarely():
+                if isinstance(source, PromptOrder):
+                    source.fill(_FILL_S)
+                while not should_stop():
+                    if self._closed:
+                        raise InputError("the engine is closed: make another one")
+                    yield from self._admit(call)
+                    if not call.has_work:
+                        break
+                    yield from self._step(call, on_sweep)
         finally:
             call.close()
 
@@ -704,7 +705,10 @@ class Engine:
     def _run(self, call: _Call, scheduled: list[ScheduledSequence], started_s: float) -> _Sweep:
         """Launch a sweep over scheduled sequences. On a CPU the sweep has run when this returns."""
         stats, parts, handler = self.stats, self.parts, call.handler
-        if isinstance(handler, Generation) and (drafted := [s for s, _ in scheduled if s.drafts]):
+        drafted = (
+            [one.sequence for one in scheduled if one.sequence.drafts] if call.scheduler.drafting is not None else []
+        )
+        if drafted and isinstance(handler, Generation):
             handler.drafted(drafted)
         by_layer = call.scheduler.has_layers_on_device and not self.policy.kv_layers  # with it they always may be
         pack = partial(parts.pack, in_place=True) if by_layer else parts.pack
@@ -723,31 +727,41 @@ class Engine:
             batches, on_logits, vocabulary_chunks=handler.vocabulary_chunks, deferred_batches=call.deferred_batches
         )
         prefilled = stats.prefilled_tokens
-        self._count(scheduled)
+        self._count(scheduled, drafted)
         call.scheduler.commit(scheduled)
         stats.peak_kv_blocks = max(stats.peak_kv_blocks, self.used_kv_blocks)
         stats.sweeps += 1
         stats.preempted, stats.moved = call.scheduler.num_preempted, call.scheduler.num_moved
         stats.left_out, stats.swapped_out = call.scheduler.num_left_out, call.scheduler.num_swapped_out
-        stats.computed_tokens += sum(batch.num_tokens for batch in batches)
+        num_tokens = sum([batch.num_tokens for batch in batches])
+        stats.computed_tokens += num_tokens
         stats.busy_s["compute"] += time.perf_counter() - started_s - sampling_s
         stats.busy_s["sampling"] += sampling_s
         result = handler.end_sweep() if call.sweeps_in_flight == 1 else None
-        for sequence in complete(sequence for sequence, _ in scheduled):
+        for sequence in complete([one.sequence for one in scheduled]):
             call.scheduler.finish(sequence)
-        num_tokens = sum(batch.num_tokens for batch in batches)
         num_logits = sum(len(batch.logits_rows) for batch in batches)
         return _Sweep(result, wait, started_s, stats.prefilled_tokens > prefilled, num_tokens, num_logits)
 
-    def _count(self, scheduled: list[ScheduledSequence]) -> None:
-        """Count the tokens of a sweep that has been launched and not been committed."""
-        decodes = [num_tokens - len(s.drafts) == 1 and s.num_computed >= s.num_prompt for s, num_tokens in scheduled]
-        prompts = [one for one, decode in zip(scheduled, decodes, strict=True) if not decode]
-        keys = sum([sequence.num_computed for sequence, _ in compress(scheduled, decodes)])
+    def _count(self, scheduled: list[ScheduledSequence], drafted: list[Sequence]) -> None:
+        """Count the tokens of a sweep that has been launched and not been committed.
+
+        Args:
+            scheduled: The sequences of the sweep.
+            drafted: Sequences among them that have drafts.
+        """
+        prompts = [  # looks at each sequence of every sweep
+            one
+            for one in scheduled
+            if one.sequence.num_computed < one.sequence.num_prompt
+            or (one.num_tokens != 1 and one.num_tokens - len(one.sequence.drafts) != 1)
+        ]
+        keys = sum([one.sequence.num_computed for one in scheduled])
+        keys -= sum([one.sequence.num_computed for one in prompts])
         self.stats.decode_keys += keys + len(scheduled) - len(prompts)
-        self.stats.drafted_tokens += sum([len(sequence.drafts) for sequence, _ in scheduled])
-        self.stats.prefilled_tokens += sum(one.num_tokens for one in prompts)
-        self.stats.prefill_keys += sum(one.prefill_keys for one in prompts)
+        self.stats.drafted_tokens += sum([len(sequence.drafts) for sequence in drafted])
+        self.stats.prefilled_tokens += sum([one.num_tokens for one in prompts])
+        self.stats.prefill_keys += sum([one.prefill_keys for one in prompts])
 
     def _take(self, call: _Call, sweep: _Sweep) -> list[Sequence]:
         """Take the results of a sweep once it has run; returns the sequences that have ended with it."""

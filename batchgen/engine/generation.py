@@ -154,13 +154,10 @@ class _Chosen:
     @property
     def needs_host(self) -> bool:
         """True where the device cannot sample some next token before the host has read the one before it."""
-        sequences = [sequence for sequence, _ in self.rows]
-        if any([sequence.drafts for sequence in sequences]):
-            return True
-        kinds = {id(sequence.sampling): sequence.sampling for sequence in sequences}
-        penalizing = {key for key, sampling in kinds.items() if sampling.penalizes_output}
-        waiting = [s for s in sequences if s.constraint is not None or id(s.sampling) in penalizing]
-        return any(not sequence.is_complete for sequence in waiting)
+        waiting = [  # looks at each sequence of every sweep
+            s for s, _ in self.rows if s.constraint is not None or s.drafts or s.sampling.penalizes_output
+        ]
+        return any(sequence.drafts or not sequence.is_complete for sequence in waiting)
 
     def tokens(self) -> Iterator[tuple[Sequence, SampledToken, int]]:
         """Write the tokens into their sequences; yields (sequence, token, tokens that the sequence has generated).
@@ -448,7 +445,7 @@ class Generation:
             self._scorer.take([rows[i] for i in parts.scored], take(logits, parts.scored), start)
         if not parts.sampled:
             return None
-        sequences = [sequence for sequence, _ in take(rows, parts.sampled)]
+        sequences = [row.sequence for row in take(rows, parts.sampled)]
         sampled = self._parts.sample(take(logits, parts.sampled), sequences)
         self._sampled.append((sequences, sampled))
         return spread(sampled.token_ids, parts.sampled, len(rows))

@@ -51,7 +51,7 @@ class Deduplication:
         """`sampling`: parameters of requests that bring none."""
         self.count = 0
         self._sampling = sampling
-        self._chat, self._chat_identity = PLAIN_CHAT, PLAIN_CHAT.identity()
+        self._chat, self._chat_identity = PLAIN_CHAT, _encode(PLAIN_CHAT.identity()).encode()
         self._firsts: OrderedDict[bytes, _First] = OrderedDict()
         self._key_of_row: dict[int, bytes] = {}  # of rows in flight
         self._ready: deque[Completion] = deque()
@@ -91,12 +91,14 @@ class Deduplication:
         sampling = request.sampling or self._sampling
         if not sampling.is_greedy:
             return None
-        given = (request.prompt, *request.more_prompts, *(() if request.pair is None else (request.pair,)))
-        prompts = [prompt if isinstance(prompt, str) else list(prompt) for prompt in given]
         if request.chat is not self._chat:  # most rows have the same one
-            self._chat, self._chat_identity = request.chat, request.chat.identity()
-        text = _encode([prompts, self._chat_identity, request.reasoning_apart]).encode(errors="surrogatepass")
-        return blake2b(sampling.identity_bytes + text, digest_size=16).digest()
+            self._chat, self._chat_identity = request.chat, _encode(request.chat.identity()).encode()
+        given, kind = request.prompt, b"text"
+        if not isinstance(given, str) or request.more_prompts or request.pair is not None:
+            several = (given, *request.more_prompts, *(() if request.pair is None else (request.pair,)))
+            given, kind = _encode([one if isinstance(one, str) else list(one) for one in several]), b"prompts"
+        options = sampling.identity_bytes, self._chat_identity, b"%d" % request.reasoning_apart, kind
+        return blake2b(b"\0".join((*options, given.encode(errors="surrogatepass"))), digest_size=16).digest()
 
     def _is_duplicate(self, key: bytes, request: Request) -> bool:
         assert request.row is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from batchgen.ops.attention_plan import ALL_KEYS, AttentionPlan
+from batchgen.ops.attention_plan import ALL_KEYS, AttentionPlan, SequenceItems
 
 # Columns of an item. Token i of it sees the keys k of [FIRST_KEY, LAST_KEY) with k <= CAUSAL + i and k > CAUSAL + i -
 # WINDOW; CAUSAL of tokens that see every key is ALL_KEYS. Key k lies in block k // kv_block_size after TABLE of the
@@ -20,12 +20,15 @@ def item_spans(plan: AttentionPlan, kv_block_size: int) -> tuple[np.ndarray, np.
     An item has tokens of one sequence, or the tokens that attend to a shared prefix.
     """
     spans, tables, used = [], [], 0
+    if plan.sequences is not None:
+        spans.append(_spans_of_sequences(plan.sequences))
+        tables.append(plan.sequences.blocks)
+        used = len(plan.sequences.blocks)
     for group in plan.decode:
         span = np.empty((group.stop - group.start, COLUMNS), np.int64)
         span[:, FIRST_TOKEN] = np.arange(group.start, group.stop)
         span[:, FIRST_KEY], span[:, LAST_KEY] = group.first_key, np.maximum(group.num_keys, group.first_key)
-        places = np.arange(len(span)) * group.blocks.shape[1] if group.places is None else group.places
-        span[:, TABLE] = used + places
+        span[:, TABLE] = used + np.arange(len(span)) * group.blocks.shape[1]
         span[:, [NUM_TOKENS, CAUSAL, WINDOW, PARTIAL]] = 1, ALL_KEYS, NO_WINDOW, -1
         spans.append(span)
         tables.append(group.blocks.reshape(-1))
@@ -43,8 +46,24 @@ def item_spans(plan: AttentionPlan, kv_block_size: int) -> tuple[np.ndarray, np.
         rest.append((shared.start, shared.stop - shared.start, 0, keys, ALL_KEYS, NO_WINDOW, used, -1))
         tables.append(shared.blocks)
         used += len(shared.blocks)
+    if len(spans) == 1 and not rest:
+        return spans[0], tables[0]
     spans.append(np.array(rest, np.int64).reshape(-1, COLUMNS))
     return np.concatenate(spans), np.concatenate(tables) if tables else np.zeros(0, np.int32)
+
+
+def _spans_of_sequences(items: SequenceItems) -> np.ndarray:
+    """The uncut items of sequences, int64 [n, COLUMNS]."""
+    spans = np.empty((len(items.start), COLUMNS), np.int64)
+    is_one = items.num_tokens == 1
+    spans[:, FIRST_TOKEN], spans[:, NUM_TOKENS] = items.start, items.num_tokens
+    spans[:, LAST_KEY] = items.query_offset + items.num_tokens
+    # `tokens_cut` lets the several tokens of a sequence begin where the window of each does.
+    spans[:, FIRST_KEY] = 0 if items.window is None else np.where(is_one, items.first_key, 0)
+    spans[:, CAUSAL] = np.where(is_one, ALL_KEYS, np.minimum(ALL_KEYS, items.query_offset + items.ahead))
+    spans[:, WINDOW] = NO_WINDOW if items.window is None else np.where(is_one, NO_WINDOW, items.window + items.ahead)
+    spans[:, TABLE], spans[:, PARTIAL] = items.places, -1
+    return spans
 
 
 def _repeated(items: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

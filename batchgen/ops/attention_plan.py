@@ -89,12 +89,12 @@ class SweepTables:
     def positions(self) -> np.ndarray:
         """Position of each packed token in its sequence, int64 [tokens]."""
         first = self.num_cached - self.starts[:-1]
-        return np.arange(self.starts[-1]) + np.repeat(first, self.num_queries)
+        return np.arange(self.starts[-1]) + first.repeat(self.num_queries)
 
     def slots(self, kv_block_size: int) -> np.ndarray:
         """Slot of each packed token's KV: block * kv_block_size + offset, int64 [tokens]."""
         block, offset = np.divmod(self.positions, kv_block_size)
-        place = np.repeat(self.tables[:-1], self.num_queries) + block
+        place = self.tables[:-1].repeat(self.num_queries) + block
         return self.blocks[place].astype(np.int64) * kv_block_size + offset
 
     def in_order(self, order: np.ndarray) -> SweepTables:
@@ -118,10 +118,8 @@ class DecodeGroup:
 
     Attributes:
         start, stop: Range of the packed tokens.
-        blocks: KV blocks of each sequence, int32 [sequences, blocks], of contexts of similar length; or, with `places`,
-            of any contexts, one after the other, int32 [blocks].
+        blocks: KV blocks of each sequence, int32 [sequences, blocks], of contexts of similar length.
         num_keys, first_key: Sequence i attends to keys first_key[i] <= key < num_keys[i] of its blocks.
-        places: Place in `blocks` of each sequence's first block; None: each sequence has a row.
     """
 
     start: int
@@ -129,7 +127,6 @@ class DecodeGroup:
     blocks: np.ndarray
     num_keys: np.ndarray
     first_key: np.ndarray
-    places: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -148,6 +145,32 @@ class PrefillItem:
     stop: int
     blocks: np.ndarray
     query_offset: int
+    window: int | None = None
+    ahead: int = 0
+
+
+@dataclass(frozen=True)
+class SequenceItems:
+    """An item for each of several sequences, as arrays: a GPU's items are cut from it, whatever they have in common.
+
+    Attributes:
+        start: First packed token of each sequence, int64 [n].
+        num_tokens: Number of its tokens, int64 [n].
+        query_offset: Key of its first token, counted from its first block. Token i attends to keys up to query_offset +
+            i + ahead. int64 [n].
+        first_key: First key within the window of its first token, counted in the same way, int64 [n].
+        places: Place of its first block in `blocks`, int64 [n].
+        blocks: KV blocks, int32.
+        window: Sliding window: number of keys up to its own that a token attends to. None: all.
+        ahead: Number of keys after its own that a token attends to, as far as there are any; 0: attention is causal.
+    """
+
+    start: np.ndarray
+    num_tokens: np.ndarray
+    query_offset: np.ndarray
+    first_key: np.ndarray
+    places: np.ndarray
+    blocks: np.ndarray
     window: int | None = None
     ahead: int = 0
 
@@ -201,12 +224,14 @@ class AttentionPlan:
         prefill: Sequences with several tokens.
         pages: Sequences with one token that attend to chosen pages, and are in no group or item; None: no layer that
             the plan is for chooses pages.
+        sequences: For a GPU, all other sequences, in place of `decode` and `prefill`; None: a CPU attends.
     """
 
     shared: tuple[SharedItem, ...]
-    decode: tuple[DecodeGroup, ...]
-    prefill: tuple[PrefillItem, ...]
+    decode: tuple[DecodeGroup, ...] = ()
+    prefill: tuple[PrefillItem, ...] = ()
     pages: PageChoice | None = None
+    sequences: SequenceItems | None = None
 
 
 @dataclass(frozen=True)
@@ -281,7 +306,8 @@ def order_sequences(num_queries: np.ndarray, num_keys: np.ndarray, groups: Seque
         groups: Sequences with a shared prefix.
     """
     if not groups:
-        return np.argsort(num_keys + (num_queries > 1) * (num_keys.max(initial=0) + 1), kind="stable")
+        by_kind_and_length: np.ndarray = num_keys + (num_queries > 1) * (num_keys.max(initial=0) + 1)
+        return by_kind_and_length.argsort(kind="stable")
     group_of = np.full(len(num_keys), len(groups))
     for g, group in enumerate(groups):
         group_of[list(group.members)] = g
@@ -304,17 +330,13 @@ def plan_attention(
         tables: Sequences of the sweep, in packing order.
         groups: Shared groups, with indices in packing order. They are ignored if there is a sliding window.
         kv_block_size: Number of tokens in a KV block.
-        key_bytes: Bytes of one token's keys in one layer; None: a GPU attends, whose items are cut out of decode groups
-            of any size (`DecodeGroup.places`).
+        key_bytes: Bytes of one token's keys in one layer; None: a GPU attends (`AttentionPlan.sequences`).
         window: Sliding window, in tokens; None: all keys.
         left_out: For each sequence, whether it is left out of the plan, bool [n]; such a sequence has one token and is
             in no group. None: none is.
         causal: False where tokens attend to later ones too, as many as to earlier ones with a sliding window.
     """
     starts, num_keys, decodes = tables.starts, tables.num_keys, tables.num_queries == 1
-    prefills = ~decodes
-    if left_out is not None:
-        decodes = decodes & ~left_out
     skipped = np.zeros(len(tables), np.int64)  # leading blocks that a shared item has, or no token sees
     shared = []
     for group in groups if window is None else ():
@@ -329,26 +351,15 @@ def plan_attention(
         first_seen = np.maximum(0, tables.num_cached - window + 1)
         skipped = first_seen // kv_block_size
     cut = _Cut(tables, skipped, -(-num_keys // kv_block_size), first_seen - skipped * kv_block_size, kv_block_size)
-    if key_bytes is None:
-        ranges = _neighbours(starts[:-1], np.flatnonzero(decodes))
-        decode = [cut.decode_group(members, window is not None, padded=False) for members in ranges]
-    else:
-        similar = _decode_ranges(starts[:-1], cut.num_used, decodes, kv_block_size * key_bytes)
-        decode = [cut.decode_group(members, window is not None, padded=True) for members in similar]
     ahead = 0 if causal else ALL_KEYS if window is None else window - 1
-    prefill = cut.prefill_items(np.flatnonzero(prefills), window, ahead)
+    if key_bytes is None:
+        members = slice(None) if left_out is None else ~left_out
+        return AttentionPlan(tuple(shared), sequences=cut.items(members, window, ahead))
+    taken = decodes if left_out is None else decodes & ~left_out
+    similar = _decode_ranges(starts[:-1], cut.num_used, taken, kv_block_size * key_bytes)
+    decode = [cut.decode_group(members, window is not None) for members in similar]
+    prefill = cut.prefill_items(np.flatnonzero(~decodes), window, ahead)
     return AttentionPlan(tuple(shared), tuple(decode), tuple(prefill))
-
-
-def _neighbours(starts: np.ndarray, members: np.ndarray) -> list[np.ndarray]:
-    """Sequences with one token, as indices, in parts whose tokens are neighbours.
-
-    Args:
-        starts: First packed token of each sequence.
-        members: The sequences.
-    """
-    parts = np.split(members, np.flatnonzero(np.diff(starts[members]) > 1) + 1)
-    return [part for part in parts if len(part)]
 
 
 def _decode_ranges(
@@ -405,17 +416,32 @@ class _Cut:
     def num_used(self) -> np.ndarray:
         return self.used - self.skipped
 
-    def decode_group(self, members: np.ndarray, windowed: bool, *, padded: bool) -> DecodeGroup:
-        """The group of some sequences, given as indices of neighbours. padded: Whether each has a row of blocks."""
+    @property
+    def query_offset(self) -> np.ndarray:
+        """Key of each sequence's first token, counted from the first block that it reads."""
+        return self.tables.num_cached - self.skipped * self.kv_block_size
+
+    def items(self, members: slice | np.ndarray, window: int | None, ahead: int) -> SequenceItems:
+        """The items of some sequences, given as a mask, or of all."""
+        tables = self.tables
+        return SequenceItems(
+            start=tables.starts[:-1][members],
+            num_tokens=tables.num_queries[members],
+            query_offset=self.query_offset[members],
+            first_key=self.first_key[members],
+            places=(tables.tables[:-1] + self.skipped)[members],
+            blocks=tables.blocks,
+            window=window,
+            ahead=ahead,
+        )
+
+    def decode_group(self, members: np.ndarray, windowed: bool) -> DecodeGroup:
+        """The group of some sequences, given as indices of neighbours."""
         tables, skipped = self.tables, self.skipped[members]
         first = tables.tables[members] + skipped
         first_key = self.first_key[members] if windowed else np.zeros(len(members), np.int64)
         start = int(tables.starts[members[0]])
         num_keys = tables.num_keys[members] - skipped * self.kv_block_size
-        if not padded:
-            begin = tables.tables[members[0]]
-            blocks = tables.blocks[begin : tables.tables[members[-1] + 1]]
-            return DecodeGroup(start, start + len(members), blocks, num_keys, first_key, first - begin)
         counts = self.num_used[members]
         columns = np.arange(counts.max(initial=0))
         exists = columns < counts[:, None]
@@ -426,13 +452,12 @@ class _Cut:
         """Yield the item of each sequence with several tokens, given as indices."""
         tables, skipped = self.tables, self.skipped[members]
         first = tables.tables[members]
-        offsets = tables.num_cached[members] - skipped * self.kv_block_size
         columns = (
             tables.starts[members],
             tables.starts[members + 1],
             first + skipped,
             first + self.used[members],
-            offsets,
+            self.query_offset[members],
         )
         for start, stop, begin, end, offset in zip(*(column.tolist() for column in columns), strict=True):
             yield PrefillItem(start, stop, tables.blocks[begin:end], offset, window, ahead)

@@ -775,6 +775,23 @@ def argmax(logits: Tensor) -> Tensor:
     return _of_logits(logits).argmax(logits)[0]
 
 
+def argmax_if_finite(logits: Tensor, otherwise: int) -> tuple[Tensor, Tensor]:
+    """The index of the largest logit of each row, the first one of equals. The host does not wait for a GPU.
+
+    Args:
+        logits: fp32 [rows, columns].
+        otherwise: Number that stands for a row with a logit that is not finite.
+
+    Returns:
+        Indices, int64 [rows], of any column where a row is not finite; the same with `otherwise` in their place.
+    """
+    of_logits = _of_logits(logits)
+    if of_logits not in (kernels, reference):
+        return of_logits.argmax_if_finite(logits, otherwise)
+    chosen, maximum, _ = of_logits.argmax(logits)
+    return chosen, chosen.where(logits.amin(-1).isfinite() & maximum.isfinite(), otherwise)  # amin keeps a NaN
+
+
 def lse(logits: Tensor) -> Tensor:
     """The log-sum-exp of each row of logits: fp32 [rows], for fp32 logits [rows, columns]."""
     return argmax_with_lse(logits)[2]

@@ -122,16 +122,17 @@ class Passage:
         if not source.numel():
             return target
         source, left = _bytes_of(source), _bytes_of(target)
-        while len(source):
+        done, num_bytes = 0, source.shape[0]
+        while done < num_bytes:
             section = self._sections[self._section]
-            if self._filled >= len(section):
+            if self._filled >= section.shape[0]:
                 section = self._next_section()
-            count = min(len(source), len(section) - self._filled)
+            count = min(num_bytes - done, section.shape[0] - self._filled)
             own = section[self._filled : self._filled + count]
-            own.copy_(source[:count])
-            left[:count].copy_(own, non_blocking=True)
+            own.copy_(source[done : done + count])
+            left[done : done + count].copy_(own, non_blocking=True)
             self.num_copies += 1
-            source, left = source[count:], left[count:]
+            done += count
             self._filled += -(-count // _ALIGNED) * _ALIGNED
         return target
 

@@ -88,6 +88,9 @@ class RowResult:
             token_ids: True to keep token ids of prompts and samples.
         """
         samples = completion.samples if completion.error is None else ()
+        if _is_plain(completion) and not token_ids:
+            (sample,) = samples
+            return cls((sample.text,), (sample.finish_reason,), completion.prompt_tokens, (len(sample.token_ids),))
         prompts = completion.prompts if completion.error is None else ()
         columns = [(s.text, s.finish_reason, s.token_ids, s.logprobs, s.reasoning) for s in samples]
         text, finish_reason, generated, logprobs, reasoning = zip(*columns, strict=True) if columns else ((),) * 5
@@ -158,6 +161,18 @@ def make_batch(columns: list[list[Any]], schema: pa.Schema) -> pa.RecordBatch:
 def _batch(columns: list[list[Any]], schema: pa.Schema) -> pa.RecordBatch:
     arrays = [pa.array(c, type=f.type) for c, f in zip(columns, schema, strict=True)]
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _is_plain(completion: Completion) -> bool:
+    """True for one sample without log-probabilities or reasoning, as most rows have."""
+    samples, prompts = completion.samples, completion.prompts
+    return (
+        completion.error is None
+        and len(samples) == 1
+        and samples[0].logprobs is None
+        and samples[0].reasoning is None
+        and not any([prompt.logprobs is not None for prompt in prompts])
+    )
 
 
 def _known(values: tuple[Any, ...], otherwise: Any) -> tuple[Any, ...] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,12 +39,35 @@ def prepare_batches(context: StepContext, batches: Sequence[PackedBatch]) -> lis
 def prepare_in_buffers(context: StepContext, packed: PackedBatch, buffers: StaticBuffers) -> BatchState:
     """A micro-batch whose layers run over the static buffers of a CUDA graph."""
     positions = torch.from_numpy(packed.positions), buffers.positions[: packed.num_tokens]
-    return BatchState(packed, *positions, _logits_indices(context, packed), {}, {}, False, buffers=buffers)
+    tokens = _tokens(context, packed, False)
+    return BatchState(packed, *positions, parts={}, moves={}, on_host=False, buffers=buffers, **tokens)
 
 
-def _logits_indices(context: StepContext, packed: PackedBatch) -> Tensor | None:
-    """The tokens whose logits are asked for, on the compute device; None: all of them, in their order."""
-    return upload(packed.logits_indices, context.device) if len(packed.logits_rows) < packed.num_tokens else None
+def _tokens(context: StepContext, packed: PackedBatch, on_host: bool) -> dict[str, Any]:
+    """The attributes `token_ids`, `pending` and `logits_indices` of a micro-batch's state, brought by one copy.
+
+    Args:
+        context: The model and its memory.
+        packed: The micro-batch.
+        on_host: Whether its activations wait in host memory, which is the next batch's before the head.
+    """
+    arrays = {"logits": packed.logits_indices}
+    if len(packed.logits_rows) == packed.num_tokens and not on_host:
+        arrays = {}
+    on_device = context.config.embeds and context.weights.embeds_on_device
+    if on_device:
+        arrays["tokens"] = packed.token_ids
+    if len(packed.pending_rows):
+        arrays |= {"rows": packed.pending_rows, "slots": packed.pending_slots}
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    if arrays and context.device != CPU:
+        together = upload(np.concatenate(list(arrays.values())), context.device)
+        tensors = dict(zip(arrays, together.split([len(array) for array in arrays.values()]), strict=True))
+    return {
+        "token_ids": tensors["tokens"] if on_device else torch.from_numpy(packed.token_ids),
+        "pending": (tensors["rows"], tensors["slots"]) if "rows" in tensors else None,
+        "logits_indices": tensors.get("logits"),
+    }
 
 
 def _prepare(context: StepContext, packed: PackedBatch, on_host: bool, first_token: int) -> BatchState:
@@ -73,12 +97,10 @@ def _prepare(context: StepContext, packed: PackedBatch, on_host: bool, first_tok
     if packed.state_staging is not None and context.config.state is not None:
         state_moves = context.states.prepare(packed.state_staging, context.device)
     positions = torch.from_numpy(packed.positions), upload(packed.positions, context.device)
-    indices = _logits_indices(context, packed)
-    if indices is None and on_host:  # whose memory is the next batch's before the head
-        indices = upload(packed.logits_indices, context.device)
     batch = BatchState(
-        packed, *positions, indices, parts, moves, on_host, begins=begins, in_place=in_place, state_moves=state_moves,
-        first_token=first_token, staged_choice=_prepared_choice(context, packed),
+        packed, *positions, parts=parts, moves=moves, on_host=on_host, begins=begins, in_place=in_place,
+        state_moves=state_moves, first_token=first_token, staged_choice=_prepared_choice(context, packed),
+        **_tokens(context, packed, on_host),
     )  # fmt: skip
     if context.tiers.links and not (context.config.embeds or on_host):  # for what the previous stage will send
         shape = packed.num_tokens, context.config.hidden_size

@@ -98,6 +98,9 @@ class BatchState:
         per_layer: inputs of all layers from per-layer embeddings, [layers, tokens, per_layer_size], where its
             activations are between layers; None: the model has none.
         routes: experts of each token, by chunk, in a layer whose experts are read on demand.
+        token_ids: its tokens, int64 [tokens], where they are embedded.
+        pending: tokens that only the device knows, and the place of each in its table of tokens, int64, on the device;
+            None: there are none.
     """
 
     packed: PackedBatch
@@ -121,6 +124,8 @@ class BatchState:
     routes: list[Routes] | None = None
     state_moves: StateMoves | None = None
     first_token: int = 0
+    token_ids: Tensor = RELEASED
+    pending: tuple[Tensor, Tensor] | None = None
     staged_choice: StagedChoice | None = None
     chosen_on_host: dict[int, Tensor] = field(default_factory=dict)
     chosen_on_disk: dict[int, Tensor] = field(default_factory=dict)

@@ -38,6 +38,7 @@ class CudaDriver:
         # Once nothing can be launched in them any more, they are the next driver's: memory that torch keeps for a
         # stream, and cuBLAS's work space of it, would be nobody's else.
         weakref.finalize(self, _idle_streams.append, self.streams).atexit = False
+        self._device = torch.cuda.current_device()
         self._semaphores = PinnedMemory().zeros((len(_HOST_LANES),), torch.int32)
         self._wait_value = _stream_wait_value()
         self._check_waits()
@@ -57,8 +58,14 @@ class CudaDriver:
         before = self._num_copies + self._passage.num_copies
         step = LongStep(partial(_recorded, self.streams[lane]), _synchronize)
         passage = self._passage if lane == "compute" else None
-        with torch.cuda.stream(self.streams[lane]), through(passage), noted_in(step):
-            work()
+        # As torch.cuda.stream does, which asks for the current device again and again.
+        before_stream = torch.cuda.current_stream(self._device)
+        torch.cuda.set_stream(self.streams[lane])
+        try:
+            with through(passage), noted_in(step):
+                work()
+        finally:
+            torch.cuda.set_stream(before_stream)
         return self._num_copies + self._passage.num_copies - before + step.most_queued
 
     def note_copy(self) -> None:

@@ -106,11 +106,14 @@ def sample(logits: Tensor, sequences: Sized[Sequence]) -> Sampled:
         logits: Logits, fp32 [sequences, vocab]; they are changed in place.
         sequences: Sequences, a row of the logits each.
     """
-    finite = ops.all_finite(logits)  # first: what is forbidden below is minus infinity
     having = _Having(sequences)
+    constraints = {i: s.constraint for i, s in enumerate(sequences) if s.constraint is not None}
+    if not constraints and having.all(lambda sampling: sampling.is_argmax):
+        chosen, told = ops.argmax_if_finite(logits, NOT_FINITE)
+        return Sampled(chosen, download(told))
+    finite = ops.all_finite(logits)  # first: what is forbidden below is minus infinity
     logprobs = _Logprobs(logits, sequences, having)
     penalties = _Penalties(logits, sequences, having)
-    constraints = {i: s.constraint for i, s in enumerate(sequences) if s.constraint is not None}
     if constraints:
         masks = np.stack([constraint.mask() for constraint in constraints.values()])
         ops.forbid(logits, np.array(list(constraints)), masks)
@@ -129,13 +132,17 @@ class _Having:
     """The sampling parameters that sequences have, of which many have the same ones."""
 
     def __init__(self, sequences: Sized[Sequence]) -> None:
-        self._keys = [id(s.sampling) for s in sequences]
-        self._kinds = dict(zip(self._keys, [s.sampling for s in sequences], strict=True))
+        self._sequences = sequences
+        self._kinds = {id(s.sampling): s.sampling for s in sequences}
+
+    def all(self, holds: Callable[[SamplingParams], bool]) -> bool:
+        """Tell whether something holds for the parameters of all sequences."""
+        return all(map(holds, self._kinds.values()))
 
     def indices(self, holds: Callable[[SamplingParams], bool]) -> list[int]:
         """Indices of the sequences for whose parameters something holds."""
         holding = {key for key, sampling in self._kinds.items() if holds(sampling)}
-        return [i for i, key in enumerate(self._keys) if key in holding] if holding else []
+        return [i for i, s in enumerate(self._sequences) if id(s.sampling) in holding] if holding else []
 
 
 class _Logprobs:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,26 +19,25 @@ class TokenTable:
         self._device = device
         self._ids = torch.zeros(0, dtype=torch.int64, device=device)
 
-    def keep(self, slots: Sequence[int], token_ids: Tensor) -> None:
+    def keep(self, slots: np.ndarray, token_ids: Tensor) -> None:
         """Keep the tokens that a sweep has sampled.
 
         Args:
-            slots: Slot of each.
+            slots: Slot of each, int64.
             token_ids: The tokens on the device, int64 [slots].
         """
-        if max(slots) >= len(self._ids):
-            larger = torch.zeros(2 * (max(slots) + 1), dtype=torch.int64, device=self._device)
-            larger[: len(self._ids)].copy_(self._ids)
+        if (last := int(slots.max())) >= self._ids.shape[0]:
+            larger = torch.zeros(2 * (last + 1), dtype=torch.int64, device=self._device)
+            larger[: self._ids.shape[0]].copy_(self._ids)
             self._ids = larger
-        self._ids.index_copy_(0, upload(np.array(slots, dtype=np.int64), self._device), token_ids)
+        self._ids.index_copy_(0, upload(slots, self._device), token_ids)
 
-    def fill(self, token_ids: Tensor, rows: np.ndarray, slots: np.ndarray) -> None:
+    def fill(self, token_ids: Tensor, rows: Tensor, slots: Tensor) -> None:
         """token_ids[rows[i]] = the token at slots[i].
 
         Args:
-            token_ids: Tokens of a micro-batch on the device, int64 [tokens].
+            token_ids: Tokens of a micro-batch, int64 [tokens].
             rows: Their indices, int64 [pending tokens].
             slots: Slots of the tokens to fill in, int64 [pending tokens].
         """
-        on_device = upload(np.stack((rows, slots)), self._device)
-        token_ids.index_copy_(0, on_device[0], self._ids.index_select(0, on_device[1]))
+        token_ids.index_copy_(0, rows, self._ids.index_select(0, slots))

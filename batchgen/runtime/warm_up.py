@@ -103,7 +103,7 @@ def dummy_sweeps(  # a plain function of what a sweep is made with, so that the 
 
 
 def sampled_every_way(sequences: List[Sequence], vocab_size: int) -> Iterator[list[Sequence]]:
-    """For each way of sampling, yield sequences in place of the given ones: all with it, and every other one."""
+    """For each way of sampling, yield sequences in place of the given ones: all with it, or every other one as well."""
     sampling = SamplingParams(temperature=1.0, top_k=3, top_p=0.9, min_p=0.1, logprobs=3, repetition_penalty=1.5)
 
     def varied(own: Sequence) -> Sequence:
@@ -111,6 +111,8 @@ def sampled_every_way(sequences: List[Sequence], vocab_size: int) -> Iterator[li
         made.constraint = Unconstrained(np.full(-(-vocab_size // 32), -1, dtype=np.int32))
         return made
 
+    greedy = SamplingParams()
+    yield [Sequence(own.request_index, own.row_id, 0, [0], greedy) for own in sequences]
     for step in (1, 2):
         yield [own if i % step else varied(own) for i, own in enumerate(sequences)]
 

@@ -89,8 +89,10 @@ def split_batches(
     as_one = all_here and (num_gpu_batches == 1 or balance_tokens is not None) and len(sweep) <= max_seqs
     if as_one and not pipelines and sum([scheduled.num_tokens for scheduled in sweep]) <= max_tokens:
         return [sweep] if sweep else []
-    parts = []
-    for scheduled in sweep:
+    parts: list[_Part] = []
+    if all_here:
+        parts = [_Part(scheduled, KVPlacement.DEVICE, (scheduled.num_tokens, 1, 0, 0)) for scheduled in sweep]
+    for scheduled in sweep if not all_here else ():
         placement = placement_in_sweep(scheduled, compute_tier)
         staged = placement is KVPlacement.STREAMED
         blocks = staged_blocks(scheduled, kv_block_size) if staged else 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -161,20 +161,24 @@ def pack(
             continue
         is_staged = placement is KVPlacement.STREAMED
         staging_tables = staged.tables if is_staged else None
-        members, tables, groups = _in_order(of_placement[placement], staging_tables, kv_block_size)
+        members, tables, groups = _in_order(_Members.of(of_placement[placement]), staging_tables, kv_block_size)
+        sequences = members.sequences
         start = rows.count
-        rows.add(members, tables, defers=placement is KVPlacement.DEFERRED)
+        rows.add(sequences, tables, defers=placement is KVPlacement.DEFERRED)
         by_window = _by_window(members, tables, windows, staging_tables)
         slots = _slots(by_window, kv_block_size)
-        states = rows_in_staging(members, staged_states) if is_staged else rows_in_pool(members)
+        staged_rows = rows_in_staging(sequences, tables.starts, staged_states) if is_staged else None
+        states = staged_rows if is_staged else rows_in_pool(sequences, tables.starts)
         attended_on_card = on_card and placement in (KVPlacement.DEVICE, KVPlacement.STREAMED)
         plans_of = partial(plans_on, key_bytes=None if attended_on_card else key_bytes)
         if budget is not None:
-            plans_of = partial(plans_of, pages=_page_tables(members, tables, budget, host_blocks))
+            plans_of = partial(plans_of, pages=_page_tables(sequences, tables, budget, host_blocks))
         chooses = budget is not None and is_staged and staged.chosen_tables is not None
         plans = plans_of({w: t for w, t in by_window.items() if not chooses or w != CHOSEN_PAGES}, groups)
         if budget is not None and is_staged and staged.chosen_tables is not None:
-            chosen = ChosenStaging(members, tables, staged.chosen_tables, choosers, budget, kv_block_size, host_blocks)
+            chosen = ChosenStaging(
+                sequences, tables, staged.chosen_tables, choosers, budget, kv_block_size, host_blocks
+            )
             slots[CHOSEN_PAGES] = chosen.tables.slots(kv_block_size)
             plans[CHOSEN_PAGES] = chosen.plan(groups, None if attended_on_card else key_bytes)
             staged_choice = chosen.choice(start)
@@ -183,7 +187,8 @@ def pack(
             by_window = _by_window(members, _tables(members, False, None), windows, None)
             slots = _slots(by_window, kv_block_size)
             plans = plans_of(by_window, groups)
-            on_device = Segment(placement, start, rows.count, slots, plans, rows_in_pool(members))
+            states = rows_in_pool(sequences, tables.starts)
+            on_device = Segment(placement, start, rows.count, slots, plans, states)
     packed = rows.packed(tuple(segments), staged.by_window)
     swaps_in, swaps_out = swap_runs(of_placement) if compute_tier == "gpu" else ((), ())
     return replace(
@@ -196,65 +201,74 @@ def pack(
     )
 
 
+class _Members(NamedTuple):
+    """The scheduled sequences of a segment, with what each sweep asks of every one of them.
+
+    Attributes:
+        sequences: The sequences.
+        num_tokens: Tokens of each in the sweep, int64.
+        num_computed: Tokens of each before, int64.
+    """
+
+    sequences: list[Sequence]
+    num_tokens: np.ndarray
+    num_computed: np.ndarray
+
+    @classmethod
+    def of(cls, members: List[ScheduledSequence]) -> _Members:
+        sequences = [one.sequence for one in members]
+        num_tokens = np.array([one.num_tokens for one in members], np.int64)
+        return cls(sequences, num_tokens, np.array([sequence.num_computed for sequence in sequences], np.int64))
+
+    def in_order(self, order: np.ndarray) -> _Members:
+        """These sequences in another order, given as indices."""
+        sequences = self.sequences
+        return _Members([sequences[i] for i in order.tolist()], self.num_tokens[order], self.num_computed[order])
+
+
 def _in_order(
-    members: List[ScheduledSequence], staging_tables: Tables | None, kv_block_size: int
-) -> tuple[list[ScheduledSequence], SweepTables, list[SharedGroup]]:
+    members: _Members, staging_tables: Tables | None, kv_block_size: int
+) -> tuple[_Members, SweepTables, list[SharedGroup]]:
     """(sequences, tables, groups with a shared prefix) of a segment, in the order that attention takes them."""
-    matched = np.array([sequence.num_matched_blocks for sequence, _ in members])
-    if matched.max(initial=0) * kv_block_size < MIN_SHARED_TOKENS:  # so that tables are made in their order at once
-        num_queries, num_cached = _counts(members)
-        order = order_sequences(num_queries, num_queries + num_cached, [])
-        members = [members[i] for i in order.tolist()]
-        return members, _tables(members, False, staging_tables, (num_queries[order], num_cached[order])), []
+    matched = [sequence.num_matched_blocks for sequence in members.sequences]
+    if max(matched, default=0) * kv_block_size < MIN_SHARED_TOKENS:  # so that tables are made in their order at once
+        num_keys = members.num_computed + members.num_tokens
+        members = members.in_order(order_sequences(members.num_tokens, num_keys, []))
+        return members, _tables(members, False, staging_tables), []
     tables = _tables(members, False, staging_tables)
-    groups = find_shared_groups(tables, matched, kv_block_size)
+    groups = find_shared_groups(tables, np.array(matched, np.int64), kv_block_size)
     order = order_sequences(tables.num_queries, tables.num_keys, groups)
     index_of = {i: index for index, i in enumerate(order.tolist())}
     groups = [SharedGroup(tuple(sorted(index_of[i] for i in g.members)), g.num_blocks) for g in groups]
-    return [members[i] for i in index_of], tables.in_order(order), groups
+    return members.in_order(order), tables.in_order(order), groups
 
 
 # Tables of sequences by sliding window, the same ones for windows whose layers have the same block tables.
 ByWindow = dict[int | None, SweepTables]
 
 
-def _counts(members: List[ScheduledSequence]) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of each scheduled sequence in the sweep, and those before, int64."""
-    num_queries = np.array([num_tokens for _, num_tokens in members], np.int64)
-    return num_queries, np.array([sequence.num_computed for sequence, _ in members], np.int64)
-
-
-def _tables(
-    members: List[ScheduledSequence],
-    windowed: bool,
-    staging_tables: Tables | None,
-    counts: tuple[np.ndarray, np.ndarray] | None = None,
-) -> SweepTables:
+def _tables(members: _Members, windowed: bool, staging_tables: Tables | None) -> SweepTables:
     """The scheduled tokens of each sequence, with its block table, in some layers.
 
     Args:
         members: Scheduled sequences.
         windowed: Whether the layers are those with a sliding window.
         staging_tables: Block tables in the staging buffer; None: KV is in its pool.
-        counts: Result of `_counts`, if it is known.
     """
-    sequences = [sequence for sequence, _ in members]
     tables: List[Any]  # each with int32 numbers in its buffer
     if staging_tables is not None:
-        tables = [staging_tables[windowed][sequence] for sequence in sequences]
+        tables = [staging_tables[windowed][sequence] for sequence in members.sequences]
     elif windowed:
-        tables = [sequence.table(windowed) for sequence in sequences]
+        tables = [sequence.table(windowed) for sequence in members.sequences]
     else:
-        tables = [sequence.block_table for sequence in sequences]
-    return SweepTables(
-        *(_counts(members) if counts is None else counts),
-        np.array([len(table) for table in tables], np.int64),
-        np.frombuffer(bytearray().join(tables), np.int32),
-    )
+        tables = [sequence.block_table for sequence in members.sequences]
+    num_blocks = np.array([len(table) for table in tables], np.int64)
+    blocks = np.frombuffer(bytearray().join(tables), np.int32)
+    return SweepTables(members.num_tokens, members.num_computed, num_blocks, blocks)
 
 
 def _by_window(
-    members: List[ScheduledSequence],
+    members: _Members,
     tables: SweepTables,
     windows: frozenset[int | None],
     staging_tables: Tables | None,
@@ -263,7 +277,8 @@ def _by_window(
 
     Layers that choose pages have no window.
     """
-    windowed = _tables(members, True, staging_tables) if has_window_tables(members) else tables
+    has_windows = has_window_tables(members.sequences)
+    windowed = _tables(members, True, staging_tables) if has_windows else tables
     return {window: windowed if window else tables for window in windows}
 
 
@@ -293,19 +308,19 @@ def _plans(
 
 
 def _page_tables(
-    members: List[ScheduledSequence], tables: SweepTables, budget: AttentionBudget, host_blocks: int
+    sequences: List[Sequence], tables: SweepTables, budget: AttentionBudget, host_blocks: int
 ) -> PageTables:
     """The sequences as the choice of pages sees them: summaries are numbered as the blocks of pools are.
 
     Args:
-        members: Sequences in packing order.
+        sequences: Sequences in packing order.
         tables: Their tables in layers without a sliding window, perhaps in a staging buffer.
         budget: Pages that a token attends to.
         host_blocks: Blocks of the host's pool, whose summaries come before those of blocks on disk.
     """
-    decodes = np.array([sequence.num_computed >= sequence.num_prompt for sequence, _ in members])
+    decodes = np.array([sequence.num_computed >= sequence.num_prompt for sequence in sequences])
     counts = tables.num_blocks.tolist()
-    numbers = [summary_numbers(s.sequence, host_blocks)[:count] for s, count in zip(members, counts, strict=True)]
+    numbers = [summary_numbers(s, host_blocks)[:count] for s, count in zip(sequences, counts, strict=True)]
     return PageTables(budget, decodes, np.concatenate([np.zeros(0, np.int32), *numbers]))
 
 
@@ -324,30 +339,32 @@ class _Rows:
         self._logits_rows: list[LogitsRow] = []
         self._logits_indices: list[np.ndarray] = []
         self._pending_rows: list[np.ndarray] = []
-        self._pending_slots: list[int] = []
+        self._pending_slots: list[np.ndarray] = []
         self._deferred_rows: list[LogitsRow] = []
         self._exchange_slots: list[int] = []
 
-    def add(self, members: List[ScheduledSequence], tables: SweepTables, *, defers: bool) -> None:
+    def add(self, sequences: List[Sequence], tables: SweepTables, *, defers: bool) -> None:
         """Add the scheduled tokens of some sequences.
 
         Args:
-            members: The sequences.
+            sequences: The sequences.
             tables: Their tables.
             defers: Whether their tokens only begin in this sweep.
         """
         # Once for each sequence of every sweep: as little as may be.
-        sequences, keys, starts = [sequence for sequence, _ in members], tables.num_keys, tables.starts
-        texts = [[*s.tokens, *s.drafts] if s.drafts else s.tokens for s in sequences]
+        keys, starts = tables.num_keys, tables.starts
+        texts = [s.tokens for s in sequences]
+        if any([s.drafts for s in sequences]):
+            texts = [[*s.tokens, *s.drafts] for s in sequences]
         last = np.array([text[stop - 1] for text, stop in zip(texts, keys.tolist(), strict=True)], np.int64)
         token_ids = np.empty(starts[-1], np.int64)
         token_ids[starts[1:] - 1] = last
-        for i in np.flatnonzero(tables.num_queries > 1).tolist():
+        for i in (tables.num_queries > 1).nonzero()[0].tolist():
             token_ids[starts[i] : starts[i + 1]] = texts[i][tables.num_cached[i] : keys[i]]
-        pending = np.flatnonzero(last == PENDING)
+        pending = (last == PENDING).nonzero()[0]
         self._token_ids.append(token_ids)
         self._pending_rows.append(self.count + starts[1:][pending] - 1)
-        self._pending_slots += [in_flight(sequences[i].token_slot) for i in pending.tolist()]
+        self._pending_slots.append(np.array([sequences[i].token_slot for i in pending.tolist()], np.int64))
         if defers:
             self._deferred_rows += logits_rows(sequences, tables.num_cached.tolist())
             self._exchange_slots += [in_flight(sequence.exchange_slot) for sequence in sequences]
@@ -361,15 +378,23 @@ class _Rows:
 
         Rows of drafts belong to the sequence as it will be with the drafts (`after_drafts`).
         """
-        next_positions = np.array([len(sequence.tokens) for sequence in sequences], np.int64) - 1
-        for i in [i for i, sequence in enumerate(sequences) if sequence.targets]:
-            next_positions[i] = sequences[i].next_logits_position
-        first = np.maximum(next_positions, tables.num_cached)
-        counts = np.maximum(tables.num_keys - first, 0)
-        owners, positions = np.repeat(np.arange(len(counts)), counts), numbers_within(counts) + np.repeat(first, counts)
-        self._logits_indices.append(self.count + (tables.starts[:-1] - tables.num_cached)[owners] + positions)
+        lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
+        has_drafts = any([sequence.drafts for sequence in sequences])
+        if not has_drafts and not any([sequence.targets for sequence in sequences]):  # a row where all tokens are run
+            owners = (tables.num_keys == lengths).nonzero()[0]
+            positions = lengths[owners] - 1
+            self._logits_indices.append(self.count + tables.starts[1:][owners] - 1)
+        else:
+            next_positions = lengths - 1
+            for i in [i for i, sequence in enumerate(sequences) if sequence.targets]:
+                next_positions[i] = sequences[i].next_logits_position
+            first = np.maximum(next_positions, tables.num_cached)
+            counts = np.maximum(tables.num_keys - first, 0)
+            owners = np.repeat(np.arange(len(counts)), counts)
+            positions = numbers_within(counts) + np.repeat(first, counts)
+            self._logits_indices.append(self.count + (tables.starts[:-1] - tables.num_cached)[owners] + positions)
         rows = logits_rows([sequences[i] for i in owners.tolist()], positions.tolist())
-        if any([sequence.drafts for sequence in sequences]):
+        if has_drafts:
             rows = [LogitsRow(after_drafts(s, max(0, p + 1 - len(s.tokens))), p) for s, p in rows]
         self._logits_rows += rows
 
@@ -383,7 +408,7 @@ class _Rows:
             logits_rows=self._logits_rows,
             logits_indices=np.concatenate([none, *self._logits_indices]),
             pending_rows=np.concatenate([none, *self._pending_rows]),
-            pending_slots=np.array(self._pending_slots, dtype=np.int64),
+            pending_slots=np.concatenate([none, *self._pending_slots]),
             deferred_rows=self._deferred_rows,
             exchange_slots=np.array(self._exchange_slots, dtype=np.int64),
         )

@@ -57,7 +57,7 @@ class ChosenStaging:
     """The staged sequences of a batch in layers that choose pages.
 
     Attributes:
-        members: The sequences, in packing order.
+        sequences: The sequences, in packing order.
         whole: Their tables with all pages.
         staged: Their blocks in the staging buffer: of those that choose, the chosen pages alone.
         choosers: Sequences that choose, with their numbers of pages.
@@ -66,7 +66,7 @@ class ChosenStaging:
         host_blocks: Blocks of the host's pool.
     """
 
-    members: List[ScheduledSequence]
+    sequences: List[Sequence]
     whole: SweepTables
     staged: dict[Sequence, np.ndarray]
     choosers: Choosers
@@ -77,7 +77,7 @@ class ChosenStaging:
     @cached_property
     def _left_out(self) -> np.ndarray:
         """Pages of each sequence that are not brought, int64 [n]; all of them lie before the newest ones."""
-        counts = [len(self.staged[sequence]) for sequence, _ in self.members]
+        counts = [len(self.staged[sequence]) for sequence in self.sequences]
         return self.whole.num_blocks - np.array(counts, np.int64)
 
     @cached_property
@@ -88,7 +88,7 @@ class ChosenStaging:
             self.whole.num_queries,
             self.whole.num_cached - left_out * self.kv_block_size,
             self.whole.num_blocks - left_out,
-            np.concatenate([self.staged[sequence] for sequence, _ in self.members]),
+            np.concatenate([self.staged[sequence] for sequence in self.sequences]),
         )
 
     def plan(self, groups: List[SharedGroup], key_bytes: int | None) -> AttentionPlan:
@@ -98,19 +98,19 @@ class ChosenStaging:
             groups: Sequences with a shared prefix.
             key_bytes: Bytes of one token's keys in one layer; None: a GPU attends.
         """
-        chooses = np.array([sequence in self.choosers for sequence, _ in self.members], bool)
+        chooses = np.array([sequence in self.choosers for sequence in self.sequences], bool)
         kept = [part for group in groups for part in without_members(group, chooses)]
         # The place of a page in a table says which summary it has: of those that choose, that of the newest one.
         numbers = [
             summary_numbers(sequence, self.host_blocks)[left_out : left_out + len(self.staged[sequence])]
-            for (sequence, _), left_out in zip(self.members, self._left_out.tolist(), strict=True)
+            for sequence, left_out in zip(self.sequences, self._left_out.tolist(), strict=True)
         ]
-        pages = PageTables(self.budget, np.zeros(len(self.members), bool), np.concatenate(numbers))
+        pages = PageTables(self.budget, np.zeros(len(self.sequences), bool), np.concatenate(numbers))
         return plan_chosen(self.tables, pages, kept, kv_block_size=self.kv_block_size, key_bytes=key_bytes)
 
     def choice(self, start: int) -> PageChoice:
         """The choice of pages, with tokens counted in the batch. start: first token of these sequences."""
-        row_of = {sequence: i for i, (sequence, _) in enumerate(self.members)}
+        row_of = {sequence: i for i, sequence in enumerate(self.sequences)}
         rows = np.array([row_of[sequence] for sequence in self.choosers], np.int64)
         used = self.whole.num_blocks[rows].tolist()
         blocks = [np.frombuffer(s.block_table, np.int32)[:n] for s, n in zip(self.choosers, used, strict=True)]

@@ -203,7 +203,7 @@ class Scheduler:
 
     def _with_drafts(self, sweep: list[ScheduledSequence], drafting: Drafting) -> list[ScheduledSequence]:
         """The sweep with drafts of sequences that decode. Nobody is preempted for them."""
-        num_tokens = sum([count for _, count in sweep])
+        num_tokens = sum([scheduled.num_tokens for scheduled in sweep])
         if not drafting.begin(num_tokens, len(sweep)):
             return sweep
         rooms = {s.sequence: self._room_for_drafts(s) for s in sweep if self._takes_drafts(s)}
@@ -308,10 +308,12 @@ class Scheduler:
     def commit(self, sweep: list[ScheduledSequence]) -> None:
         """The sweep has been launched: its tokens' KV is there for all that is launched after it."""
         shares, has_states = self.tables.share_prefixes, self.tables.have_states
-        for sequence, num_tokens in sweep:
+        for scheduled in sweep:  # each sequence of every sweep
+            sequence = scheduled.sequence
             has_prompt = sequence.num_computed < sequence.num_prompt
+            num_keys, num_known = sequence.num_computed + scheduled.num_tokens, len(sequence.tokens)
             # KV of drafts counts when they are accepted; until then a later token overwrites it.
-            sequence.num_computed = min(sequence.num_computed + num_tokens, len(sequence.tokens))
+            sequence.num_computed = num_keys if num_keys < num_known else num_known
             if shares and has_prompt:
                 self.tables.insert_prompt(sequence, sequence.num_computed)
             if has_states and sequence not in self._before_drafts:
@@ -617,9 +619,12 @@ class Scheduler:
         """
         if not self.tables.share_prefixes or sequence.token_slot is not None or self.limits.admission == "static":
             return False
-        tiers = {kv_placement.tier for kv_placement in islice(self._open_placements(sequence), 1)}
         sources = self.running if self.tables.have_states else islice(reversed(self.running), 1)
-        ends = ((self.tables.prefix_ahead(s, sequence), s) for s in sources if s.kv_placement.tier in tiers)
+        ends = [(end, s) for s in sources if (end := self.tables.prefix_ahead(s, sequence))]
+        if not ends:  # as for most sequences
+            return False
+        tiers = {kv_placement.tier for kv_placement in islice(self._open_placements(sequence), 1)}
+        ends = [pair for pair in ends if pair[1].kv_placement.tier in tiers]
         end, source = max(ends, key=lambda pair: pair[0], default=(0, sequence))
         if end:
             sequence.prefix_source, sequence.num_source_tokens = source, end

@@ -108,7 +108,7 @@ def stage(
         return Staged({}, None)
     tables, stagings = {}, {}
     tables[False], stagings[False] = _stage_layers(members, kv_block_size, windowed=False)
-    if has_window_tables(members):
+    if has_window_tables([one.sequence for one in members]):
         tables[True], stagings[True] = _stage_layers(members, kv_block_size, windowed=True)
     # Neither None nor CHOSEN_PAGES is a window.
     by_window = {w: stagings.get(bool(w), stagings[False]) for w in windows}
@@ -270,7 +270,7 @@ def swap_runs(
 def _swap_runs(members: Iterable[ScheduledSequence]) -> tuple[Run, ...]:
     """Runs of blocks that fill those of sequences that change their pool."""
     runs: list[Run] = []
-    for sequence, _ in members:
+    for sequence in [one.sequence for one in members if one.sequence.swap_table]:  # looks at each of every sweep
         for source, target in zip(sequence.swap_table or (), sequence.block_table, strict=False):
             last = runs[-1] if runs else None
             if source == NULL_BLOCK:
@@ -282,6 +282,6 @@ def _swap_runs(members: Iterable[ScheduledSequence]) -> tuple[Run, ...]:
     return tuple(runs)
 
 
-def has_window_tables(members: List[ScheduledSequence]) -> bool:
+def has_window_tables(sequences: Iterable[Sequence]) -> bool:
     """Tell whether sequences have block tables of their own in layers with a sliding window."""
-    return any([sequence.window_table is not None for sequence, _ in members])
+    return any([sequence.window_table is not None for sequence in sequences])

@@ -66,11 +66,16 @@ def state_slot(sequence: Sequence) -> StateSlot:
     return sequence.state
 
 
-def rows_in_pool(members: List[ScheduledSequence]) -> StateRows | None:
-    """The rows of sequences whose states are used where they lie; None: the model has no state layers."""
-    if not members or members[0].sequence.state is None:
+def rows_in_pool(sequences: List[Sequence], starts: np.ndarray) -> StateRows | None:
+    """The rows of sequences whose states are used where they lie; None: the model has no state layers.
+
+    Args:
+        sequences: Sequences of a segment.
+        starts: First token of each, counted from the segment's first, and then the number of all tokens.
+    """
+    if not sequences or sequences[0].state is None:
         return None
-    return _rows(members, [state_slot(s.sequence) for s in members])
+    return _rows(starts, [state_slot(sequence) for sequence in sequences])
 
 
 def stage_states(members: List[ScheduledSequence]) -> tuple[dict[Sequence, StateSlot], StateStaging | None]:
@@ -101,16 +106,23 @@ def stage_states(members: List[ScheduledSequence]) -> tuple[dict[Sequence, State
     return staged, staging
 
 
-def rows_in_staging(members: List[ScheduledSequence], staged: dict[Sequence, StateSlot]) -> StateRows | None:
-    """The rows of staged sequences in the staging buffer. staged: result of `stage_states`."""
-    return _rows(members, [staged[s.sequence] for s in members]) if staged else None
+def rows_in_staging(
+    sequences: List[Sequence], starts: np.ndarray, staged: dict[Sequence, StateSlot]
+) -> StateRows | None:
+    """The rows of staged sequences in the staging buffer.
+
+    Args:
+        sequences: Sequences of a segment.
+        starts: First token of each, counted from the segment's first, and then the number of all tokens.
+        staged: Result of `stage_states`.
+    """
+    return _rows(starts, [staged[sequence] for sequence in sequences]) if staged else None
 
 
-def _rows(members: List[ScheduledSequence], slots: List[StateSlot]) -> StateRows:
+def _rows(starts: np.ndarray, slots: List[StateSlot]) -> StateRows:
     pairs = np.array(slots, dtype=np.int32).reshape(-1, 2)
-    starts = np.zeros(len(members) + 1, dtype=np.int32)
-    np.cumsum([s.num_tokens for s in members], out=starts[1:])
-    return StateRows(np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1]), starts)
+    source, target = np.ascontiguousarray(pairs[:, 0]), np.ascontiguousarray(pairs[:, 1])
+    return StateRows(source, target, starts.astype(np.int32))
 
 
 def _runs(rows: List[tuple[int, int]]) -> tuple[Run, ...]:

@@ -1,5 +1,6 @@
 """What every package uses: texts that can be encoded, digests that do not change, locks, whole files."""
 
+import gc
 import hashlib
 import json
 import os
@@ -10,6 +11,7 @@ from batchgen.core.atomic_file import write_atomically
 from batchgen.core.digest import json_sha256
 from batchgen.core.errors import reason_of
 from batchgen.core.file_lock import LockHeld, lock_file
+from batchgen.core.rare_collections import collected_rarely
 from batchgen.core.text import repair_surrogates
 
 
@@ -75,3 +77,30 @@ def test_the_reason_of_a_validation_error_of_transformers_is_told():
     with pytest.raises(Exception) as caught:  # of a kind of its own, which its library does not promise
         LlamaConfig(hidden_size="64")
     assert "hidden_size" in reason_of(caught.value) and "str" in reason_of(caught.value)
+
+
+@pytest.fixture
+def threshold():
+    """Sets the threshold of garbage collections, which is the process's own again at the end."""
+    before = gc.get_threshold()
+    yield gc.set_threshold
+    gc.set_threshold(*before)
+
+
+def test_garbage_is_searched_for_rarely_until_the_last_of_several_blocks_ends(threshold):
+    threshold(500, 7, 8)
+    first, second = collected_rarely(), collected_rarely()
+    with first:
+        assert gc.get_threshold() == (50_000, 7, 8)
+        second.__enter__()
+    assert gc.get_threshold() == (50_000, 7, 8)
+    second.__exit__(None, None, None)
+    assert gc.get_threshold() == (500, 7, 8)
+
+
+@pytest.mark.parametrize("young", [0, 1_000_000])
+def test_a_process_that_searches_for_garbage_more_rarely_or_never_goes_on_so(threshold, young):
+    threshold(young, 10, 10)
+    with collected_rarely():
+        assert gc.get_threshold() == (young, 10, 10)
+    assert gc.get_threshold() == (young, 10, 10)

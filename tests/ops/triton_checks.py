@@ -1334,3 +1334,19 @@ def test_the_first_of_the_largest_and_the_sum_of_exponentials(rows, columns, tie
     assert torch.equal(index, meant) and torch.equal(value, logits.amax(-1))
     torch.testing.assert_close(lse.double(), logits.double().logsumexp(-1), atol=2e-6, rtol=1e-6)
     assert torch.equal(triton_kernels.argmax(logits.to(DEVICE))[0].cpu(), meant)
+
+
+@settings(max_examples=int(20 * MORE), deadline=None)
+@given(
+    st.one_of(st.integers(1, 70), st.just(4097)),
+    st.lists(st.sampled_from([torch.nan, torch.inf, -torch.inf, 3e38, -3e38, 0.0]), min_size=1, max_size=4),
+    st.integers(0, 2**20),
+)
+def test_the_largest_of_rows_that_are_finite(columns, values, seed):
+    logits = random(seed, 1 + len(values), columns, scale=3)
+    for row, value in enumerate(values, 1):
+        logits[row, seed % columns] = value
+    index, marked = (t.cpu() for t in triton_kernels.argmax_if_finite(logits.to(DEVICE), -2))
+    finite = logits.isfinite().all(1)
+    assert torch.equal(index[finite], logits[finite].argmax(1)) and (index >= 0).all() and (index < columns).all()
+    assert torch.equal(marked, index.where(finite, -2))

@@ -96,6 +96,17 @@ def test_logits_that_are_not_finite_give_no_token_whatever_is_asked_for(value, a
         assert 0 <= sampled.token_ids.min() <= sampled.token_ids.max() < VOCAB, "the next sweep embeds it"
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_where_all_are_greedy_only_rows_with_logits_that_are_not_finite_get_no_token(value):
+    sequences, logits = [sequence(i) for i in range(4)], logits_of(4)
+    spoilt = logits.clone()
+    spoilt[1, 300] = spoilt[3, 0] = value
+    sampled = sample(spoilt, sequences)
+    chosen = logits.argmax(-1).tolist()
+    assert [token.token_id for token in sampled.tokens()] == [chosen[0], NOT_FINITE, chosen[2], NOT_FINITE]
+    assert 0 <= sampled.token_ids.min() <= sampled.token_ids.max() < VOCAB, "the next sweep embeds it"
+
+
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-45, 1e-40, 1.1e-38])
 def test_a_temperature_below_what_float32_holds_is_greedy(temperature):
     logits = logits_of(9)

@@ -101,12 +101,14 @@ def _block_rows(table, index, out, WIDTH, KIND, VALUES, **_):
 # Rows of logits.
 
 
-def _argmax(logits, index, maximum, lse, **_):
+def _argmax(logits, index, maximum, lse, if_finite, otherwise, **_):
     value = logits.masked_fill(logits.isnan(), -torch.inf)
     maximum.copy_(value.amax(1))
     index.copy_((value == maximum[:, None]).byte().argmax(1))
     if lse is not None:
         lse.copy_(value.logsumexp(1))
+    if if_finite is not None:
+        if_finite.copy_(index.where(logits.isfinite().all(1), otherwise))
 
 
 def _forbid(logits, columns, rows, allowed, **_):

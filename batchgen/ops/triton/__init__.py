@@ -16,7 +16,7 @@ from batchgen.ops.triton.packed import packed_linear
 from batchgen.ops.triton.plan import Capacity, CutPlan, DevicePlan
 from batchgen.ops.triton.rotary import rotary_store, supports_rotary
 from batchgen.ops.triton.rows import gather_rows, scatter_rows
-from batchgen.ops.triton.sampling import argmax, draw, forbid
+from batchgen.ops.triton.sampling import argmax, argmax_if_finite, draw, forbid
 from batchgen.ops.triton.weights import dequantize, quantize
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "CutPlan",
     "DevicePlan",
     "argmax",
+    "argmax_if_finite",
     "block_rows",
     "card",
     "causal_conv",

@@ -288,6 +288,7 @@ def _logits_launches() -> Iterator[tuple[str, Launch]]:
     logits, tokens = torch.empty(rows, columns), torch.zeros(rows, dtype=torch.int64)
     values, allowed = torch.empty(rows), torch.empty(rows, columns // 32, dtype=torch.int32)
     yield "_argmax", sampling.argmax_launch(logits, tokens, values, None)
+    yield "_argmax, if finite", sampling.argmax_launch(logits, tokens, values, None, tokens, -2)
     yield "_argmax, lse", sampling.argmax_launch(logits, tokens, values, values)
     yield "_forbid", sampling.forbid_launch(logits, tokens, allowed)
     yield "_draw", sampling.draw_launch(logits, torch.empty(6, rows, dtype=torch.float64), tokens)

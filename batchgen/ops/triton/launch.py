@@ -49,19 +49,22 @@ class Launch(NamedTuple):
         if 0 in self.grid:
             return
         args, constants = self.args, self.constants
-        variant = self.kernel, self.warps, self.stages, tuple(constants.values()), *map(_specialization, args.values())
+        # Not the kernel itself, whose hash Triton looks up behind a lock.
+        kernel, numbers = id(self.kernel), tuple(constants.values())
+        variant = kernel, self.warps, self.stages, numbers, *map(_specialization, args.values())
         if (direct := _compiled.get(variant)) is not None:
-            compiled, names = direct
+            compiled, names, _ = direct
             values = args | constants
             compiled[(*self.grid, 1, 1)[:3]](*[values[name] for name in names])
             return
         compiled = self.kernel[self.grid](**args, **constants, num_warps=self.warps, num_stages=self.stages)
         if compiled is not None:  # the interpreter compiles nothing
-            _compiled[variant] = compiled, tuple(self.kernel.arg_names)
+            _compiled[variant] = compiled, tuple(self.kernel.arg_names), self.kernel
 
 
-# Compiled kernels, with the names of their arguments in order. Triton looks for them anew in every launch.
-_compiled: dict[tuple[Any, ...], tuple[Any, tuple[str, ...]]] = {}
+# Compiled kernels, with the names of their arguments in order, and the kernels whose `id` is in the key. Triton looks
+# for them anew in every launch.
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[str, ...], Any]] = {}
 
 
 def _specialization(value: Any) -> tuple[Any, ...]:

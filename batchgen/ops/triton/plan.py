@@ -162,7 +162,7 @@ class DevicePlan:
     def mark_copied(self) -> None:
         if self.buffer.device.type == "cuda":
             self.copied = self.copied or torch.cuda.Event()
-            self.copied.record()
+            self.copied.record(torch.cuda.current_stream(self.buffer.device))
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,7 @@ def _parts(items: np.ndarray, kv_heads: int, programs: int, least: int) -> np.nd
 
 def _longest_first(items: np.ndarray) -> np.ndarray:
     """Items in decreasing order of keys, so that no multiprocessor has a long item at the end."""
-    return items[np.argsort(items[:, FIRST_KEY] - items[:, LAST_KEY], kind="stable")]
+    return items[(items[:, FIRST_KEY] - items[:, LAST_KEY]).argsort(kind="stable")]
 
 
 def _mark_partial(items: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

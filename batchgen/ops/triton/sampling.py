@@ -43,9 +43,24 @@ def argmax(logits: Tensor, *, want_lse: bool = False) -> tuple[Tensor, Tensor, T
     return index, maximum, lse
 
 
-def argmax_launch(logits: Tensor, index: Tensor, maximum: Tensor, lse: Tensor | None) -> Launch:
-    args = _logits(logits) | {"index": index, "maximum": maximum, "lse": lse}
-    return Launch(_argmax, (len(logits),), args, _block(logits), _WARPS)
+def argmax_if_finite(logits: Tensor, otherwise: int) -> tuple[Tensor, Tensor]:
+    """Find the largest logit of each row, in one pass. `ops.argmax_if_finite` describes arguments and result."""
+    index, maximum = logits.new_empty((2, len(logits)), dtype=torch.int64), logits.new_empty(len(logits))
+    argmax_launch(logits, index[0], maximum, None, index[1], otherwise)()
+    return index[0], index[1]
+
+
+def argmax_launch(
+    logits: Tensor,
+    index: Tensor,
+    maximum: Tensor,
+    lse: Tensor | None,
+    if_finite: Tensor | None = None,
+    otherwise: int = 0,
+) -> Launch:
+    """The launch of the kernel of `argmax`, and of `argmax_if_finite` with a tensor for its second result."""
+    results = {"index": index, "maximum": maximum, "lse": lse, "if_finite": if_finite, "otherwise": otherwise}
+    return Launch(_argmax, (len(logits),), _logits(logits) | results, _block(logits), _WARPS)
 
 
 def forbid(logits: Tensor, rows: np.ndarray, allowed: np.ndarray) -> None:
@@ -90,19 +105,26 @@ def _block(logits: Tensor) -> dict[str, int]:
 
 
 @triton.jit
-def _argmax(logits, stride, columns, index, maximum, lse, BLOCK: tl.constexpr):
+def _argmax(logits, stride, columns, index, maximum, lse, if_finite, otherwise, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     x = logits + row * stride
     lane = tl.arange(0, BLOCK)
     most = tl.full((BLOCK,), _NONE, tl.float32)
     first = lane
+    bad = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, columns, BLOCK):
         value = tl.load(x + start + lane, mask=start + lane < columns, other=_NONE)
         first = tl.where(value > most, start + lane, first)
         most = tl.where(value > most, value, most)
+        if if_finite is not None:
+            is_finite = tl.abs(value) < -_NONE  # false for NaN
+            bad = tl.where(is_finite | (start + lane >= columns), bad, 1)
     largest = tl.max(most, 0)
-    tl.store(index + row, tl.min(tl.where(most == largest, first, columns - 1), 0).to(tl.int64))
+    chosen = tl.min(tl.where(most == largest, first, columns - 1), 0).to(tl.int64)
+    tl.store(index + row, chosen)
     tl.store(maximum + row, largest)
+    if if_finite is not None:
+        tl.store(if_finite + row, tl.where(tl.max(bad, 0) == 0, chosen, otherwise))
     if lse is not None:
         total = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, columns, BLOCK):

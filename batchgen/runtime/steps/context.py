@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,7 +30,7 @@ from batchgen.runtime.memory.weight_packing import Tensors
 from batchgen.runtime.memory.weights import Weights
 from batchgen.runtime.sweep_options import OnLogits, SweepOptions
 from batchgen.runtime.token_table import TokenTable
-from batchgen.schedule.sequence import LogitsRow, in_flight
+from batchgen.schedule.sequence import LogitsRow
 from batchgen.schedule.step_graph import Step
 
 # Operations of a Step for one of several chunks of tokens on a GPU, at most.
@@ -167,7 +168,7 @@ class StepContext:
         with contextlib.nullcontext() if core is None else core.hosts():
             chosen = self.on_logits(rows, logits, start)
         if chosen is not None and self.tokens is not None:
-            self.tokens.keep([in_flight(sequence.token_slot) for sequence, _ in rows], chosen)
+            self.tokens.keep(np.array([row.sequence.token_slot for row in rows], np.int64), chosen)
 
     def logits_buffer(self, x: Tensor, rows: ops.Weight) -> Tensor:
         """Memory for the logits of x, always the same: some that is new to the process costs more than filling it."""

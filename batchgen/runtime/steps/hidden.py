@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from batchgen.models import layers
-from batchgen.ops.host_copy import upload
 from batchgen.runtime.batch_state import RELEASED, BatchState
 from batchgen.runtime.steps.context import StepContext
 from batchgen.schedule.step_graph import Step
@@ -15,12 +14,10 @@ from batchgen.schedule.step_graph import Step
 def embed(context: StepContext, step: Step, batch: BatchState) -> None:
     """Look up the embeddings of the micro-batch's tokens."""
     on_device, links = context.weights.embeds_on_device, context.tiers.links
-    token_ids, positions = torch.from_numpy(batch.packed.token_ids), batch.host_positions
-    if on_device:
-        token_ids, positions = upload(batch.packed.token_ids, context.device), batch.positions
-    if len(batch.packed.pending_rows):
+    token_ids, positions = batch.token_ids, batch.positions if on_device else batch.host_positions
+    if batch.pending is not None:
         assert context.tokens is not None, "sampled tokens are on the host"
-        context.tokens.fill(token_ids, batch.packed.pending_rows, batch.packed.pending_slots)
+        context.tokens.fill(token_ids, *batch.pending)
     hidden = layers.embed(context.config, context.weights.embeddings, token_ids, positions, context.weights.dtype)
     batch.per_layer = _per_layer_inputs(context, step, batch, hidden)
     if links and batch.on_host:
