@@ -261,6 +261,7 @@ class ChatOptions:
             or as JSON text. A request with a variable that the template does not use fails.
         continue_final: True where a last message of the assistant is continued. Else the model starts a new message.
         tools: Tools that the model may call, as JSON schemas that the chat template writes into the prompt; None: none.
+        is_whole: True where the messages are all of the text, which is judged or embedded: no answer begins after them.
 
     Raises:
         InputError: The variables are not valid JSON.
@@ -269,6 +270,7 @@ class ChatOptions:
     chat_template_kwargs: Mapping[str, Any] | str = field(default_factory=dict)
     continue_final: bool = False
     tools: Sequence[Mapping[str, Any]] | None = None
+    is_whole: bool = False
 
     def __post_init__(self) -> None:
         given: Any = self.chat_template_kwargs

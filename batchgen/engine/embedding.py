@@ -158,7 +158,7 @@ class Embedding:
         vectors = self._head.vectors(torch.stack([values for _, values in ended]))
         finished = []
         for (sequence, values), vector in zip(ended, vectors, strict=True):
-            is_finite = bool(torch.isfinite(values).all())
+            is_finite = bool(torch.isfinite(values).all() and np.isfinite(vector).all())
             if not is_finite and self.non_finite.reruns(sequence):
                 continue
             flight = self._in_flight[sequence.request_index]
@@ -192,7 +192,8 @@ def prompted(request: Request, head: VectorSpec) -> Request:
     if head.pair_texts is not None and request.pair is not None:
         before, between, after = head.pair_texts
         return replace(request, prompt=f"{before}{request.prompt}{between}{request.pair}{after}", pair=None)
-    return replace(request, prompt=head.prompt + request.prompt) if head.prompt else request
+    text = head.prompt + request.prompt
+    return replace(request, prompt=text.lower() if head.lowercases else text)
 
 
 def num_pooled(head: VectorSpec, num_tokens: int) -> int:

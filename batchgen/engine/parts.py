@@ -133,13 +133,14 @@ class EngineParts:
 
     @property
     def not_finite(self) -> str:
-        """The error message for a row whose logits hold NaN or infinity."""
+        """The error message for a row whose logits, or whose vector, hold NaN or infinity."""
+        what = "vectors" if self.config.hidden_output else "logits"
         if self.dtype == "float16":
             return (
-                "logits are not finite in float16: run with --dtype bfloat16 or float32;"
+                f"{what} are not finite in float16: run with --dtype bfloat16 or float32;"
                 " a row that fails there too has met damaged weights"
             )
-        return f"logits are not finite in {self.dtype}: the model's weights are damaged, fetch or convert it again"
+        return f"{what} are not finite in {self.dtype}: the model's weights are damaged, fetch or convert it again"
 
 
 def process_peaks(executor: SweepRunner | None) -> dict[str, int]:

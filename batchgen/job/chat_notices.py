@@ -39,7 +39,8 @@ def watch_chats(requests: Iterable[R], tokenizer: Callable[[], Tokenizer]) -> It
                     first = False
                     if not tokenizer().reads_messages:
                         logger.warning(_SAME_PROMPT)
-                if begins_another and not request.chat.continue_final and _ends_with_assistant(messages):
+                begins = not (request.chat.continue_final or request.chat.is_whole)
+                if begins_another and begins and _ends_with_assistant(messages):
                     begins_another = False
                     logger.warning(_BEGINS_ANOTHER, f"{request.row or 0:,}")
         yield request

@@ -8,6 +8,7 @@ import stat
 import sys
 from pathlib import Path
 
+from batchgen.core.attention_budget import ALL
 from batchgen.core.draft_rates import check_drafts
 from batchgen.core.errors import InputError
 from batchgen.core.request import GRAMMARS, SamplingParams
@@ -228,6 +229,8 @@ def _check_task(options: JobOptions) -> None:
         if getattr(options, name) is not None and options.task not in tasks:
             flag = flag_of(name)
             raise InputError(f"{flag} is for --task {' or '.join(tasks)}: give that task, or leave {flag} out")
+    if options.vector_dtype != "float32" and options.task != EMBED:
+        raise InputError("--vector-dtype is for --task embed: give that task, or leave --vector-dtype out")
     if options.task == "generate":
         return
     default = SamplingParams()
@@ -241,6 +244,8 @@ def _check_task(options: JobOptions) -> None:
     ]
     given += ["drafts"] if options.drafts else []
     if options.task in OF_VECTORS:
+        given += ["logprobs"] if options.sampling.logprobs is not None else []
+        given += ["attention_budget"] if options.attention_budget != ALL else []
         given += [name for name in ("continuations_column", "choices_column") if getattr(options, name) is not None]
         given += ["choices"] if options.choices else []
         for flag, count in (("--tensor-parallel", options.tensor_parallel), ("--pipeline", options.pipeline)):

@@ -57,8 +57,8 @@ def head_of(
     )
 
 
-def with_head_context(options: JobOptions, head: VectorSpec | None) -> JobOptions:
-    """The options with the longest text of the model's files, where they give no context."""
+def with_head_context(options: JobOptions, config: ModelConfig, head: VectorSpec | None) -> JobOptions:
+    """The options with the longest text of the model's files, where they give no context; positions bound it too."""
     if head is None or head.max_tokens is None or options.max_model_len is not None:
         return options
-    return replace(options, max_model_len=head.max_tokens)
+    return replace(options, max_model_len=min(head.max_tokens, config.max_position))

@@ -89,7 +89,7 @@ def _plan_lines(options: PlanOptions, started_s: float) -> list[str]:
 
     tokenizer = partial(_tokenizer, files, asked)
     head = head_of(files, config, asked, tokenizer)
-    asked = with_head_context(asked, head)
+    asked = with_head_context(asked, config, head)
     options = replace(options, job=asked)
     estimated = _workload(options, config, tokenizer, head, resolve_context(config, asked.max_model_len))
     given = Split(tensor_parallel=asked.tensor_parallel, pipeline=asked.pipeline)

@@ -225,8 +225,9 @@ def _run_job(
         if session is not None:
             session.expect(versions)
         tokenizer = background.submit(_load_tokenizer, files, options)
-        head = head_of(files, read_config(files), options, tokenizer.result)
-        options = with_head_context(options, head)
+        config = read_config(files)
+        head = head_of(files, config, options, tokenizer.result)
+        options = with_head_context(options, config, head)
         resolved = resolve_job(options, files)
         resolved = replace(resolved, shares=tuple(map(frozenset, shares)))
         identities = {"input": source.dataset.identity(), "model": model_identity(resolved.files)}

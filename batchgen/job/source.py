@@ -485,6 +485,8 @@ def _vector_source(options: JobOptions, dataset: Dataset) -> RequestSource:
     spec = _prompts_of(options)
     compiled = compile_prompts(spec, dataset.schema, options.id_column).for_template(False)
     compiled = compiled.with_tools(options.tools_column, dataset.schema)
+    if compiled.uses_chat:
+        compiled = replace(compiled, chat=replace(compiled.chat, is_whole=True))
     sampling = compile_row_sampling(None, _continuations(options), dataset.schema, options.sampling)
     pair = options.pair_column
     if pair is not None:

@@ -63,6 +63,9 @@ def read_classifier(files: ModelFiles, config: ModelConfig) -> VectorSpec:
     tensors, labels = weight_tensors(files), _labels(stated)
     layers = _DECODER_HEAD if config.causal else _ENCODER_HEADS[config.family]
     dense = tuple(Dense(_path(tensors, f"{prefix}weight", files), prefix, activation) for prefix, activation in layers)
+    rows = tensors[f"{dense[-1].prefix}weight"].shape[0]
+    if rows != len(labels):
+        raise InputError(f"config.json names {len(labels)} labels, and {dense[-1].prefix}weight has {rows}: correct it")
     return VectorSpec(
         "last" if config.causal else "cls",
         dense,
@@ -145,6 +148,8 @@ def _function(stated: Mapping[str, Any], count: int) -> LabelFunction:
         return "sigmoid" if stated.get("problem_type") == "multi_label_classification" else "softmax"
     if isinstance(nested, Mapping) and not named:
         return "sigmoid"  # a cross-encoder of sentence-transformers
+    if named not in ("", "Identity", "Sigmoid"):
+        raise InputError(f"config.json: activation {named} of the label is not supported; supported: Identity, Sigmoid")
     return "sigmoid" if named == "Sigmoid" else "identity"
 
 

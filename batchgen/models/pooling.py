@@ -15,6 +15,8 @@ from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles
 from batchgen.models.hf.config_files import read_json_object
+from batchgen.models.stated_numbers import is_count
+from batchgen.models.tensor_files.headers import read_safetensors_header
 
 Pooling = Literal["mean", "cls", "last"]
 LabelFunction = Literal["softmax", "sigmoid", "identity"]
@@ -59,6 +61,7 @@ class VectorSpec:
         size: Number of values of the vector.
         labels: Label of each value, of a classifier; empty: the vector is an embedding.
         of_labels: Function of the values of a classifier: "softmax", "sigmoid" or "identity".
+        lowercases: Whether texts are in lower case before they are tokenized.
         pair_texts: Texts before, between and after the two texts of a pair, which are one text then; None: the
             tokenizer puts pairs together.
         pair_offset: Number by which token ids of the second text of a pair are raised (`ModelConfig.token_types`).
@@ -73,6 +76,7 @@ class VectorSpec:
     size: int = 0
     labels: tuple[str, ...] = ()
     of_labels: LabelFunction = "identity"
+    lowercases: bool = False
     pair_texts: tuple[str, str, str] | None = None
     pair_offset: int = 0
 
@@ -80,7 +84,7 @@ class VectorSpec:
         """All that decides vectors beside the model's layers, as JSON values."""
         dense = [[str(module.weights.parent.name), module.activation] for module in self.dense]
         pooled = {"pooling": self.pooling, "dense": dense, "normalize": self.normalize}
-        head = {**pooled, "dimensions": self.dimensions, "prompt": self.prompt}
+        head = {**pooled, "dimensions": self.dimensions, "prompt": self.prompt, "lowercases": self.lowercases}
         labels = {"labels": self.labels, "of_labels": self.of_labels, "pair_texts": self.pair_texts}
         return {**head, **labels} if self.labels else head
 
@@ -136,7 +140,9 @@ def _of_modules(folder: Path, head: VectorSpec) -> VectorSpec:
     for module in _read_list(folder / "modules.json"):
         kind, place = str(module.get("type", "")).rpartition(".")[2], folder / str(module.get("path") or "")
         if kind == "Transformer":
-            head = replace(head, max_tokens=_max_tokens(place))
+            stated = _of_texts(place)
+            most, lowercases = stated.get("max_seq_length"), stated.get("do_lower_case") is True
+            head = replace(head, max_tokens=most if is_count(most) else None, lowercases=lowercases)
         elif kind == "Pooling":
             head = replace(head, pooling=_pooling(place / "config.json"))
         elif kind == "Normalize":
@@ -144,7 +150,7 @@ def _of_modules(folder: Path, head: VectorSpec) -> VectorSpec:
         elif kind == "Dense":
             if head.normalize:
                 raise InputError(f"{folder / 'modules.json'}: a Dense module after Normalize is not supported")
-            dense, size = _dense(place)
+            dense, size = _dense(place, head.size)
             head = replace(head, dense=(*head.dense, dense), size=size)
         elif kind != "Dropout":
             raise InputError(f"{folder / 'modules.json'}: modules of type {kind or 'unknown'} are not supported")
@@ -163,13 +169,11 @@ def _read_list(path: Path) -> list[dict[str, Any]]:
     return modules
 
 
-def _max_tokens(place: Path) -> int | None:
-    """The most tokens of a text by a Transformer module's configuration; None: it does not say."""
-    for name in ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_xlm-roberta_config.json"):
-        if (place / name).exists():
-            most = read_json_object(place / name).get("max_seq_length")
-            return most if isinstance(most, int) and most > 0 else None
-    return None
+def _of_texts(place: Path) -> Mapping[str, Any]:
+    """A Transformer module's configuration of texts; empty: there is none."""
+    names = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_xlm-roberta_config.json")
+    path = next((place / name for name in names if (place / name).exists()), None)
+    return {} if path is None else read_json_object(path)
 
 
 def _pooling(path: Path) -> Pooling:
@@ -185,9 +189,11 @@ def _pooling(path: Path) -> Pooling:
     return _MODES[modes[0]]
 
 
-def _dense(place: Path) -> tuple[Dense, int]:
-    """A Dense module, and the number of values that it gives."""
+def _dense(place: Path, taken: int) -> tuple[Dense, int]:
+    """A Dense module that takes `taken` values, and the number of values that it gives."""
     stated, weights = read_json_object(place / "config.json"), place / "model.safetensors"
+    if (of := stated.get("module_input_name") or "sentence_embedding") != "sentence_embedding":
+        raise InputError(f"{place / 'config.json'}: Dense modules over {of} are not supported")
     activation = str(stated.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
     if activation not in _ACTIVATIONS:
         raise InputError(f"{place / 'config.json'}: activation {activation} is not supported")
@@ -196,6 +202,9 @@ def _dense(place: Path) -> tuple[Dense, int]:
     size = stated.get("out_features")
     if not isinstance(size, int) or size < 1:
         raise InputError(f"{place / 'config.json'} has no out_features: fetch it again")
+    stored = read_safetensors_header(weights).get("linear.weight")
+    if stored is None or stored.shape != (size, taken):
+        raise InputError(f"{weights} has no linear.weight of {size} rows and {taken} columns: fetch the model again")
     return Dense(weights, activation=activation), size
 
 

@@ -12,8 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from tiny_encoders import CLASSIFIERS, ENCODERS, add_special_tokens, make_encoder, write_modules
-from tiny_tokenizers import TEXT
+from tiny_tokenizers import TEXT, make_tiny_tokenizer
 from tokenizers import Tokenizer
 
 import batchgen
@@ -287,6 +288,9 @@ def test_a_decoder_reranks_by_its_answers_yes_and_no(tiny_models, tmp_path):
         ({"task": "rerank", "prompt_column": "text", "pair_column": "text"}, "is neither a cross-encoder nor a Qwen3"),
         ({"max_tokens": 5}, "--max-tokens has no meaning with --task embed"),
         ({"choices": ["a"]}, "--choices has no meaning with --task embed"),
+        ({"drafts": 3}, "--drafts has no meaning with --task embed, which generates nothing: leave it out"),
+        ({"logprobs": 2}, "--logprobs has no meaning with --task embed"),
+        ({"attention_budget": "64"}, "--attention-budget has no meaning with --task embed"),
         ({"pipeline": 2}, "--task embed needs the whole model in one process: leave --pipeline out"),
         ({"pair_column": "text"}, "--pair-column is for --task classify or rerank"),
         ({"instruction": "a", "prompt_name": "b"}, "--instruction and --prompt-name exclude each other"),
@@ -347,3 +351,124 @@ def test_a_pair_whose_template_would_be_cut_fails():
     assert tokens_to_embed(Letters(), spec, request, limit, "truncate-right") == list(map(ord, "[ab|cd]"))
     with pytest.raises(RowError, match="the text has 7 tokens, the context holds 6: cut the document before"):
         tokens_to_embed(Letters(), spec, request, LengthLimit.of(6, "truncate-right"), "truncate-right")
+
+
+def edit_json(path, **values):
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize("task", ["embed", "classify"])
+def test_a_number_that_is_none_in_what_follows_the_layers_fails_the_row(task, tmp_path):
+    if task == "embed":
+        make_encoder("BertModel", tmp_path)
+        file, name = tmp_path / "2_Dense" / "model.safetensors", "linear.bias"
+        write_modules(tmp_path, "mean_tokens", dense=(64, 24))
+    else:
+        make_encoder("BertForSequenceClassification", tmp_path)
+        file, name = tmp_path / "model.safetensors", "classifier.bias"
+    tensors = load_file(file)
+    tensors[name][0] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(batchgen.BatchgenError, match="all rows failed: vectors are not finite in float32"):
+        run(tmp_path, texts(2), task)
+
+
+def test_a_conversation_is_judged_without_the_beginning_of_another_answer(tmp_path):
+    model = make_encoder("LlamaForSequenceClassification", tmp_path, num_labels=1)
+    tokenizer = make_tiny_tokenizer(tmp_path)
+    chat = [{"role": "user", "content": "Which day?"}, {"role": "assistant", "content": "Monday."}]
+    table = run(tmp_path, {"messages": [chat]}, "classify")
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=False)
+    token_ids = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    with torch.inference_mode():
+        wanted = model(torch.tensor([token_ids])).logits[0]
+    assert table["prompt_tokens"].to_pylist() == [len(token_ids)]
+    assert abs(table["score"].to_pylist()[0] - wanted.item()) < CLOSE
+
+
+def test_an_encoder_whose_file_names_no_class_gives_no_text(tmp_path):
+    make_encoder("BertModel", tmp_path)
+    edit_json(tmp_path / "config.json", architectures=None)
+    with pytest.raises(InputError, match="gives no text, as it has no output matrix"):
+        run(tmp_path, ["a"], "generate", max_tokens=2)
+
+
+def test_an_encoder_with_more_layers_than_its_file_says_is_refused(tmp_path):
+    make_encoder("BertModel", tmp_path)
+    edit_json(tmp_path / "config.json", num_hidden_layers=2)
+    with pytest.raises(InputError, match=r"has a layer 2 .* its config.json says that there are 2, counted from 0"):
+        run(tmp_path, ["a"])
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ({"0": "a", "1": "b", "2": "c"}, "names 3 labels, and classifier.weight has 2: correct it"),
+        ({}, "names 0 labels, and classifier.weight has 2: correct it"),
+        ({"0": "a", "1": "a"}, "has the same name twice"),
+    ],
+)
+def test_labels_that_do_not_fit_the_last_layer_are_refused(labels, message, tmp_path):
+    make_encoder("BertForSequenceClassification", tmp_path)
+    edit_json(tmp_path / "config.json", id2label=labels)
+    with pytest.raises(InputError, match=message):
+        run(tmp_path, ["a"], "classify")
+
+
+def test_an_activation_of_a_cross_encoder_that_is_not_computed_is_refused(tmp_path):
+    make_encoder("BertForSequenceClassification", tmp_path, num_labels=1)
+    edit_json(tmp_path / "config.json", sentence_transformers={"activation_fn": "torch.nn.modules.activation.Tanh"})
+    with pytest.raises(InputError, match="activation Tanh of the label is not supported; supported: Identity, Sigmoid"):
+        run(tmp_path, {"query": ["a"], "document": ["b"]}, "rerank")
+
+
+def test_files_that_state_longer_texts_than_there_are_positions_keep_to_the_positions(tmp_path):
+    make_encoder("BertModel", tmp_path)
+    write_modules(tmp_path, "mean_tokens")
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 512}))
+    fine, overlong = run(tmp_path, ["short", " ".join(WORDS * 5)])["error"].to_pylist()
+    assert fine is None and "the context holds 260" in overlong
+
+
+@pytest.mark.parametrize(("stated", "sizes"), [({"in_features": 32}, (32, 24)), ({"out_features": 30}, (64, 24))])
+def test_a_dense_module_of_another_size_is_refused(stated, sizes, tmp_path):
+    make_encoder("BertModel", tmp_path)
+    write_modules(tmp_path, "mean_tokens", dense=sizes)
+    edit_json(tmp_path / "2_Dense" / "config.json", **stated)
+    with pytest.raises(InputError, match=r"has no linear.weight of .* rows and 64 columns: fetch the model again"):
+        run(tmp_path, ["a"])
+
+
+def test_a_dense_module_over_tokens_is_refused(tmp_path):
+    make_encoder("BertModel", tmp_path)
+    write_modules(tmp_path, "mean_tokens", dense=(64, 24))
+    edit_json(tmp_path / "2_Dense" / "config.json", module_input_name="token_embeddings")
+    with pytest.raises(InputError, match="Dense modules over token_embeddings are not supported"):
+        run(tmp_path, ["a"])
+
+
+def test_texts_are_in_lower_case_where_the_files_say_so(tmp_path):
+    model = make_encoder("BertModel", tmp_path)
+    write_modules(tmp_path, "mean_tokens")
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 100, "do_lower_case": True}))
+    wanted = F.normalize(hidden_of(model, tmp_path, "the ferry left at six").mean(0), dim=0)
+    assert np.abs(vectors(run(tmp_path, ["The FERRY left at six"]))[0] - wanted.numpy()).max() < CLOSE
+
+
+@pytest.mark.parametrize("task", ["classify", "generate"])
+def test_a_format_of_vectors_is_refused_where_there_are_none(task, tmp_path):
+    with pytest.raises(InputError, match="--vector-dtype is for --task embed: give that task, or leave"):
+        run(tmp_path, ["a"], task, vector_dtype="int8")
+
+
+def test_an_encoder_that_cuts_pairs_is_copied_once(tmp_path, monkeypatch):
+    add_special_tokens(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    from batchgen.models.files import ModelFiles
+    from batchgen.models.tokenizers.loading import load_tokenizer
+
+    tokenizer = load_tokenizer(ModelFiles(tmp_path, "hf", "tiny"))
+    first, _ = tokenizer.encode_pair("The ferry left", "at six", 6)
+    monkeypatch.setattr("tokenizers.Tokenizer", None)
+    again, _ = tokenizer.encode_pair("The ferry left", "at six", 6)
+    assert again == first and len(first) == 6

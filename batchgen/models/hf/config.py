@@ -9,7 +9,7 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.families import HEAD_NORMS, LAYER_NORMS, LEARNED_POSITIONS, PROJECTION_NORMS
 from batchgen.models.hf.fields import (
     family_of,
-    gives_hidden_states,
+    has_layers_alone,
     read_activation,
     read_architecture,
     read_biases,
@@ -98,4 +98,4 @@ def config_of_hf(config: Mapping[str, Any], generation_config: Mapping[str, Any]
         **read_gemma4(keys, family, windows),
         **read_encoder(keys, family),
     )
-    return parsed.without_logits() if gives_hidden_states(stated) else parsed
+    return parsed.without_logits() if not parsed.causal or has_layers_alone(stated) else parsed

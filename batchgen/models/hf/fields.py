@@ -168,12 +168,10 @@ def read_activation(keys: Mapping[str, Any], family: str) -> Activation:
     return known[stated]
 
 
-def gives_hidden_states(config: Mapping[str, Any]) -> bool:
-    """Tell whether the class that a `config.json` names has no output matrix: an encoder, or layers alone."""
+def has_layers_alone(config: Mapping[str, Any]) -> bool:
+    """Tell whether the class that a `config.json` names has a decoder's layers without an output matrix."""
     stated = config.get("architectures") or []
-    if config.get("use_bidirectional_attention") is True:
-        return True
-    return bool(stated) and (stated[0] in ENCODERS or stated[0] not in ARCHITECTURES)
+    return bool(stated) and stated[0] not in ARCHITECTURES
 
 
 def _with_head(name: str) -> str:

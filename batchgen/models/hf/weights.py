@@ -130,7 +130,7 @@ def _refuse_unread(config: ModelConfig, names: dict[str, str], tensors: Tensors)
     read |= {f"{names[part].format(layer)}.weight" for part in ("k", "v", "k_norm") for layer in reusing}
     for name, info in tensors.items():
         stem, _, suffix = name.rpartition(".")
-        layer = re.search(r"(?<=layers\.)\d+(?=\.)", stem)
+        layer = re.search(r"(?:(?<=layers\.)|(?<=layer\.))\d+(?=\.)", stem)
         whole = f"{stem[: layer.start()]}{{}}{stem[layer.end() :]}" if layer else stem
         if name in read or suffix not in ("weight", "bias") or whole not in known:
             continue

@@ -170,7 +170,9 @@ class ChatTemplate:
         tools = None if chat.options.tools is None else _plain(list(chat.options.tools))
         if tools is not None and "tools" not in self.variables:
             raise RowError("the model's chat template takes no tools: leave them out, or choose another model")
-        around = self._around(messages, add_generation_prompt=not chat.continues, tools=tools)
+        around = self._around(
+            messages, add_generation_prompt=not (chat.continues or chat.options.is_whole), tools=tools
+        )
         return around | dict(variables)
 
     def _around(

@@ -52,6 +52,7 @@ class Tokenizer:
         self._anchor = self._backend.encode("a", add_special_tokens=False).ids[-1:]
         self._anchor_text = self.decode(self._anchor)
         self._token_texts: dict[int, str] = {}
+        self._cutting_encoders: dict[tuple[int, str], Any] = {}  # by the most tokens and the side
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """The token ids of each text.
@@ -80,12 +81,18 @@ class Tokenizer:
         """
         encoding = self._encoder.encode(first, second)
         if most is not None and len(encoding) > most:
+            encoding = self._cutting(most, cut).encode(first, second)
+        return [encoding.ids, encoding.type_ids]
+
+    def _cutting(self, most: int, side: str) -> Any:
+        """A copy of the encoder that cuts pairs at a side to `most` tokens, kept: a large vocabulary takes a second."""
+        if (most, side) not in self._cutting_encoders:
             from tokenizers import Tokenizer as Backend
 
             cutting = Backend.from_str(self._encoder.to_str())
-            cutting.enable_truncation(most, strategy="longest_first", direction=cut)
-            encoding = cutting.encode(first, second)
-        return [encoding.ids, encoding.type_ids]
+            cutting.enable_truncation(most, strategy="longest_first", direction=side)
+            self._cutting_encoders[most, side] = cutting
+        return self._cutting_encoders[most, side]
 
     def encode_chat(self, messages: Sequence[dict[str, Any]], options: ChatOptions = PLAIN_CHAT) -> list[int]:
         """The token ids of a conversation, rendered by the chat template up to the assistant's answer.
