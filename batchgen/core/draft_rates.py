@@ -5,7 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from batchgen.core.errors import InputError
+
 MOST_DRAFTS = 16  # of a sequence in a sweep
+
+
+def check_drafts(name: str, drafts: int) -> None:
+    """Raise InputError for a number of drafts that a sequence cannot have in a sweep.
+
+    Args:
+        name: Name of the option.
+        drafts: Its value.
+    """
+    if not 0 <= drafts <= MOST_DRAFTS:
+        raise InputError(f"{name} must be 0 to {MOST_DRAFTS}, not {drafts}")
 
 
 @dataclass(frozen=True)

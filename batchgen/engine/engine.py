@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from batchgen.core.attention_budget import ALL
 from batchgen.core.cache_folder import cache_dir
 from batchgen.core.device import parse_device
-from batchgen.core.draft_rates import DraftRates
+from batchgen.core.draft_rates import DraftRates, check_drafts
 from batchgen.core.dtypes import AUTO, STATE_DTYPES
 from batchgen.core.errors import InputError
 from batchgen.core.kv_placement import KVPlacement
@@ -328,6 +328,8 @@ class Engine:
         where = parse_device(device)
         sampling = sampling or SamplingParams()
         check_grammar(sampling)
+        if drafts is not None:
+            check_drafts("drafts", drafts)
         files = resolve_model(model, lora)
         versions = model_versions(files)
         config = read_config(files)

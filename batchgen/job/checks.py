@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from batchgen.core.attention_budget import ALL
-from batchgen.core.draft_rates import MOST_DRAFTS
+from batchgen.core.draft_rates import check_drafts
 from batchgen.core.errors import InputError
 from batchgen.core.request import GRAMMARS, SamplingParams
 from batchgen.core.units import format_bytes, size_bytes
@@ -85,8 +85,7 @@ def check_options(options: JobOptions) -> None:
         if value is not None and not 1 <= value <= most:
             bound = "at least 1" if value < 1 else f"at most {most:,}"
             raise InputError(f"{flag_of(name)} must be {bound}, not {value}")
-    if not 0 <= options.drafts <= MOST_DRAFTS:
-        raise InputError(f"--drafts must be 0 to {MOST_DRAFTS}, not {options.drafts}")
+    check_drafts("--drafts", options.drafts)
     size_bytes(options.cache_size)
     if options.overwrite and options.retry_failed:
         raise InputError(

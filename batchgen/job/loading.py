@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from batchgen.core.dtypes import DEQUANTIZED, NATIVE_FORMATS
-from batchgen.core.kv_placement import KVPlacement
 from batchgen.engine.engine import Engine
 from batchgen.engine.loader import LoadRequest, needs_store
 from batchgen.engine.tensor_parallel import load_on_ranks
@@ -17,6 +16,7 @@ from batchgen.job.rest_of_job import Sweeps, SweepTable
 from batchgen.models.files import stated_scheme
 from batchgen.models.formats.fp8 import Fp8
 from batchgen.models.kept_stores import find_or_convert
+from batchgen.planner.drafts import why_no_drafts
 from batchgen.planner.memory_requirements import most_kv_tokens, process_share
 from batchgen.planner.parallel import split_layers, stage_policy
 from batchgen.schedule.trace import TraceWriter
@@ -74,7 +74,7 @@ def load_engine(
         f"loading {files.name}"
         + (f" ({scheme.describe()}{_NOT_USED if isinstance(scheme, Fp8) else ''})" if scheme else "")
     )
-    if options.drafts and (reason := _why_no_drafts(plan)):
+    if options.drafts and (reason := why_no_drafts(plan)):
         progress.say(f"--drafts has no effect: {reason}")
     request = LoadRequest(
         files,
@@ -112,18 +112,6 @@ def load_engine(
         longest_first=streaming_binds(plan),
         drafts=options.drafts,
     )
-
-
-def _why_no_drafts(plan: Plan) -> str | None:
-    """The reason why nothing is drafted in a job; None: drafts may be worth their time."""
-    policy = plan.policy
-    if not policy.takes_drafts:
-        return f"--attention-budget is {policy.attention_budget}"
-    beside = {KVPlacement.CPU, KVPlacement.DEFERRED} if "gpu" in plan.budgets else set()
-    placements = {KVPlacement(name) for name, count in policy.kv_seqs.items() if count}
-    if placements and placements <= beside:
-        return "the CPU attends to all sequences, with one token of each"
-    return None
 
 
 def streaming_binds(plan: Plan) -> bool:

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from batchgen.core.draft_rates import MOST_DRAFTS, DraftRates
-from batchgen.core.plan import takes_drafts
+from batchgen.core.kv_placement import KVPlacement
+from batchgen.core.plan import Plan, takes_drafts
 from batchgen.planner.costs import job_seconds
 from batchgen.planner.linear import number
 from batchgen.planner.phases import Phase
@@ -64,6 +65,18 @@ def drafts_by_seqs(phases: Sequence[Phase]) -> tuple[tuple[int, int], ...]:
             steps.pop()
         steps.append((seqs, drafts))
     return tuple(steps) if any(drafts for _, drafts in steps) else ()
+
+
+def why_no_drafts(plan: Plan) -> str | None:
+    """The reason why nothing is drafted in a job; None: drafts may be worth their time."""
+    policy = plan.policy
+    if not policy.takes_drafts:
+        return f"--attention-budget is {policy.attention_budget}"
+    beside = {KVPlacement.CPU, KVPlacement.DEFERRED} if "gpu" in plan.budgets else set()
+    placements = {KVPlacement(name) for name, count in policy.kv_seqs.items() if count}
+    if placements and placements <= beside:
+        return "the CPU attends to all sequences, with one token of each"
+    return None
 
 
 def _takes_drafts(s: CostInputs, at: Placement, rates: DraftRates) -> bool:

@@ -16,7 +16,7 @@ from batchgen.core.units import GIB, format_bytes, format_seconds
 from batchgen.core.workload import Lengths, Workload
 from batchgen.planner.cost_parts import cost_parts, mean_parts
 from batchgen.planner.costs import head_lanes, job_seconds, layer_lanes, moved_bytes, sweep_overhead_s
-from batchgen.planner.drafts import drafted_phases, drafts_by_seqs
+from batchgen.planner.drafts import drafted_phases, drafts_by_seqs, why_no_drafts
 from batchgen.planner.experts import break_even_tokens
 from batchgen.planner.explanation import (
     LANE_NAMES,
@@ -329,6 +329,8 @@ def _draft_lines(plan: Plan) -> list[str]:
     rates, drafts = plan.workload.drafts, plan.prediction.drafts
     if rates is None:
         return []
+    if reason := why_no_drafts(plan):
+        return [f"no drafts: {reason}"]
     expected = f"proposed in {rates.proposed:.0%} of the steps, each accepted with a chance of {rates.accepted:.0%}"
     if not drafts:
         return [f"no drafts, as they would save no time ({expected})"]

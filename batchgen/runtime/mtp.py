@@ -91,7 +91,8 @@ class MtpProposer:
                 if not self._free:
                     continue
                 seen = self._seen[of] = _Seen(self._free.pop())
-            seen.rows = [*seen.rows[-_MOST_ROWS:], (position, row)]
+            before = [known for known in seen.rows[-_MOST_ROWS:] if known[0] < position]  # without refused drafts
+            seen.rows = [*before, (position, row)]
 
     def begin(self, sequences: Iterable[Sequence]) -> None:
         """Draft for all sequences of a sweep at once."""

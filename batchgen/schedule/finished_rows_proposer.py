@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from batchgen.schedule.draft_proposer import Proposal
-from batchgen.schedule.sequence import Sequence
+from batchgen.schedule.sequence import NOT_FINITE, Sequence
 
 _RING_TOKENS = 1 << 18  # 1 MiB of tokens, and as much for each index
 _LENGTHS = (6, 3)  # tokens of indexed n-grams, the longest first
@@ -60,7 +60,8 @@ class FinishedRowsProposer:
     def ended(self, sequence: Sequence) -> None:
         """Keep the output of a sequence, with the last tokens of its prompt before it."""
         begin = max(0, sequence.num_prompt - _LENGTHS[0])
-        tokens = np.array([*sequence.tokens[begin:], _END], np.int32)
+        last = [token for token in sequence.tokens[begin:] if token != NOT_FINITE]  # with which a row may have failed
+        tokens = np.array([*last, _END], np.int32)
         if sequence.targets or len(tokens) > len(self._ring):
             return
         if self._next + len(tokens) > len(self._ring):

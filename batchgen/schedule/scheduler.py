@@ -207,7 +207,7 @@ class Scheduler:
         if not drafting.begin(num_tokens, len(sweep)):
             return sweep
         rooms = {s.sequence: self._room_for_drafts(s) for s in sweep if self._takes_drafts(s)}
-        chosen = drafting.choose(rooms, self.limits.max_num_batched_tokens - num_tokens)
+        chosen = drafting.choose(rooms, max(0, self.limits.max_num_batched_tokens - num_tokens))
         for sequence, drafts in chosen.items():
             keeps_state = self.tables.can_keep_state(sequence)
             if keeps_state and self.tables.grow(sequence, sequence.num_remaining + len(drafts)):

@@ -12,6 +12,8 @@ from test_token_identity import TIERS, policy_of
 from thorough import rotating
 from tiered import CPU, make_parts
 
+from batchgen.core.draft_rates import MOST_DRAFTS
+from batchgen.core.errors import InputError
 from batchgen.engine.engine import Engine
 from batchgen.schedule.drafting import Drafting
 
@@ -117,6 +119,12 @@ def test_states_go_back_to_before_a_refused_draft(family, tier, tiny_models, sto
     assert_same(done, plain)
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
     assert stats.generated_tokens == without.generated_tokens
+
+
+def test_an_engine_refuses_more_drafts_than_a_sweep_checks(path):
+    for drafts in (-1, MOST_DRAFTS + 1):
+        with pytest.raises(InputError, match=f"drafts must be 0 to {MOST_DRAFTS}, not {drafts}"):
+            Engine(str(path), drafts=drafts)
 
 
 def test_accepted_drafts_save_sweeps(path, stores, wanted):

@@ -95,8 +95,12 @@ def test_drafts_are_those_of_the_layer_of_transformers(family, tmp_path):
     for known in ({0: 1, 1: 1}, {0: 2, 1: 4}, {1: 5, 2: 1}, {0: 6, 1: 6, 2: 3}):
         for i, count in known.items():
             sequences[i].tokens[len(prompts[i]) :] = generated[i][:count]
-            new = [LogitsRow(sequences[i], len(prompts[i]) - 1 + k) for k in range(seen[i], count)]
-            proposer.take(new, hidden[i, seen[i] : count])
+            rows = [LogitsRow(sequences[i], len(prompts[i]) - 1 + k) for k in range(count + 2)]
+            if i == 1:
+                proposer.take(rows[seen[i] : count], hidden[i, seen[i] : count])
+            for k in range(seen[i], count) if i != 1 else ():  # sweeps with two drafts that are refused
+                refused = torch.randn(2, module.config.hidden_size, generator=rng)
+                proposer.take(rows[k : k + 3], torch.cat((hidden[i, k : k + 1], refused)))
             seen[i] = count
         proposer.begin([sequences[i] for i in known])
         for i, count in known.items():

@@ -12,6 +12,8 @@ from tiered import CPU, EMULATED, everything_moves, make_parts, make_policy
 
 from batchgen.core.request import Request, SamplingParams, ScoreRequest
 from batchgen.engine.engine import Engine
+from batchgen.schedule.drafting import Drafting
+from batchgen.schedule.finished_rows_proposer import FinishedRowsProposer
 
 BAD = 7  # the token whose embedding is not finite
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -103,6 +105,21 @@ def test_rows_whose_logits_are_nan_fail_alone(parts_of, sampling, one_bad_token,
     options = SAMPLINGS[sampling]
     healthy = completions(parts_of(tiny_models("llama")[0], tmp_path), GOOD, **options)
     assert_only_spoilt_rows_fail(completions(parts_of(one_bad_token, tmp_path), ROWS, **options), healthy, answer)
+
+
+def test_what_a_row_with_nan_ended_with_is_never_drafted(one_bad_token, tmp_path):
+    prompt, proposer = GOOD[0], FinishedRowsProposer()
+    (alone,) = completions(in_memory(one_bad_token, tmp_path), [prompt])
+    answer = list(alone.samples[0].token_ids)
+    with Engine.from_parts(
+        in_memory(one_bad_token, tmp_path),
+        sampling=SamplingParams(max_tokens=6, ignore_eos=True),
+        drafts=lambda: Drafting([proposer], always=4),
+    ) as engine:
+        (spoilt,) = engine.generate([Request([BAD, *answer[:3]])])
+        (found,) = engine.generate([Request(prompt, id=str(prompt))])
+    assert spoilt.error is not None
+    assert (found.error, list(found.samples[0].token_ids)) == (None, answer)
 
 
 @pytest.mark.parametrize("parts_of", WHERE)

@@ -298,6 +298,7 @@ def test_what_is_scored_decides_the_job(model, tmp_path):
         (["--task", "score", "--temperature", "1"], ["--temperature has no meaning"]),
         (["--task", "score", "--max-tokens", "3"], ["--max-tokens has no meaning"]),
         (["--task", "score", "--sampling-column", "own"], ["--sampling-column has no meaning"]),
+        (["--task", "score", "--drafts", "4"], ["--drafts has no meaning"]),
         (["--task", "score", "--chat"], ["give --continuations-column or --choices"]),
         (["--sampling-column", "own"], ["'heat'", "none of max_tokens"]),
         (["--sampling-column", "number"], ["holds int64", "structs, or JSON"]),

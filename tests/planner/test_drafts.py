@@ -69,6 +69,11 @@ def test_nothing_is_drafted_where_computation_binds():
     assert sweeps_s(plan) <= 1.02 * sweeps_s(without)
 
 
+def test_a_plan_says_why_nothing_can_be_drafted():
+    plan, _ = planned(NEARLY_ALL, memory=8 * GIB, attention_budget="10%")
+    assert "no drafts: --attention-budget is 10%" in explain(plan)
+
+
 def test_no_more_are_planned_than_the_option_allows():
     plan, _ = planned(replace(NEARLY_ALL, most=3), memory=8 * GIB)
     assert 0 < max(drafts for _, drafts in plan.prediction.drafts) <= 3

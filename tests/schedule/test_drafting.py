@@ -1,17 +1,22 @@
 """Drafts: what proposers find, and how many drafts a sweep has by what it waits for and what was accepted."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from batchgen.core.draft_rates import DraftRates
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.request import SamplingParams
+from batchgen.schedule.block_manager import BlockManager
 from batchgen.schedule.draft_proposer import Proposal
 from batchgen.schedule.drafting import Drafting
 from batchgen.schedule.finished_rows_proposer import FinishedRowsProposer
 from batchgen.schedule.lookup_proposer import LookupProposer
-from batchgen.schedule.sequence import Sequence
+from batchgen.schedule.scheduler import Scheduler
+from batchgen.schedule.scheduler_limits import SchedulerLimits
+from batchgen.schedule.sequence import NOT_FINITE, Sequence
 from batchgen.schedule.sweep_fit import SweepFit
 
 
@@ -61,6 +66,13 @@ def test_rows_that_have_ended_are_found_until_the_ring_is_full():
         proposer.ended(sequence_of([100 + row], list(range(1000 * row + 200, 1000 * row + 220))))
     assert proposer.propose(sequence_of([90, 91], [4, 5, 6]), 2) is None
     assert proposer.propose(sequence_of([90], [19_200, 19_201, 19_202]), 2) == Proposal([19_203, 19_204], 3)
+
+
+def test_a_row_that_failed_leaves_no_token_to_draft_where_its_logits_were_not_finite():
+    proposer = FinishedRowsProposer(ring_tokens=64)
+    proposer.ended(sequence_of([1, 2, 3], [4, 5, NOT_FINITE]))
+    assert proposer.propose(sequence_of([90], [2, 3, 4]), 4) == Proposal([5], 3)
+    assert proposer.propose(sequence_of([90], [3, 4, 5]), 4) is None
 
 
 def fit_of(sweeps, *, sweep_s, token_s, row_s, moved_s):
@@ -187,3 +199,24 @@ def test_drafts_are_made_where_products_of_few_tokens_take_the_time_of_their_wei
 def test_drafts_that_are_always_refused_become_few():
     count, _ = drafts_of(line(token_s=0.05, moved_s=3.0), accepted=0.0)
     assert count < 32
+
+
+def test_a_sweep_that_decodes_more_than_its_budget_of_tokens_has_no_drafts():
+    limits = SchedulerLimits(8, 64, kv_seqs={KVPlacement.CPU: 8}, compute_tier="cpu")
+    scheduler = Scheduler({"cpu": BlockManager(64, 16)}, limits)
+    scheduler.drafting = Drafting([Right()])
+    scheduler.drafting.ran(8, 8, 3.0, {"compute": 0.1, "disk_read": 3.0}, {"disk_read": 2.9})  # many would be free
+    for row in range(8):
+        scheduler.add(Sequence(row, row, 0, [row, 1, 2], SamplingParams(max_tokens=40)))
+    counts = []
+    for budget in (64, 64, 4):
+        scheduler.limits = replace(limits, max_num_batched_tokens=budget)
+        sweep = scheduler.schedule()
+        counts.append(sum(count for _, count in sweep))
+        scheduler.commit(sweep)
+        for sequence, _ in sweep:
+            sequence.drafts = []
+            sequence.tokens.append(7)
+        scheduler.drafting.taken()
+    assert counts[1] > 8, "there are drafts where the budget allows them"
+    assert counts[2] == 8
