@@ -228,7 +228,7 @@ def _run_job(
         config = read_config(files)
         head = head_of(files, config, options, tokenizer.result)
         options = with_head_context(options, config, head)
-        resolved = resolve_job(options, files)
+        resolved = resolve_job(options, files, config)
         resolved = replace(resolved, shares=tuple(map(frozenset, shares)))
         identities = {"input": source.dataset.identity(), "model": model_identity(resolved.files)}
         source = source.for_model(resolved.config, tokenizer.result(), options)

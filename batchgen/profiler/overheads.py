@@ -95,7 +95,7 @@ def _engine(device: str, layers: int, tokenizer: Tokenizer | None = None) -> Eng
         executor=in_memory(
             config, dummy_checkpoint(config), torch.float32, blocks, DEFAULT_KV_BLOCK_SIZE, torch.device(device)
         ),
-        split=lambda sweep: [sweep],
+        split=lambda sweep, **_: [sweep],
         pack=partial(
             pack,
             kv_block_size=DEFAULT_KV_BLOCK_SIZE,

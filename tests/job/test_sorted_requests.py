@@ -1,5 +1,6 @@
 """Rows of inputs that are larger than what waits: sorted by their prompts on disk, and run so."""
 
+import gc
 import itertools
 import json
 import random
@@ -80,6 +81,16 @@ def test_the_shared_part_of_texts_is_that_of_neighbours(tmp_path):
     ordered.close()
 
 
+@pytest.fixture
+def few_objects():
+    """Python looks for garbage as often as in a new process, whatever other tests have left in this one."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("few_objects")
 def test_memory_does_not_grow_with_the_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(sorted_requests, "_CHUNK_ROWS", 4)
     peaks = []

@@ -111,7 +111,7 @@ def engine(config, monkeypatch, *, captured, **policy_fields):
     memory = MemoryPlan({}, {}, policy.kv_blocks, 0, 512, state_slots=slots)
     windows = frozenset(config.windows)
     parts = EngineParts(
-        config, NoText(), executor, lambda sweep: [sweep],
+        config, NoText(), executor, lambda sweep, **_: [sweep],
         lambda batch: pack(batch, kv_block_size=BLOCK_SIZE, key_bytes=256, windows=windows, compute_tier=tier),
         sample, policy, memory, frozenset(), "float32", 0, tier,
     )  # fmt: skip
