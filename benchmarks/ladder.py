@@ -301,6 +301,7 @@ class Ladder:
             return cell | {"failed": _last_line(log)}
         found = json.loads(result.read_text())
         found["generation_s"] = found.pop("wall_s")
+        found.get("settings", {}).pop("folder", None)  # a path of this machine
         cell["wall_s"] = result.stat().st_mtime - started
         generated = found.pop("generated")
         outputs = folder / "outputs" / f"{_digest(generated)}.json"
