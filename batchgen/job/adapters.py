@@ -16,7 +16,7 @@ from batchgen.core.digest import json_sha256
 from batchgen.core.errors import InputError
 from batchgen.dataset import Dataset
 from batchgen.job.joint.jobs import Jobs, files_of, joint_summary, over_rows, run_jobs, write_output
-from batchgen.job.joint.rows import Part, Rows, column, merged, write_rows
+from batchgen.job.joint.rows import Part, Rows, column, merged, rows_among, write_rows
 from batchgen.job.options import JobOptions
 from batchgen.job.run import run_job
 from batchgen.job.source import open_input
@@ -85,10 +85,7 @@ def _numbered(dataset: Dataset) -> Iterator[tuple[int, pa.Table]]:
 
 def _rows_of(dataset: Dataset, rows: Rows) -> Iterator[pa.Table]:
     """Yield tables with some rows of an input. rows: their numbers, ascending."""
-    for first, table in _numbered(dataset):
-        low, high = np.searchsorted(rows, [first, first + len(table)])
-        if low < high:
-            yield table.take(pa.array(rows[low:high] - first))
+    return rows_among(_numbered(dataset), rows)
 
 
 def _written(jobs: Jobs, dataset: Dataset, parts: Sequence[Part], counts: dict[str | None, int]) -> dict[str, Any]:

@@ -189,7 +189,7 @@ def test_disk_and_memory_share_no_summaries(tiny_models, stores):
 @pytest.mark.parametrize("tier", ["disk", "streamed"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_only_chosen_pages_come_where_kv_passes(family, tier, tiny_models, stores):
-    """Of four layers the last two choose, and of 20 to 24 pages of a long row eight are chosen."""
+    """The last two of four layers choose pages: eight of the 20 to 24 pages of a long row."""
     path, _ = tiny_models(family, **FOUR_LAYERS)
     moved, kinds, weights = {}, set(), layers(path, 1 if tier == "disk" else 0)
     for budget in ("all", BUDGET):

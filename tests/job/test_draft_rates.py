@@ -1,4 +1,4 @@
-"""What a job measures of its drafts is in the plan of the next job with the same model, prompts and grammar."""
+"""The rates of drafts that a job measures are in the plan of the next job with the same model, prompts and grammar."""
 
 from dataclasses import replace
 

@@ -160,7 +160,7 @@ def test_attention_fp32(case):
 @pytest.mark.parametrize("window", [None, 1, 7, 40])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(12, 12, 32), (4, 1, 64)])
 def test_tokens_of_whole_texts_see_keys_on_both_sides(heads, kv_heads, head_dim, window, instruction_set):
-    """Those of the C++ kernels and of torch, where some keys of the last block are of no token."""
+    """The C++ kernels and torch agree where some keys of the last block belong to no token."""
     sequences = [(1, 0, False), (2, 0, False), (16, 0, False), (77, 0, False), (130, 0, False), (33, 0, False)]
     slices, _, num_blocks = laid_out(0, sequences, 16, 3)
     plan = plan_attention(SweepTables.of(slices), [], kv_block_size=16, key_bytes=64, window=window, causal=False)

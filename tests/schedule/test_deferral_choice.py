@@ -58,7 +58,7 @@ def test_the_cpu_must_be_fast_enough_for_a_second_micro_batch(cpu_seq_s, pipelin
 
 
 def test_prompts_give_the_cpu_more_time():
-    """The same CPU is too slow where nothing but decodes is in the sweep."""
+    """A CPU that is fast enough beside prompts is too slow where the sweep has nothing but decodes."""
     sweep = decodes(GPU_SEQS, KVPlacement.DEVICE) + decodes(40, KVPlacement.DEFERRED, 100)
     prompt = ScheduledSequence(sequence(99, KVPlacement.DEVICE, 64, computed=0), 60)
     assert not choice(2.0).choose(sweep)[1]

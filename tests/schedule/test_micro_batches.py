@@ -161,7 +161,7 @@ def test_each_mixed_batch_has_its_part_of_what_each_processor_and_link_does(coun
 
 
 def test_where_some_are_left_out_the_others_are_in_all_batches():
-    """Those that the CPU attends to would lie close together, and hold up the batch that has them."""
+    """Sequences that the CPU attends to are spread over micro-batches, as one that had all of them would be held up."""
     sweep = [scheduled("gpu", 1, 9) for _ in range(12)] + [scheduled("cpu", 1, 9) for _ in range(4)]
     on_cpu = [[s.sequence.kv_placement for s in batch].count("cpu") for batch in split(sweep, 2, mixes=True)]
     assert on_cpu == [2, 2]

@@ -60,7 +60,17 @@ def tables(path: Path) -> Iterator[tuple[int, pa.Table]]:
 
 def rows_at(path: Path, rows: Rows) -> Iterator[pa.Table]:
     """Yield tables with some rows of a Parquet file. rows: their numbers, ascending."""
-    for first, table in tables(path):
+    return rows_among(tables(path), rows)
+
+
+def rows_among(numbered: Iterable[tuple[int, pa.Table]], rows: Rows) -> Iterator[pa.Table]:
+    """Yield tables with some rows of others.
+
+    Args:
+        numbered: The other tables in order, each with the number of its first row.
+        rows: Numbers of the rows, ascending.
+    """
+    for first, table in numbered:
         low, high = np.searchsorted(rows, [first, first + len(table)])
         if low < high:
             yield table.take(pa.array(rows[low:high] - first))
