@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
-import tempfile
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +12,7 @@ import numpy as np
 
 from batchgen.core.errors import BatchgenError
 from batchgen.core.request import Request, ScoreRequest
+from batchgen.core.scratch_folder import ScratchFolder
 from batchgen.engine.prompt_order import MOST_REQUESTS
 from batchgen.job.append_resume import appended_to
 from batchgen.job.options import JobOptions, seconds
@@ -148,11 +147,10 @@ def _order_of_workers(
         state.record_order(_OF_INPUT)
     if state.order == _OF_INPUT:
         return None
-    folder = Path(tempfile.mkdtemp(prefix="batchgen-sorted-"))
-    stack.callback(shutil.rmtree, folder, ignore_errors=True)
-    state.sorted_folder = folder
     try:
-        ordered = sort_requests(watch(source.requests(DoneRows())), folder, should_stop)
+        state.sorted_folder = folder = _folder_for_sorting()
+        stack.callback(folder.close)
+        ordered = sort_requests(watch(source.requests(DoneRows())), folder.path / SORTED_FOLDER, should_stop)
     except NoSpace as error:
         state.record_order(_OF_INPUT)
         if state.order not in (None, _OF_INPUT):
@@ -165,6 +163,14 @@ def _order_of_workers(
         raise BatchgenError("other workers have sorted the rows in another order: run the same batchgen everywhere")
     state.worker.work_in_order(np.asarray(ordered.rows))
     return ordered
+
+
+def _folder_for_sorting() -> ScratchFolder:
+    """Make a folder for sorted requests. Raises NoSpace where it cannot be made."""
+    try:
+        return ScratchFolder("sorted")
+    except OSError as error:
+        raise NoSpace(error.strerror or str(error)) from error
 
 
 def going_on(requests: Iterable[Any], state: Run | SharedRun) -> Iterator[Any]:

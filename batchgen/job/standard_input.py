@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import shutil
 import sys
-import tempfile
-import weakref
-from pathlib import Path
+from tempfile import gettempdir
 
 from batchgen.core.errors import InputError
+from batchgen.core.scratch_folder import ScratchFolder
 
 STANDARD_INPUT = "-"
 _SUFFIXES = {"parquet": ".parquet", "csv": ".csv"}
@@ -30,15 +29,16 @@ class StandardInput:
         """Read standard input to its end. Raises InputError where nothing is piped in, or there is no space for it."""
         if sys.stdin is None or sys.stdin.isatty():
             raise InputError("--input - reads what is piped in, and nothing is: give a file, or a command before |")
-        folder = Path(tempfile.mkdtemp(prefix="batchgen-stdin-"))
-        self._delete = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        self.path = folder / f"stdin{_SUFFIXES.get(input_format or '', '.jsonl')}"
         try:
+            self._folder = ScratchFolder("stdin")
+            self.path = self._folder.path / f"stdin{_SUFFIXES.get(input_format or '', '.jsonl')}"
             with self.path.open("wb") as file:
                 shutil.copyfileobj(sys.stdin.buffer, file)
         except OSError as error:
-            raise InputError(f"standard input cannot be kept in {folder} ({error.strerror}): set TMPDIR") from error
+            raise InputError(
+                f"standard input cannot be kept in {gettempdir()} ({error.strerror}): set TMPDIR"
+            ) from error
 
     def close(self) -> None:
         """Delete the file."""
-        self._delete()
+        self._folder.close()

@@ -32,6 +32,7 @@ from batchgen.core.digest import json_sha256
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.kernel_choice import KernelChoice
 from batchgen.core.partial import PartialCompletion
+from batchgen.core.scratch_folder import ScratchFolder
 from batchgen.core.typed_json import read_typed
 from batchgen.output.columns import Columns
 from batchgen.output.error_kinds import ErrorKind, error_kinds
@@ -146,7 +147,7 @@ class SharedRun:
         self.done_rows = Tally()
         self.rows_resumed = 0
         self.notices: list[str] = []
-        self.sorted_folder: Path | None = None
+        self.sorted_folder: ScratchFolder | None = None
         self._files = DirectoryFiles(directory / SHARE_FOLDER)
         self._open_plain, self._fingerprint = open_plain, fingerprint
         self._origin = {"fingerprint": json_sha256(fingerprint), "kernels": None}
@@ -280,7 +281,7 @@ class SharedRun:
             if thread is not None:
                 thread.stop()
         if self.sorted_folder is not None:
-            shutil.rmtree(self.sorted_folder, ignore_errors=True)
+            self.sorted_folder.close()
         self.close()
         if not self.complete:
             self._count()
