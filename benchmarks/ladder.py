@@ -7,18 +7,20 @@ disk. The limit is a share of the weights' bytes, and `--beside` for what an int
 same for each engine.
 
 An engine is an entry of ENGINES, a runner in peers/ and its packages in peers/environments.py. Each is tried with all
-of its settings at the largest limit, and goes on with those that were fastest; the result has all of them. A run counts
-where the fp32 model finds its tokens at least 99 % as likely as its own greedy ones (geometric mean of a token's
-probability), and where there are at least 90 % as many. Beside batchgen's time stands what it had predicted, and beside
-every time its share of what the machine could do at best: reading the weights once, or the job's products at the best
-rate of products, whichever takes longer. batchgen is killed three times, too, and its output compared.
+of its settings at the largest limit, where memory is ample, and goes on with those that were fastest; the result has
+all of them. A run counts where its tokens are at least 99 % as likely as fp32's choices after the same tokens, by
+transformers (peers/token_accuracy.py), and where there are at least 90 % as many as were asked for. Beside batchgen's
+time stands what it had predicted, and beside every time its share of what the machine could do at best: reading the
+weights once, or the job's products at the best rate of products, whichever takes longer. batchgen is killed three
+times, too, and its output compared.
 
-Every cell is written at once, and a command goes on where the last one ended. --minutes ends a part of it. Needs root
-and cgroup v1.
+Every cell is written at once, and a command goes on where the last one ended. --minutes ends a part of it. Tokens are
+judged when all cells are there, or with --judge, which times nothing. Needs root and cgroup v1.
 
     python benchmarks/ladder.py --prepare --work-dir DIR        installs engines and writes models, once
     python benchmarks/ladder.py --work-dir DIR
     python benchmarks/ladder.py --models demo --engines batchgen,llama.cpp --minutes 6 --work-dir DIR
+    python benchmarks/ladder.py --judge --work-dir DIR
     python benchmarks/ladder.py --model llama-3.2-3b=FILE.gguf --work-dir DIR
 """
 
@@ -27,7 +29,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -43,6 +44,7 @@ from peers.environments import python_of
 from peers.machine_rates import disk_read_rate, gemm_rates
 from peers.memory_limit import empty_page_cache, run_limited
 from peers.model_files import write_bfloat16_gguf, write_directory
+from peers.token_accuracy import load_fp32, token_accuracy
 from peers.workloads import Row, Workload, work
 from recording import machine, result_path, write
 
@@ -54,11 +56,14 @@ from batchgen.profiler.timing import FULL
 from batchgen.profiler.transfer import dram_read_rate
 
 ROOT = Path(__file__).parents[1]
+PEERS = Path(__file__).parent / "peers"
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 TEXTS = ROOT / "recipes" / "data_wrangling" / "fodors_zagats_test.parquet"
-BATCHGEN = "batchgen"
-SHARES = (1.5, 1.0, 0.75, 0.5, 0.25)
+BATCHGEN, OPENVINO = "batchgen", "openvino"
+AMPLE = 16.0  # of the model: no engine is short of memory
+SHARES = (AMPLE, 1.5, 1.0, 0.75, 0.5, 0.25)
 ACCURACY, LENGTH = 0.99, 0.9
+_MOST_MEMORY_FRAC = 0.8  # of the machine's
 _GEMM_TOKENS = [64, 256, 1024]
 _KILLED_AT = (0.35, 0.5, 0.65)  # of the time of an undisturbed run
 _KILL_SHARE = 3.0  # in float32 the model is in memory then
@@ -95,12 +100,12 @@ ENGINES = {
     ),
     "openvino": Engine(
         "run_openvino.py",
-        "gguf-f16",
+        OPENVINO,
         tuple({"max_num_seqs": 64, "max_num_batched_tokens": n, "cache_gb": 1, "bits": 16} for n in (256, 1024)),
     ),
 }
 # Form of the weights -> its name in a model's folder.
-FORMS = {"gguf": "bfloat16.gguf", "gguf-f16": "float16.gguf", "directory": "directory", "store": "store"}
+FORMS = {"gguf": "bfloat16.gguf", OPENVINO: "openvino", "directory": "directory", "store": "store"}
 
 
 def _demo() -> Path:
@@ -143,7 +148,6 @@ class Model:
         """Write the weights in each form, where they are not there. source: the GGUF that they come from."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_bfloat16_gguf(source, self.form("gguf"))
-        write_bfloat16_gguf(source, self.form("gguf-f16"), "F16")
         directory = write_directory(source, self.form("directory"))
         convert = [
             str(Path(sys.executable).with_name("batchgen")),
@@ -154,6 +158,20 @@ class Model:
             "bfloat16",
         ]
         subprocess.run([*convert, "-m", str(directory), "-o", str(self.form("store"))], check=True)
+
+    def prepare_openvino(self, source: Path, python: Path) -> None:
+        """Write the weights as OpenVINO's files. python: that of its environment. Raises CalledProcessError."""
+        folder = self.form(OPENVINO)
+        if folder.exists():
+            return
+        partial = folder.with_name("openvino.partial")
+        partial.mkdir(exist_ok=True)
+        gguf = write_bfloat16_gguf(source, partial / "float16.gguf", "F16")
+        subprocess.run([str(python), str(PEERS / "write_openvino.py"), str(gguf)], check=True)
+        if not (partial / "openvino_model.xml").exists():
+            raise SystemExit(f"OpenVINO GenAI has converted {self.name} to no files of its own")
+        gguf.unlink()
+        partial.rename(folder)
 
     def make_rows(self, count: int, prompt_tokens: int, output_tokens: int) -> None:
         """Make prompts of records of the recipe's table, as many tokens of each as are asked for."""
@@ -232,7 +250,7 @@ class Ladder:
             python = self._python(engine)
         except (subprocess.CalledProcessError, OSError):
             return about | {"failed": "its packages cannot be installed"}
-        limit = int(share * model.weight_bytes) + self.args.beside
+        limit = min(int(share * model.weight_bytes) + self.args.beside, int(_MOST_MEMORY_FRAC * _memory_bytes()))
         measured = any(cell["engine"] == BATCHGEN for cell in self.cells_of(model).values())
         if engine == BATCHGEN and not measured:  # the machine is measured for the model at the first run
             self._limited(model, engine, python, settings, limit, rows=2)
@@ -272,6 +290,8 @@ class Ladder:
         job, result, log = (folder / f"{engine}.{end}" for end in ("job.json", "result.json", "log"))
         result.unlink(missing_ok=True)
         weights = model.form(form or ENGINES[engine].weights)
+        if not weights.exists():
+            return {"failed": "it cannot read the model's files"}
         given = settings | {"memory_bytes": limit, "beside_bytes": self.args.beside, "folder": str(folder)}
         job.write_text(
             json.dumps(
@@ -286,7 +306,7 @@ class Ladder:
             )
         )
         empty_page_cache([weights] if weights.is_file() else [path for path in weights.rglob("*") if path.is_file()])
-        command = [python, str(Path(__file__).parent / "peers" / ENGINES[engine].runner), str(job), str(result)]
+        command = [python, str(PEERS / ENGINES[engine].runner), str(job), str(result)]
         started = time.time()
         timeout_s = timeout_s or self.args.limit_s
         limited = run_limited(command, limit, log, timeout_s=timeout_s)
@@ -378,18 +398,14 @@ class Ladder:
         cells = [cell for cell in self.cells_of(model).values() if "tokens" in cell and "accuracy" not in cell]
         if not cells:
             return
-        entry = self.result["models"][model.name]
-        outputs = {name: json.loads((self.args.work_dir / "outputs" / f"{name}.json").read_text())
-                   for name in {cell["tokens"] for cell in cells}}  # fmt: skip
-        with _fp32(model) as engine:
-            if "fp32_logprob" not in entry:
-                entry["fp32_logprob"] = _mean_logprob(engine, model.rows, _greedy(engine, model.rows))
-            found = {name: _mean_logprob(engine, model.rows, tokens) for name, tokens in outputs.items()}
-        asked = sum(count for _, count in model.rows)
-        for cell in cells:
-            cell["accuracy"] = math.exp(found[cell["tokens"]] - entry["fp32_logprob"])
-            cell["length"] = sum(map(len, outputs[cell["tokens"]])) / asked
-            cell["valid"] = cell["accuracy"] >= ACCURACY and cell["length"] >= LENGTH
+        fp32 = load_fp32(model.form("directory"))
+        for name in {cell["tokens"] for cell in cells}:
+            tokens = json.loads((self.args.work_dir / "outputs" / f"{name}.json").read_text())
+            judged = token_accuracy(fp32, model.rows, tokens)
+            valid = judged.accuracy >= ACCURACY and judged.length >= LENGTH
+            for cell in cells:
+                if cell["tokens"] == name:
+                    cell |= asdict(judged) | {"valid": valid}
         self.write()
 
 
@@ -407,36 +423,12 @@ def _fastest(cells: dict[str, Any], engine: str) -> dict[str, Any] | None:
     return min(ran, key=lambda cell: cell["wall_s"])["asked"] if ran else None
 
 
-def _fp32(model: Model) -> Any:
-    import batchgen
-
-    return batchgen.Engine(str(model.form("directory")), dtype="float32")
-
-
-def _greedy(engine: Any, rows: list[Row]) -> list[list[int]]:
-    """The greedy tokens of each row."""
-    import batchgen
-
-    requests = [batchgen.Request(ids, batchgen.SamplingParams(max_tokens=n, ignore_eos=True)) for ids, n in rows]
-    generated: list[list[int]] = [[] for _ in rows]
-    for completion in engine.generate(requests):
-        generated[completion.index] = list(completion.samples[0].token_ids)
-    return generated
-
-
-def _mean_logprob(engine: Any, rows: list[Row], generated: list[list[int]]) -> float:
-    """The mean log-probability of tokens after their prompts."""
-    import batchgen
-
-    requests = [
-        batchgen.ScoreRequest(ids, (tokens,)) for (ids, _), tokens in zip(rows, generated, strict=True) if tokens
-    ]
-    total = sum(scored.scores[0].logprob for scored in engine.score(requests))
-    return total / sum(map(len, generated))
-
-
 def _digest(generated: list[list[int]]) -> str:
     return hashlib.sha256(json.dumps(generated).encode()).hexdigest()[:16]
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _last_line(log: Path) -> str:
@@ -467,6 +459,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, help="start no run that might end later")
     parser.add_argument("--threads", type=int, default=available_cores(), help="of the peers")
     parser.add_argument("--prepare", action="store_true", help="install engines and write models, and run nothing")
+    parser.add_argument("--judge", action="store_true", help="judge the tokens of the cells that are there")
     parser.add_argument("--work-dir", type=Path, default=cache / "ladder", help="for models and outputs")
     parser.add_argument("--engines-dir", type=Path, default=cache, help="for the engines' environments")
     parser.add_argument("--output", type=Path, help="[default: benchmarks/results/ladder-CPU.json]")
@@ -483,6 +476,19 @@ def _sources(args: argparse.Namespace) -> dict[str, Path]:
     return {name: MODELS[name]() for name in args.models} | {name: Path(path) for name, path in given.items()}
 
 
+def _prepare_engine(engine: str, models: list[Model], sources: dict[str, Path], folder: Path) -> None:
+    """Install an engine, and write the weights as it alone reads them; what cannot be done is said."""
+    if engine == BATCHGEN:
+        return
+    try:
+        python = python_of(ENGINES[engine].environment or engine, folder)
+        if engine == OPENVINO:
+            for model in models:
+                model.prepare_openvino(sources[model.name], python)
+    except subprocess.CalledProcessError as error:
+        print(f"{engine} cannot be prepared: {error}", flush=True)
+
+
 def main() -> None:
     args = _parse()
     args.work_dir.mkdir(parents=True, exist_ok=True)
@@ -493,16 +499,15 @@ def main() -> None:
             model.prepare(sources[model.name])
             print(f"{model.name}: {format_bytes(model.weight_bytes)} of weights", flush=True)
         for engine in args.engines:
-            if engine != BATCHGEN:
-                try:
-                    python_of(ENGINES[engine].environment or engine, args.engines_dir)
-                except subprocess.CalledProcessError as error:
-                    print(f"{engine} cannot be installed: {error}", flush=True)
+            _prepare_engine(engine, models, sources, args.engines_dir)
         return
     ladder = Ladder(args)
     for model in models:
         model.make_rows(args.rows, args.prompt_tokens, args.output_tokens)
         ladder.cells_of(model)
+        if args.judge:
+            ladder.judge(model)
+            continue
         done = all([ladder.run(model, engine) for engine in args.engines])
         done = done and (BATCHGEN not in args.engines or ladder.check_kills(model))
         if not done:

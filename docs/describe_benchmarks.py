@@ -118,7 +118,7 @@ def ladder(name: str) -> Callable[[dict], str]:
         tokens = d["arguments"]["rows"] * d["arguments"]["output_tokens"]
         rates: dict[str, dict[float, float]] = {}
         for cell in d["models"][name]["cells"].values():
-            if "wall_s" in cell and cell.get("valid"):
+            if "wall_s" in cell and (cell.get("valid") or "same" not in cell):  # older ones are not judged
                 of_engine = rates.setdefault(cell["engine"], {})
                 of_engine[cell["share"]] = max(of_engine.get(cell["share"], 0.0), tokens / cell["wall_s"])
         shown = [

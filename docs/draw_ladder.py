@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PAGE, FIGURE = (ROOT / "docs" / name for name in ("ladder.md", "ladder.svg"))
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- ladder: begin -->\n", "<!-- ladder: end -->\n"
-SHARES = ("0.25", "0.5", "0.75", "1", "1.5")
+SHARES = {"0.25": "0.25", "0.5": "0.5", "0.75": "0.75", "1": "1", "1.5": "1.5", "16": "ample"}  # and how they are shown
 COLOURS = {
     "batchgen": "#2e7d32", "llama.cpp": "#c75b12", "openvino": "#1565c0", "vllm": "#7b1fa2",
     "transformers": "#8d6e63", "accelerate": "#455a64",
@@ -44,11 +44,16 @@ def best_cells(entry: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def rate(cell: dict[str, Any] | None, result: dict[str, Any]) -> float | None:
-    """Generated tokens per second of a cell; None where it did not do the job."""
-    if cell is None or "wall_s" not in cell or not cell.get("valid"):
+    """Generated tokens per second of a cell; None where it did not do the job, or not as accurately as fp32."""
+    if cell is None or "wall_s" not in cell or (_judged(cell) and not cell["valid"]):
         return None
     arguments = result["arguments"]
     return float(arguments["rows"] * arguments["output_tokens"] / cell["wall_s"])
+
+
+def _judged(cell: dict[str, Any]) -> bool:
+    """True where each token was compared with fp32's choice after the same tokens."""
+    return "same" in cell
 
 
 def panel(result: dict[str, Any], name: str, x: int, y: int) -> list[str]:
@@ -62,7 +67,7 @@ def panel(result: dict[str, Any], name: str, x: int, y: int) -> list[str]:
     width, height = WIDTH - LEFT - 110, PANEL - TOP - 40
 
     def at(share: str, value: float) -> tuple[float, float]:
-        across = LEFT + width * SHARES.index(share) / (len(SHARES) - 1)
+        across = LEFT + width * list(SHARES).index(share) / (len(SHARES) - 1)
         up = height * (math.log10(value) - math.log10(low)) / (math.log10(high) - math.log10(low))
         return x + across, y + TOP + height - up
 
@@ -71,9 +76,9 @@ def panel(result: dict[str, Any], name: str, x: int, y: int) -> list[str]:
     ]
     for share in SHARES:
         across, down = at(share, low)
-        drawn.append(f'<text x="{across:.1f}" y="{down + 18:.1f}" text-anchor="middle">{share}</text>')
+        drawn.append(f'<text x="{across:.1f}" y="{down + 18:.1f}" text-anchor="middle">{SHARES[share]}</text>')
     for power in range(round(math.log10(low)), round(math.log10(high)) + 1):
-        (left, down), (right, _) = at(SHARES[0], 10.0**power), at(SHARES[-1], 10.0**power)
+        (left, down), (right, _) = at("0.25", 10.0**power), at("16", 10.0**power)
         drawn.append(f'<path d="M{left:.1f} {down:.1f} H{right:.1f}" class="grid"/>')
         drawn.append(f'<text x="{left - 8:.1f}" y="{down + 4:.1f}" text-anchor="end">{10**power:,}</text>')
     labels: list[tuple[float, str]] = []
@@ -116,9 +121,10 @@ def table(result: dict[str, Any], name: str) -> str:
     """The table of a model on a machine."""
     entry = result["models"][name]
     bound_s = entry["bound"]["bound_s"]
+    limits = " | ".join(SHARES.values())
     lines = [
-        "| engine | 0.25 | 0.5 | 0.75 | 1 | 1.5 | of the roofline | predicted | accuracy | settings |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---|",
+        f"| engine | {limits} | of the roofline | predicted | accuracy | fp32's tokens | settings |",
+        f"|---|{'---:|' * len(SHARES)}---:|---:|---:|---:|---|",
     ]
     for engine, cells in best_cells(entry).items():
         ran = [cells[share] for share in reversed(SHARES) if "wall_s" in cells.get(share, {})]
@@ -127,10 +133,17 @@ def table(result: dict[str, Any], name: str) -> str:
         of_bound = f"{bound_s / best['wall_s']:.0%}" if best else "-"
         predicted = [cell["predicted_wall_s"] / cell["wall_s"] - 1 for cell in ran if cell.get("predicted_wall_s")]
         errors = f"{min(predicted):+.0%} to {max(predicted):+.0%}" if predicted else "-"
-        accuracy = f"{min(cell['accuracy'] for cell in ran):.1%}" if ran else "-"
+        judged = [cell for cell in ran if _judged(cell)]
+        accuracy = f"{min(cell['accuracy'] for cell in judged):.2%}" if judged else "-"
+        same = f"{min(cell['same'] for cell in judged):.1%}" if judged else "-"
         settings = ", ".join(f"{key} {value}" for key, value in best["asked"].items()) if best else ""
-        lines.append(f"| {engine} | {' | '.join(shown)} | {of_bound} | {errors} | {accuracy} | {settings} |")
+        lines.append(f"| {engine} | {' | '.join(shown)} | {of_bound} | {errors} | {accuracy} | {same} | {settings} |")
     return "\n".join(lines)
+
+
+def _cell_text(reason: str) -> str:
+    """A reason that an engine gave, as one line of Markdown."""
+    return " ".join(reason.split()).replace("|", "/").replace("<", "").rstrip(".")
 
 
 def _shown(cell: dict[str, Any] | None, result: dict[str, Any]) -> str:
@@ -160,14 +173,14 @@ def described() -> str:
             if kills := entry.get("kills"):
                 same = "the same SHA-256 as undisturbed" if kills.get("same") else "another output than undisturbed"
                 parts.append(f"batchgen after {kills.get('killed', 0)} kills: {same} (float32).")
-            left_out = {
-                cell["engine"]: cell["failed"]
-                for cell in entry["cells"].values()
-                if "failed" in cell and cell["share"] == 1.5
-            }
+            unjudged = any("wall_s" in cell and not _judged(cell) for cell in entry["cells"].values())
+            if unjudged:
+                parts.append("Tokens of this table are not judged: it is older than the measure.")
             ran = {cell["engine"] for cell in entry["cells"].values() if "wall_s" in cell}
-            if reasons := [f"{engine}: {reason}" for engine, reason in left_out.items() if engine not in ran]:
-                parts.append("Not run: " + "; ".join(reasons) + ".")
+            left_out = {c["engine"]: c["failed"] for c in entry["cells"].values() if c["engine"] not in ran}
+            if left_out:
+                reasons = "; ".join(f"{engine}: {_cell_text(reason)}" for engine, reason in left_out.items())
+                parts.append(f"Not run: {reasons}.")
     parts = parts or ["No machine has results here yet."]
     return f"{before}{BEGIN}\n" + "\n\n".join(parts) + f"\n\n{END}{after}"
 

@@ -33,7 +33,7 @@ _IGNORED = {
 # Parameters that are not supported, and the values with which they ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),  # of a completion
-    "tool_choice": ("none", "auto"),
+    "tool_choice": ("none", "auto"),  # of a chat also a function: see forced_function
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -223,7 +223,7 @@ def parse_body(url: str, body: dict[str, Any], sampling: SamplingParams) -> tupl
         "seed": _take(fields, "seed", _is_int, "an integer", sampling.seed),
         "logprobs": logprobs,
         "prompt_logprobs": prompt_logprobs,
-        **_grammar(fields),
+        **_grammar(fields, _forced_parameters(body) if chat else None),
     }
     _refuse_others(fields)
     try:
@@ -237,6 +237,48 @@ def parse_body(url: str, body: dict[str, Any], sampling: SamplingParams) -> tupl
 
 # Fields of chats that say how their messages become a prompt.
 _OF_CHAT = ("chat_template_kwargs", "reasoning_effort", "continue_final_message", "add_generation_prompt", "tools")
+
+
+def forced_function(body: dict[str, Any]) -> dict[str, Any] | None:
+    """The function of `tools` that a chat's `tool_choice` asks the model to call, as OpenAI describes it.
+
+    It is the named one, or with "required" the only one.
+
+    Args:
+        body: The decoded JSON body.
+
+    Returns:
+        The object of the function, with its "name" and perhaps "parameters"; None where none has to be called.
+
+    Raises:
+        RowError: There is no such function, or several functions and none is named.
+    """
+    choice = body.get("tool_choice")
+    if choice in (None, "none", "auto"):
+        return None
+    tools = normalize_tools(body.get("tools"), "tools") or []
+    functions = [tool["function"] for tool in tools if isinstance(tool.get("function"), dict)]
+    if choice == "required":
+        if len(functions) != 1:
+            raise RowError(f"tool_choice = required is not supported with {len(functions)} functions: name one")
+        return functions[0]
+    asked = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = asked.get("name") if isinstance(asked, dict) else None
+    named = [function for function in functions if name is not None and function.get("name") == name]
+    if not named:
+        raise RowError("tool_choice must be none, auto, required or the name of a function in tools")
+    return named[0]
+
+
+def _forced_parameters(body: dict[str, Any]) -> dict[str, Any] | None:
+    """The JSON schema of the arguments of the function that has to be called; None: none has to be. Raises RowError."""
+    function = forced_function(body)
+    if function is None:
+        return None
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    if not isinstance(parameters, dict):
+        raise RowError("parameters of a function in tools must be a JSON schema")
+    return parameters
 
 
 def _chat_options(body: dict[str, Any], given: ChatOptions) -> ChatOptions:
@@ -340,8 +382,15 @@ def _chat_logprobs(fields: dict[str, Any]) -> int | None:
     return top if wanted else None
 
 
-def _grammar(fields: dict[str, Any]) -> dict[str, Any]:
-    """The grammar of a body, from OpenAI's response_format or vLLM's structured_outputs or guided_json and the like."""
+def _grammar(fields: dict[str, Any], forced: dict[str, Any] | None) -> dict[str, Any]:
+    """The grammar of a body, from OpenAI's response_format or vLLM's structured_outputs or guided_json and the like.
+
+    Args:
+        fields: The body's remaining fields.
+        forced: The JSON schema of the arguments of a function that has to be called; None: none has to be.
+    """
+    if forced is not None:
+        fields.pop("tool_choice")
     wanted = _take(fields, "response_format", _is_response_format, "of type text, json_object or json_schema", {})
     rule = f"an object with one of {', '.join(VLLM_GRAMMARS)}"
     structured = _take(fields, "structured_outputs", _is_structured_outputs, rule, {})
@@ -350,6 +399,7 @@ def _grammar(fields: dict[str, Any]) -> dict[str, Any]:
         "response_format": {"json": _schema_of(wanted)} if wanted.get("type", "text") != "text" else {},
         "structured_outputs": structured,
         "guided_json and the like": guided,
+        "tool_choice": {} if forced is None else {"json": forced},
     }
     given = [way for way, values in ways.items() if values]
     if len(given) > 1:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from batchgen.core.digest import json_sha256
+from batchgen.dataset.openai_batch import forced_function
 
 _TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _LOWEST_LOGPROB = -9999.0  # what OpenAI writes for tokens of no probability; JSON has no infinity
@@ -47,7 +48,7 @@ def format_response(
         "created": 0,
         "model": model_name,
         "choices": [
-            (_chat_choice(index, sample, bool(asked.get("tools"))) if chat else _text_choice(index, sample))
+            (_chat_choice(index, sample, asked) if chat else _text_choice(index, sample))
             | _token_ids("token_ids", sample)
             for index, sample in enumerate(samples)
         ],
@@ -135,18 +136,44 @@ def _digest(custom_id: str | None, row_index: int) -> str:
     return json_sha256([custom_id, row_index])[:24]
 
 
-def _chat_choice(index: int, sample: dict[str, Any], has_tools: bool) -> dict[str, Any]:
+def _chat_choice(index: int, sample: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
     logprobs = sample.get("logprobs")
     positions = None if logprobs is None else {"content": [_position(p) for p in logprobs], "refusal": None}
     reasoning = sample.get("reasoning")
     thoughts = {} if reasoning is None else {"reasoning_content": reasoning}
-    content, calls = _tool_calls(sample["text"], index) if has_tools else (sample["text"], [])
+    content, calls = _content_and_calls(sample["text"], index, asked)
     made = {"tool_calls": calls} if calls else {}
+    # OpenAI's reason for a named function is that of any text.
+    made_by_choice = calls and sample["finish_reason"] == "stop" and not isinstance(asked.get("tool_choice"), dict)
     return {
         "index": index,
         "message": {"role": "assistant", "content": content, **thoughts, **made, "refusal": None},
         "logprobs": positions,
-        "finish_reason": "tool_calls" if calls and sample["finish_reason"] == "stop" else sample["finish_reason"],
+        "finish_reason": "tool_calls" if made_by_choice else sample["finish_reason"],
+    }
+
+
+def _content_and_calls(text: str, index: int, asked: dict[str, Any]) -> tuple[str | None, list[dict[str, Any]]]:
+    """The content of a chat's answer, and the calls of tools in it.
+
+    Args:
+        text: The answer as the model wrote it; the arguments alone where the request names the function to call.
+        index: Number of the choice, which is in the ids of its calls.
+        asked: The request's body.
+    """
+    if not asked.get("tools"):
+        return text, []
+    if (function := forced_function(asked)) is not None:
+        return None, [_call(index, 0, function["name"], text)]
+    return _tool_calls(text, index)
+
+
+def _call(index: int, number: int, name: str, arguments: str) -> dict[str, Any]:
+    """A call of a tool. index, number: those of the choice and of the call in it. arguments: JSON text."""
+    return {
+        "id": f"call_{index}_{number}",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
     }
 
 
@@ -168,8 +195,7 @@ def _tool_calls(text: str, index: int) -> tuple[str | None, list[dict[str, Any]]
         except (ValueError, TypeError, KeyError, RecursionError):
             return text, []
         written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        function = {"name": name, "arguments": written}
-        calls.append({"id": f"call_{index}_{number}", "type": "function", "function": function})
+        calls.append(_call(index, number, name, written))
     return (_TOOL_CALL.sub("", text).strip() or None, calls) if calls else (text, [])
 
 

@@ -38,7 +38,8 @@ def load(job: Job) -> tuple[Generate, dict]:
         results = [result for part in parts for result in pipeline.generate(ids[part], wanted[part])]
         return [result.m_generation_ids[0] for result in results]
 
-    weights = {16: "float16 GGUF", 8: "Q8_0 GGUF"}[job.settings["bits"]]
+    form = "GGUF" if job.model.endswith(".gguf") else "OpenVINO"
+    weights = {16: f"float16 {form}", 8: f"Q8_0 {form}"}[job.settings["bits"]]
     return generate, job.settings | properties | {"prefix_caching": job.share_prefixes, "weights": weights}
 
 

@@ -125,6 +125,7 @@ def test_prompts():
     ("name", "neutral", "active"),
     [
         ("tool_choice", "none", "required"),
+        ("tool_choice", "auto", {"type": "function", "function": {"name": "none such"}}),
         ("functions", [], [{"name": "f"}]),
         ("response_format", {"type": "text"}, {"type": "grammar"}),
         ("response_format", None, {"type": "json_schema", "json_schema": {"name": "no schema"}}),
@@ -177,6 +178,28 @@ def test_calls_of_tools_in_an_answer_are_openais():
     for text, body in ((call, {}), ("<tool_call>add</tool_call>", {"tools": [TOOL]}), ("4", {"tools": [TOOL]})):
         answer, reason = message(text, **body)
         assert (answer["content"], reason) == (text, "stop") and "tool_calls" not in answer
+
+
+NAMED = {"type": "function", "function": {"name": "add"}}
+
+
+def test_a_function_that_has_to_be_called_gets_arguments_of_its_schema():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    add, other = ({"type": "function", "function": {"name": name, "parameters": schema}} for name in ("add", "other"))
+    for fields in ({"tools": [other, add], "tool_choice": NAMED}, {"tools": [add], "tool_choice": "required"}):
+        assert json.loads(chat(**fields)[1].json_schema) == schema
+        row = ROW | {"samples": [{"text": '{"a": 2}', "finish_reason": "stop", "logprobs": None}]}
+        body = format_response("id-1", {"messages": MESSAGES, **fields}, row, "demo", 3)["response"]["body"]
+        (choice,) = body["choices"]
+        assert choice["message"]["content"] is None
+        assert choice["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 2}'}
+        assert choice["finish_reason"] == ("stop" if fields["tool_choice"] == NAMED else "tool_calls")
+    assert "name one" in refusal(chat, tools=[add, other], tool_choice="required")
+    assert "name of a function" in refusal(chat, tools=[other], tool_choice=NAMED)
+    assert "JSON schema" in refusal(chat, tools=[{"function": {"name": "add", "parameters": 5}}], tool_choice=NAMED)
+    given = {"type": "json_schema", "json_schema": {"schema": schema}}
+    assert "exclude each other" in refusal(chat, tools=[add], tool_choice=NAMED, response_format=given)
+    assert "tool_choice" in refusal(completion, tool_choice=NAMED)
 
 
 def test_what_does_not_change_the_answer_is_accepted():
