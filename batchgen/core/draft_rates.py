@@ -29,12 +29,15 @@ class DraftRates:
         proposed: Part of the decoding steps in which anything is proposed.
         accepted: Chance that a draft is accepted if those before it are.
         most: Most drafts of a sequence in a sweep.
-        only_while_streaming: Whether there are drafts only where weights or KV come from another tier in each sweep.
+        forced: Tokens that a decoding step has beside its sampled one, as the grammar allows no others: the mean.
+        only_while_streaming: Whether there are drafts only where weights or KV come from another tier in each sweep,
+            and in memory that is free anyway: nobody has asked for them.
     """
 
     proposed: float
     accepted: float
     most: int = MOST_DRAFTS
+    forced: float = 0.0
     only_while_streaming: bool = False
 
     def drafts_of(self, most: int) -> float:
@@ -46,8 +49,11 @@ class DraftRates:
         return self.proposed * expected_accepted(self.accepted, most)
 
 
-# Rates of a job of which nothing is known yet: half of what is typical where answers copy nothing from their prompts.
+# Rates of a job of which nothing is known yet, where somebody asks for drafts: half of what is typical where answers
+# copy nothing from their prompts.
 UNKNOWN_RATES = DraftRates(0.2, 0.6)
+# Those where nobody asks for drafts: none, so that no job takes longer than its plan says.
+NO_RATES = DraftRates(0.0, 0.0, only_while_streaming=True)
 
 
 # Sequences that have a state slot for drafts of their own. Where many more are in flight, computation binds anyway.

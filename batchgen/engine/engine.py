@@ -320,7 +320,7 @@ class Engine:
         on_overlong: str = "error",
         chat_template: str | None = None,
         sampling: SamplingParams | None = None,
-        drafts: int | None = 0,
+        drafts: int | None = None,
         on_load: Callable[[int, int], None] | None = None,
     ) -> None:
         from batchgen.models.tokenizers.loading import load_tokenizer
@@ -655,7 +655,11 @@ class Engine:
                 return
         started_s = time.perf_counter()
         if isinstance(call.handler, Generation):
-            yield from self._end(call, call.handler.take_forced(self.stats))
+            before = self.stats.forced_tokens
+            finished = call.handler.take_forced(self.stats)
+            if call.scheduler.drafting:
+                call.scheduler.drafting.forced(self.stats.forced_tokens - before)
+            yield from self._end(call, finished)
             if not call.has_work:
                 return
         scheduled = call.scheduler.schedule()

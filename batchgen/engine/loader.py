@@ -493,9 +493,12 @@ def _draft_proposers(request: LoadRequest, executor: Executor) -> Callable[[], S
 
 
 def _wants_mtp(request: LoadRequest) -> bool:
-    """Tell whether a model's MTP module drafts, if there is one: where one process computes all on the CPU."""
+    """Tell whether a model's MTP module drafts, if there is one: where drafts are asked for, as it takes memory.
+
+    One process must compute all on the CPU.
+    """
     alone = request.shard is None and not request.device.accelerated and request.task != "score"
-    return alone and request.policy.most_drafts(request.drafts, "cpu") > 0
+    return alone and request.policy.most_drafts(request.drafts or 0, "cpu") > 0
 
 
 def load_executor(

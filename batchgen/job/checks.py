@@ -85,7 +85,8 @@ def check_options(options: JobOptions) -> None:
         if value is not None and not 1 <= value <= most:
             bound = "at least 1" if value < 1 else f"at most {most:,}"
             raise InputError(f"{flag_of(name)} must be {bound}, not {value}")
-    check_drafts("--drafts", options.drafts)
+    if options.drafts is not None:
+        check_drafts("--drafts", options.drafts)
     size_bytes(options.cache_size)
     if options.overwrite and options.retry_failed:
         raise InputError(

@@ -535,14 +535,14 @@ class JobOptions:
         type=bool,
         help="Compute a prompt prefix that rows share once [default: on].",
     )
-    drafts: int = _option(
+    drafts: int | None = _option(
         RESOURCES,
         f"{_ROWS} lm_eval helm serve-batches engine",
-        default=0,
         type=int,
         metavar="N",
         help=f"Most drafted tokens of a sequence, up to {MOST_DRAFTS}, that are checked together in a sweep, where that"
-        " saves time: while weights or KV stream. Drafts change no text, but for rounding in 16 bits [default: 0].",
+        " saves time. Drafts change no text, but for rounding in 16 bits"
+        f" [default: {MOST_DRAFTS} where weights or KV stream, else 0].",
     )
     pipeline: int = _option(
         RESOURCES,

@@ -192,7 +192,7 @@ def problem_of_job(
 def _mtp_bytes(job: Job) -> int:
     """Bytes of the model's MTP module, where it may draft."""
     options = job.options
-    drafts = options.drafts != 0 and options.task == "generate" and job.device.kind == "cpu"
+    drafts = options.drafts and options.task == "generate" and job.device.kind == "cpu"
     if not drafts or options.tensor_parallel > 1 or options.pipeline > 1:
         return 0
     return mtp_bytes(job.files, job.config, job.dtype)

@@ -286,9 +286,9 @@ class RunOptions(TypedDict, total=False):
     share_prefixes: bool
     """Compute a prompt prefix that rows share once [default: on]."""
 
-    drafts: int
-    """Most drafted tokens of a sequence, up to 16, that are checked together in a sweep, where that saves time: while
-    weights or KV stream. Drafts change no text, but for rounding in 16 bits [default: 0].
+    drafts: int | None
+    """Most drafted tokens of a sequence, up to 16, that are checked together in a sweep, where that saves time. Drafts
+    change no text, but for rounding in 16 bits [default: 16 where weights or KV stream, else 0].
     """
 
     pipeline: int

@@ -153,7 +153,7 @@ def phase_prefill_attention_s(s: CostInputs, phase: Phase) -> float:
 def phase_prefix_attention_s(s: CostInputs, phase: Phase) -> float:
     """Seconds of one layer's attention to a shared prefix, by new prompts and by decoding sequences."""
     together = phase.decode_seqs if _shared_tokens(s, phase) else 0.0
-    queries = together * (1 + phase.drafts)
+    queries = together * phase.queries
     prefix = s.workload.prefix_len
     groups = 0.0 if s.workload.prefix_seqs is None else s.workload.prefixes_of(together)
 
@@ -189,7 +189,7 @@ def decode_kv_bytes(s: CostInputs, phase: Phase) -> float:
 def phase_decode_attention_s(s: CostInputs, phase: Phase, device: ComputeRates) -> float:
     """Seconds of one layer's decode attention, or updates of states, in one sweep if the block were on the device."""
     seqs, batches = phase.decode_seqs, s.num_gpu_batches
-    queries = 1 + phase.drafts
+    queries = phase.queries
     attention_s = _mean(
         s, lambda kind: few_queries_attention_s(s, kind, seqs, _keys(s, phase, kind), queries, device, batches)
     )

@@ -106,21 +106,20 @@ def _fastest(s: CostInputs, phase: Phase, at: Placement, rates: DraftRates) -> P
 
 def _drafted(phase: Phase, count: int, rates: DraftRates, budget: float) -> Phase | None:
     """A phase in which sequences have up to so many drafts; None: a sweep's budget of tokens does not hold them."""
-    drafts, accepted = rates.drafts_of(count), rates.accepted_of(count)
-    spare = budget - phase.decode_seqs * (1 + drafts)
+    drafted = replace(
+        phase, most_drafts=count, drafts=rates.drafts_of(count), accepted=rates.accepted_of(count), forced=rates.forced
+    )
+    spare = budget - drafted.decode_tokens
     if spare < 0 or (phase.prefill_tokens and spare < 1):
         return None
     # Rows end and enter as much faster, but for prompts that the budget holds up.
-    faster = 1 + accepted
+    faster = drafted.gained
     if phase.prefill_tokens:
         faster = min(faster, spare / phase.prefill_tokens)
     return replace(
-        phase,
+        drafted,
         sweeps=phase.sweeps / faster,
         prefill_tokens=phase.prefill_tokens * faster,
         prefill_seqs=phase.prefill_seqs * faster,
-        decode_seqs=phase.decode_seqs * faster / (1 + accepted),
-        most_drafts=count,
-        drafts=drafts,
-        accepted=accepted,
+        decode_seqs=phase.decode_seqs * faster / drafted.gained,
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from batchgen.core.attention_budget import ALL
+from batchgen.core.draft_rates import NO_RATES
 from batchgen.core.dtypes import BLOCK_FORMATS, matmul_key
 from batchgen.core.hardware import known
 from batchgen.core.kernel_choice import KernelChoice
@@ -327,11 +328,15 @@ def explain(plan: Plan, explained: Explanation | None = None) -> list[str]:
 def _draft_lines(plan: Plan) -> list[str]:
     """The drafts that sequences are expected to have; no line where nothing may be drafted."""
     rates, drafts = plan.workload.drafts, plan.prediction.drafts
-    if rates is None:
+    streams = plan.policy.streams("gpu" if "gpu" in plan.budgets else "cpu")
+    if rates is None or (rates.only_while_streaming and not streams):
         return []
     if reason := why_no_drafts(plan):
         return [f"no drafts: {reason}"]
+    if rates == replace(NO_RATES, most=rates.most):
+        return ["drafts are not counted, as no job with these prompts has measured any"]
     expected = f"proposed in {rates.proposed:.0%} of the steps, each accepted with a chance of {rates.accepted:.0%}"
+    expected += f", {rates.forced:.2f} tokens of a step forced" if rates.forced else ""
     if not drafts:
         return [f"no drafts, as they would save no time ({expected})"]
     counts = ", ".join(f"{count} for up to {seqs:,} decoding sequences" for seqs, count in drafts)

@@ -28,6 +28,7 @@ class Phase:
         most_drafts: drafts that a decoding sequence has where anything is proposed for it.
         drafts: drafts of a decoding sequence per sweep, the mean over all.
         accepted: drafts of these that are accepted.
+        forced: tokens of a decoding sequence per sweep that its grammar forces and that are not sampled: the mean.
     """
 
     sweeps: float
@@ -40,11 +41,22 @@ class Phase:
     most_drafts: int = 0
     drafts: float = 0.0
     accepted: float = 0.0
+    forced: float = 0.0
+
+    @property
+    def queries(self) -> float:
+        """Tokens per sweep of a decoding sequence, drafts and forced ones included."""
+        return 1 + self.drafts + self.forced
+
+    @property
+    def gained(self) -> float:
+        """Tokens by which a decoding sequence grows per sweep."""
+        return 1 + self.accepted + self.forced
 
     @property
     def decode_tokens(self) -> float:
-        """Tokens per sweep of decoding sequences, their drafts included."""
-        return self.decode_seqs * (1 + self.drafts)
+        """Tokens per sweep of decoding sequences, drafts and forced ones included."""
+        return self.decode_seqs * self.queries
 
     @property
     def tokens(self) -> float:
@@ -54,12 +66,13 @@ class Phase:
     @property
     def sampled(self) -> float:
         """Tokens generated per sweep; where prompts are scored, prompts that are done."""
-        return self.prefill_seqs + self.decode_seqs * (1 + self.accepted) + self.deferred_tokens
+        return self.prefill_seqs + self.decode_seqs * self.gained + self.deferred_tokens
 
     @property
     def logits_rows(self) -> float:
         """Rows of logits per sweep."""
-        return self.prefill_seqs * self.logits_rows_per_prompt + self.decode_tokens + self.deferred_tokens
+        decoding = self.decode_seqs * (1 + self.drafts)
+        return self.prefill_seqs * self.logits_rows_per_prompt + decoding + self.deferred_tokens
 
 
 @dataclass(frozen=True)

@@ -127,9 +127,10 @@ class CostInputs(Sizes):
 
     @property
     def draft_state_share(self) -> float:
-        """State slots for drafts, for each sequence; 0 where memory holds all layers, or nothing is drafted."""
-        memory = self.budgets["gpu" if self.on_gpu else "cpu"]
-        if self.workload.drafts is None or not self.model.state or not takes_drafts(self.attention_budget):
+        """State slots for drafts, for each sequence; 0 where memory holds all layers, or no drafts are asked for."""
+        memory, rates = self.budgets["gpu" if self.on_gpu else "cpu"], self.workload.drafts
+        is_asked_for = rates is not None and not rates.only_while_streaming
+        if not is_asked_for or not self.model.state or not takes_drafts(self.attention_budget):
             return 0.0
         return draft_state_share(self.max_num_seqs) if self.layer_bytes * self.model.num_layers > memory else 0.0
 

@@ -400,12 +400,12 @@ def first_rows_s(candidate: Candidate) -> float:
     full = Phase(1, tokens, seqs, 0.0, s.workload.prompt_len.mean)
     later = max(candidate.phases, key=lambda phase: phase.decode_seqs)
     at = candidate.counts.placement(s)
-    decoding = (sweeps - filling) / (1 + later.accepted)
+    decoding = (sweeps - filling) / later.gained
     return filling * job_seconds(s, [full], at) + decoding * job_seconds(s, [later], at) / later.sweeps
 
 
 def _block_latency_s(s: CostInputs, phases: tuple[Phase, ...], seconds: float) -> float:
-    sweeps = sum(phase.sweeps * (1 + phase.accepted) for phase in phases)  # in which a row gains a token
+    sweeps = sum(phase.sweeps * phase.gained for phase in phases)  # in which a row gains a token
     fill = s.workload.computed_prompt_len * s.max_num_seqs / s.max_num_batched_tokens
     per_token = s.deferral.sweeps_per_token if s.deferral else 1
     return seconds * min(1.0, (max(1.0, fill) + (s.workload.output_len.max - 1) * per_token) / sweeps)

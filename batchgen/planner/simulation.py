@@ -412,15 +412,17 @@ class SimulatedJob:
     def _sample(self, sampled: list[Sequence]) -> None:
         self.num_refused = 0
         for sequence in sampled:
-            accepted = 0
+            accepted = forced = 0
+            left = max(0, self._output_len[sequence] - sequence.num_generated - 1)
             if sequence.drafts and self._drafts is not None:
-                left = self._output_len[sequence] - sequence.num_generated - 1
-                accepted = self._drafts.accepted(len(sequence.drafts), max(0, left))
+                accepted = self._drafts.accepted(len(sequence.drafts), left)
                 self.num_refused += len(sequence.drafts) - accepted
                 sequence.num_computed += accepted
                 sequence.drafts = []
-            sequence.tokens += [0] * (1 + accepted)
-            self._generated += 1 + accepted
+            if self._drafts is not None:
+                forced = min(self._drafts.forced(), left - accepted)
+            sequence.tokens += [0] * (1 + accepted + forced)
+            self._generated += 1 + accepted + forced
             if sequence.num_generated >= self._output_len[sequence]:
                 del self._output_len[sequence]
                 self._scheduler.finish(sequence)
@@ -454,7 +456,7 @@ class _SimulatedDrafts:
     """The proposer of a simulated job, whose drafts are accepted at the workload's rates."""
 
     def __init__(self, rates: DraftRates) -> None:
-        self._rates, self._draw = rates, random.Random(0)
+        self._rates, self._draw, self._draw_forced = rates, random.Random(0), random.Random(1)
 
     def begin(self, sequences: Iterable[Sequence]) -> None:
         """Do nothing: each sequence is looked at by itself."""
@@ -472,6 +474,11 @@ class _SimulatedDrafts:
             if self._draw.random() >= self._rates.accepted:
                 return number
         return min(num_drafts, most)
+
+    def forced(self) -> int:
+        """The number of tokens that a grammar forces after those of a step."""
+        whole, part = divmod(self._rates.forced, 1)
+        return int(whole) + (self._draw_forced.random() < part)
 
 
 @lru_cache(256)
@@ -498,4 +505,5 @@ def _phase_of(sweep: list[ScheduledSequence], workload: Workload) -> Phase:
         most_drafts=max(drafts, default=0),
         drafts=sum(drafts) / max(1, len(decodes)),
         accepted=accepted,
+        forced=sum(s.num_tokens - s.num_drafts - 1 for s in decodes) / max(1, len(decodes)),
     )

@@ -111,14 +111,16 @@ class Drafting:
         self._on_trial = self._last_accepted = self._num_active = 0
         self.active = always is not None
         self.num_drafted = self.num_accepted = 0
-        self._num_judged = self._num_asked = self._num_proposed = 0
+        self._num_judged = self._num_asked = self._num_proposed = self._num_forced = 0
 
     @property
     def rates(self) -> DraftRates | None:
         """Rates of all drafts so far; None: too few were judged to say anything."""
-        if self._num_judged < _ENOUGH_JUDGED:
+        if self._num_judged + self._num_forced < _ENOUGH_JUDGED or not self._num_asked:
             return None
-        return DraftRates(self._num_proposed / self._num_asked, min(_HIGHEST, self.num_accepted / self._num_judged))
+        accepted = min(_HIGHEST, self.num_accepted / self._num_judged) if self._num_judged else 0.0
+        asked = self._num_asked
+        return DraftRates(self._num_proposed / asked, accepted, forced=self._num_forced / asked)
 
     def begin(self, num_tokens: int, num_rows: int) -> bool:
         """Begin with a sweep; False: no draft could be worth its time in it.
@@ -202,6 +204,10 @@ class Drafting:
             self._num_active += 1
             if self._num_active >= _JUDGED_AFTER and self._saved_s < self._cost_s:
                 self._pause, self._num_active = _TRIAL_EVERY, 0
+
+    def forced(self, num_tokens: int) -> None:
+        """Count tokens that follow those of a sweep with drafts, as grammars allow no others."""
+        self._num_forced += num_tokens
 
     def ended(self, sequences: List[Sequence]) -> None:
         """Note that sequences have ended."""

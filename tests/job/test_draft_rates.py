@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchgen
-from batchgen.core.draft_rates import MOST_DRAFTS, UNKNOWN_RATES, DraftRates
+from batchgen.core.draft_rates import MOST_DRAFTS, NO_RATES, UNKNOWN_RATES, DraftRates
 from batchgen.core.errors import InputError
 from batchgen.core.request import SamplingParams
 from batchgen.job.draft_rates import expected_drafts, keep_drafts
@@ -21,8 +21,8 @@ def job_of(tiny_models, tmp_path, monkeypatch):
     monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path / "cache"))
     path, _ = tiny_models("llama")
 
-    def get(**options):
-        return resolve_job(JobOptions(str(path), "in.parquet", "out.parquet", **options), resolve_model(str(path)))
+    def get(source="in.parquet", **options):
+        return resolve_job(JobOptions(str(path), source, "out.parquet", **options), resolve_model(str(path)))
 
     return get
 
@@ -36,14 +36,21 @@ def test_rates_are_kept_for_jobs_that_are_alike(job_of):
     keep_drafts(job, measured)
     assert expected_drafts(job) == replace(measured, most=4)
     assert expected_drafts(job_of(prompt_template="Classify: {{ text }}", drafts=4)) == unknown
+    by_column = {"prompt_column": "text", "drafts": 4}
+    keep_drafts(job_of(**by_column), measured)
+    assert expected_drafts(job_of(**by_column)) == replace(measured, most=4)
+    assert expected_drafts(job_of(source="other.parquet", **by_column)) == unknown, "its texts may be of any kind"
     schema = SamplingParams(json_schema={"type": "object"})
     assert expected_drafts(job_of(prompt_template="Extract: {{ text }}", sampling=schema, drafts=4)) == unknown
 
 
 def test_the_option_says_how_many_drafts_are_expected(job_of):
-    assert expected_drafts(job_of()) is None
+    assert expected_drafts(job_of()) == NO_RATES
+    assert expected_drafts(job_of(drafts=0)) is None
     assert expected_drafts(job_of(drafts=3)) == replace(UNKNOWN_RATES, most=3)
-    assert expected_drafts(job_of(task="score", drafts=3)) is None
+    assert expected_drafts(job_of(task="score")) is None
+    keep_drafts(job_of(), DraftRates(0.5, 0.75))
+    assert expected_drafts(job_of()) == DraftRates(0.5, 0.75, only_while_streaming=True)
 
 
 def test_a_job_measures_its_drafts_and_reports_them(tiny_models, tmp_path, monkeypatch):
@@ -54,10 +61,11 @@ def test_a_job_measures_its_drafts_and_reports_them(tiny_models, tmp_path, monke
     given = {"dtype": "float32", "cpu_memory": "4GiB", "max_tokens": 48, "ignore_eos": True, "chat": False}
     given |= {"offload_dir": tmp_path, "prompt_column": "prompt"}
     reports = {}
-    for drafts in (0, 8):
+    for drafts in (0, 8, None):
         output = tmp_path / f"{drafts}.parquet"
         reports[drafts] = batchgen.run(path, tmp_path / "in.parquet", output, drafts=drafts, **given)
-    assert reports[0]["drafted_tokens"] == 0 and not reports[0]["predicted"]["drafts"]
+    for drafts in (0, None):  # nothing streams
+        assert reports[drafts]["drafted_tokens"] == 0 and not reports[drafts]["predicted"]["drafts"]
     texts = [pq.read_table(tmp_path / f"{drafts}.parquet")["text"].to_pylist() for drafts in (0, 8)]
     assert texts[0] == texts[1]
     assert reports[8]["accepted_tokens"] <= reports[8]["drafted_tokens"]

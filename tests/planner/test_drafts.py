@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from batchgen.core.draft_rates import DraftRates, expected_accepted
+from batchgen.core.draft_rates import NO_RATES, DraftRates, expected_accepted
 from batchgen.core.plan import Plan
 from batchgen.core.workload import Workload
 from batchgen.models.hf.config import config_of_hf
@@ -18,7 +18,7 @@ from batchgen.profiler.shipped import shipped_profile
 
 SHAPES = Path(__file__).parents[2] / "recipes" / "throughput" / "shapes"
 GIB = 1 << 30
-NEARLY_ALL, HALF = DraftRates(1.0, 0.95), DraftRates(0.5, 0.7)
+NEARLY_ALL, HALF, FORCED = DraftRates(1.0, 0.95), DraftRates(0.5, 0.7), DraftRates(0.3, 0.5, forced=0.8)
 
 
 def shape(name):
@@ -41,14 +41,14 @@ def sweeps_s(plan):
     return plan.prediction.total_s - plan.prediction.startup_s
 
 
-@pytest.mark.parametrize("rates", [NEARLY_ALL, HALF])
+@pytest.mark.parametrize("rates", [NEARLY_ALL, HALF, FORCED])
 def test_a_plan_that_streams_weights_has_drafts_and_predicts_what_they_save(rates):
     without, _ = planned(None, memory=8 * GIB)
     plan, run = planned(rates, memory=8 * GIB)
     assert without.prediction.drafts == ()
     assert plan.prediction.most_drafts(32) >= 4
     assert sweeps_s(plan) == pytest.approx(run.total_s, rel=0.15)
-    assert sweeps_s(plan) < sweeps_s(without) / (1 + 0.4 * rates.accepted_of(8) ** 0.5)
+    assert sweeps_s(plan) < sweeps_s(without) / (1 + 0.4 * (rates.accepted_of(8) + rates.forced) ** 0.5)
     assert any(line.startswith("drafts in a sweep: ") for line in explain(plan))
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
@@ -57,8 +57,11 @@ def test_streaming_alone_has_drafts_where_only_that_is_asked_for():
     rates = replace(NEARLY_ALL, only_while_streaming=True)
     in_memory, _ = planned(rates, memory=24 * GIB)
     assert in_memory.prediction.drafts == ()
-    assert any(line.startswith("no drafts, as they would save no time") for line in explain(in_memory))
+    assert not any("drafts" in line for line in explain(in_memory))
     assert planned(rates, memory=8 * GIB)[0].prediction.drafts
+    unknown, _ = planned(NO_RATES, memory=8 * GIB)
+    assert unknown.prediction.drafts == ()
+    assert "drafts are not counted, as no job with these prompts has measured any" in explain(unknown)
 
 
 def test_nothing_is_drafted_where_computation_binds():
@@ -107,10 +110,11 @@ def delta_net(**changes):
     return config_of_hf(values | changes)
 
 
-def test_a_plan_whose_weights_do_not_fit_keeps_state_slots_for_drafts():
+def test_a_plan_whose_weights_do_not_fit_keeps_state_slots_for_drafts_that_are_asked_for():
     config, hardware = delta_net(), shipped_profile("zen4")
     plans = {}
-    for rates in (None, NEARLY_ALL):
+    by_default = replace(NEARLY_ALL, only_while_streaming=True)
+    for rates in (None, NEARLY_ALL, by_default):
         job = replace(Workload.uniform(32, 160, 96), drafts=rates)
         problem = problem_of(
             hardware, config, job, dtype="bfloat16", max_model_len=256, process_bytes=400 << 20, cpu_memory=12 * GIB,
@@ -120,6 +124,7 @@ def test_a_plan_whose_weights_do_not_fit_keeps_state_slots_for_drafts():
     plan, without = plans[NEARLY_ALL], plans[None]
     assert plan.states.slots["cpu"] == without.states.slots["cpu"] + 32
     assert plan.prediction.drafts
+    assert plans[by_default].states == without.states
     run = simulate_job(plan, config, hardware)
     assert sweeps_s(plan) == pytest.approx(run.total_s, rel=0.15)
     assert sweeps_s(plan) < sweeps_s(without) / 2

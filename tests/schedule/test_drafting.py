@@ -120,7 +120,8 @@ def test_rates_of_drafts_are_those_that_were_judged():
         for sequence in chosen:
             sequence.tokens += [7, 7, 8]  # two of four drafts are right, the third is judged, the fourth is not
         drafting.taken()
-    assert drafting.rates == DraftRates(proposed=1.0, accepted=pytest.approx(2 / 3))
+        drafting.forced(5)
+    assert drafting.rates == DraftRates(proposed=1.0, accepted=pytest.approx(2 / 3), forced=0.5)
 
 
 class Right:
