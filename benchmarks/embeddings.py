@@ -1,14 +1,17 @@
-"""Embeddings of a corpus, by batchgen and by sentence-transformers on the same cores.
+"""Embeddings of a corpus, by batchgen, sentence-transformers, OpenVINO and ONNX Runtime on the same cores.
 
 The corpus is the paragraphs of this repository's pages, so lengths are those of real text. Each measurement is a
-process of its own, from its start until the vectors are in a Parquet file; engines take turns. sentence-transformers
-sorts texts by length and pads each batch; of its batch sizes the fastest counts. Vectors of both are compared.
+process of its own, from its start until the vectors are in a Parquet file; engines take turns. The others sort texts by
+length and pad each batch (peers/run_embeddings.py): each runs with the fastest of its settings, which a process before
+has tried on some of the texts. Their graphs are exported before. Vectors are compared with those of
+sentence-transformers.
 
     python benchmarks/embeddings.py --model all-MiniLM-L6-v2 --packages DIRECTORY
     python benchmarks/embeddings.py --shape qwen3-embedding-0.6b --tokenizer all-MiniLM-L6-v2 --packages DIRECTORY
 
-`--packages` is a directory that has sentence-transformers (`pip install --target`). With `--shape` the weights are
-random, and texts are tokenized by another model's tokenizer.
+`--packages` is a directory that has them (`pip install --target`). With `--shape` the weights are random, and texts are
+tokenized by another model's tokenizer. ONNX Runtime computes in fp32, whatever `--dtype` is: it has no bf16 for
+x86.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
+PEERS = HERE / "peers" / "run_embeddings.py"
+BATCHGEN, REFERENCE = "batchgen", "sentence-transformers"
 _QWEN3_06B = {
     "vocab_size": 151669, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
     "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 32768,
@@ -80,64 +85,63 @@ def by_batchgen(job: dict[str, Any]) -> dict[str, Any]:
     return {"prompt_tokens": report["prompt_tokens"], "predicted_s": report["predicted_wall_s"], "busy_s": busy}
 
 
-def by_sentence_transformers(job: dict[str, Any]) -> dict[str, Any]:
-    sys.path.insert(0, job["packages"])
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-    import torch
-    from sentence_transformers import SentenceTransformer, __version__
-
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    dtype = {"torch_dtype": getattr(torch, job["dtype"])}
-    model = SentenceTransformer(job["model"], device="cpu", model_kwargs=dtype)
-    table = pq.read_table(job["input"])
-    started = time.perf_counter()
-    vectors = model.encode(table["text"].to_pylist(), batch_size=job["batch_size"], convert_to_tensor=True)
-    took = time.perf_counter() - started
-    vectors = vectors.float().numpy()
-    column = pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), vectors.shape[1])
-    pq.write_table(table.append_column("embedding", column), job["output"])
-    return {"encode_s": took, "sentence-transformers": __version__, "torch": torch.__version__}
-
-
-ENGINES = {"batchgen": by_batchgen, "sentence-transformers": by_sentence_transformers}
-
-
 def measured(engine: str, job: dict[str, Any], folder: Path) -> dict[str, Any]:
     """A process of an engine: its wall time from start to end, and what it says."""
     asked, said = folder / "job.json", folder / "result.json"
     asked.write_text(json.dumps(job))
+    script = [__file__, "--run"] if engine == BATCHGEN else [str(PEERS), engine]
+    paths = os.pathsep.join([job["packages"], os.environ.get("PYTHONPATH", "")])
+    environment = os.environ if engine == BATCHGEN else os.environ | {"PYTHONPATH": paths}
     started = time.perf_counter()
-    subprocess.run([sys.executable, __file__, "--run", engine, str(asked), str(said)], check=True, cwd=ROOT)
+    subprocess.run([sys.executable, *script, str(asked), str(said)], check=True, cwd=ROOT, env=environment)
     return {"wall_s": time.perf_counter() - started, **json.loads(said.read_text())}
 
 
-def differences(folder: Path) -> dict[str, float]:
-    """How far the vectors of the engines are from each other: the largest difference, and the least cosine."""
+def differences(folder: Path, engines: list[str]) -> dict[str, dict[str, float]]:
+    """How far each engine's vectors are from sentence-transformers': the largest difference, and the least cosine."""
     import numpy as np
     import pyarrow.parquet as pq
 
-    found = [
-        pq.read_table(folder / f"{name}.parquet")["embedding"].combine_chunks().flatten().to_numpy() for name in ENGINES
-    ]
-    size = pq.read_table(folder / "batchgen.parquet").schema.field("embedding").type.list_size
-    ours, theirs = (vectors.reshape(-1, size) for vectors in found)
-    return {"largest": float(np.abs(ours - theirs).max()), "least_cosine": float((ours * theirs).sum(1).min())}
+    def vectors(engine: str) -> np.ndarray:
+        column = pq.read_table(folder / f"{engine}.parquet")["embedding"].combine_chunks()
+        return column.flatten().to_numpy().reshape(len(column), -1)
+
+    theirs = vectors(REFERENCE)
+    found = {engine: vectors(engine) for engine in engines if engine != REFERENCE}
+    return {
+        engine: {"largest": float(np.abs(ours - theirs).max()), "least_cosine": float((ours * theirs).sum(1).min())}
+        for engine, ours in found.items()
+    }
+
+
+def settings_of(engines: list[str], job: dict[str, Any], folder: Path) -> dict[str, dict[str, Any]]:
+    """What each other engine gets beside the job: its graph, exported here, and the fastest of its settings."""
+    more: dict[str, dict[str, Any]] = {}
+    for engine in engines:
+        given = {}
+        if engine != REFERENCE:
+            given["graph"] = str(folder / ("graph.xml" if engine == "openvino" else "graph.onnx"))
+            measured(f"export-{engine}", job | given, folder)
+        swept = measured(engine, job | given | {"sweep": job["sweep_rows"]}, folder)["swept"]
+        print(engine, json.dumps(swept), flush=True)
+        more[engine] = given | {"setting": swept[0]["setting"], "swept": swept}
+    return more
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--run"]:
-        engine, asked, said = sys.argv[2:]
-        Path(said).write_text(json.dumps(ENGINES[engine](json.loads(Path(asked).read_text()))))
+        asked, said = sys.argv[2:]
+        Path(said).write_text(json.dumps(by_batchgen(json.loads(Path(asked).read_text()))))
         return
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", type=Path)
     parser.add_argument("--shape", choices=_SHAPES)
     parser.add_argument("--tokenizer", type=Path)
     parser.add_argument("--packages", required=True)
+    parser.add_argument("--engines", nargs="*", default=[REFERENCE, "openvino", "onnxruntime"])
     parser.add_argument("--rows", type=int, default=4000)
+    parser.add_argument("--sweep-rows", type=int, default=200, help="texts on which the settings are tried")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[32])
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
@@ -151,32 +155,40 @@ def main() -> None:
             make_shape(arguments.shape, arguments.tokenizer, folder / arguments.shape)
         model = arguments.model or folder / arguments.shape
         pq.write_table(pa.table({"text": corpus(arguments.rows)}), folder / "in.parquet")
-        job = {"model": str(model), "input": str(folder / "in.parquet"), "dtype": arguments.dtype}
+        job = {
+            "model": str(model),
+            "input": str(folder / "in.parquet"),
+            "dtype": arguments.dtype,
+            "packages": arguments.packages,
+            "sweep_rows": arguments.sweep_rows,
+        }
+        engines = [BATCHGEN, *arguments.engines]
+        more = settings_of(arguments.engines, job, folder)
         runs: dict[str, list[dict[str, Any]]] = {}
         for _ in range(arguments.repeats):
-            for engine in ENGINES:
-                for size in arguments.batch_sizes if engine != "batchgen" else [0]:
-                    output = folder / f"{engine}.parquet"
-                    output.unlink(missing_ok=True)
-                    name = engine if engine == "batchgen" else f"{engine}, batches of {size}"
-                    more = {"output": str(output), "packages": arguments.packages, "batch_size": size}
-                    runs.setdefault(name, []).append(measured(engine, job | more, folder))
-                    print(name, json.dumps(runs[name][-1]), flush=True)
-        walls = {name: statistics.median(run["wall_s"] for run in of) for name, of in runs.items()}
-        tokens = runs["batchgen"][0]["prompt_tokens"]
-        best = min(wall for name, wall in walls.items() if name != "batchgen")
+            for engine in engines:
+                output = folder / f"{engine}.parquet"
+                output.unlink(missing_ok=True)
+                result = measured(engine, job | more.get(engine, {}) | {"output": str(output)}, folder)
+                runs.setdefault(engine, []).append(result)
+                print(engine, json.dumps(result), flush=True)
+        walls = {engine: statistics.median(run["wall_s"] for run in of) for engine, of in runs.items()}
+        tokens = runs[BATCHGEN][0]["prompt_tokens"]
         result = {
             "model": arguments.shape or model.resolve().name,
             "dtype": arguments.dtype,
+            "computes_in": {engine: arguments.dtype for engine in engines} | {"onnxruntime": "float32"},
             "rows": arguments.rows,
             "tokens": tokens,
+            "settings": {engine: given["setting"] for engine, given in more.items()},
+            "swept": {engine: given["swept"] for engine, given in more.items()},
             "median_wall_s": walls,
-            "tokens_per_s": {name: tokens / wall for name, wall in walls.items()},
-            "times_as_fast": best / walls["batchgen"],
-            "differences": differences(folder),
+            "tokens_per_s": {engine: tokens / wall for engine, wall in walls.items()},
+            "times_as_fast": min(wall for engine, wall in walls.items() if engine != BATCHGEN) / walls[BATCHGEN],
+            "differences": differences(folder, engines) if REFERENCE in engines else {},
             "runs": runs,
         }
-    name = f"embeddings-{arguments.shape or 'minilm'}"
+    name = f"embeddings-{arguments.shape or 'minilm'}-{arguments.dtype}"
     write(arguments.output or result_path(name, by_cpu=True), result)
     print(json.dumps({key: result[key] for key in ("median_wall_s", "times_as_fast", "differences")}, indent=1))
 

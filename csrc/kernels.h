@@ -26,7 +26,8 @@ enum class Activation : int {
     GeluTanh = 3,
     SiluMul = 4,
     GeluTanhMul = 5,
-    SwigluOaiMul = 6
+    SwigluOaiMul = 6,
+    GeluMul = 7
 };
 // Whether an activation takes two columns, one of them the gate of the other.
 inline bool is_gated(Activation activation) { return activation >= Activation::SiluMul; }

@@ -59,11 +59,13 @@ class _InFlight:
         prepared: The request.
         vectors: Vector of each text so far; None: not finite.
         running: Number of texts that are still running.
+        largest: The largest absolute value of the vectors so far.
     """
 
     prepared: _Prepared
     vectors: list[np.ndarray | None]
     running: int
+    largest: float = 0.0
 
 
 class Embedding:
@@ -163,6 +165,7 @@ class Embedding:
                 continue
             flight = self._in_flight[sequence.request_index]
             flight.vectors[sequence.sample_index] = vector if is_finite else None
+            flight.largest = max(flight.largest, float(np.abs(vector).max()))
             stats.prompt_tokens += sequence.num_prompt
             stats.cached_prompt_tokens += sequence.num_cached
             stats.embedded += 1
@@ -178,8 +181,12 @@ class Embedding:
         del self._in_flight[sequence.request_index]
         prepared, vectors = flight.prepared, [vector for vector in flight.vectors if vector is not None]
         num_tokens = sum(map(len, prepared.prompts))
+        error, most = None, self._head.head.largest
         if len(vectors) < len(prepared.prompts):
             error = self._parts.not_finite
+        elif flight.largest > most:
+            error = f"a value is {flight.largest:g}, and --vector-dtype holds {most:,.0f}: give float32, or --normalize"
+        if error is not None:
             return Embedded(prepared.index, prepared.row_id, num_tokens, error=error, row=prepared.row)
         vector = vectors[0] if len(vectors) == 1 else np.concatenate(vectors)
         return Embedded(prepared.index, prepared.row_id, num_tokens, vector, row=prepared.row)
@@ -231,6 +238,8 @@ def tokens_to_embed(
         tokens, types = tokenizer.encode_pair(request.prompt, request.pair, most if cuts else None, side)
         if head.pair_offset:
             tokens = [token + of_type * head.pair_offset for token, of_type in zip(tokens, types, strict=True)]
+    elif request.prompt == "":  # the vector of its special tokens, as in sentence-transformers
+        (tokens,) = tokenizer.encode_batch([""])
     else:
         tokens = encode_prompt(tokenizer, request, limit, texts)
     if not tokens:

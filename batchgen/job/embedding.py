@@ -12,6 +12,7 @@ from batchgen.models.classifiers import read_classifier, read_reranker
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles
 from batchgen.models.pooling import VectorSpec, read_head
+from batchgen.output.embed_columns import LARGEST
 
 if TYPE_CHECKING:
     from batchgen.models.tokenizers.tokenizer import Tokenizer
@@ -46,7 +47,7 @@ def head_of(
         return read_classifier(files, config)
     if options.task == RERANK:
         return read_reranker(files, config, tokenizer, options.instruction)
-    return read_head(
+    head = read_head(
         files,
         config,
         pooling=options.pooling,
@@ -55,6 +56,7 @@ def head_of(
         prompt_name=options.prompt_name,
         instruction=options.instruction,
     )
+    return replace(head, largest=LARGEST.get(options.vector_dtype, head.largest))
 
 
 def with_head_context(options: JobOptions, config: ModelConfig, head: VectorSpec | None) -> JobOptions:

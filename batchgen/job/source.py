@@ -483,7 +483,8 @@ def _vector_source(options: JobOptions, dataset: Dataset) -> RequestSource:
     if options.task == RERANK:
         options = _with_pairs(options, dataset.schema.names)
     spec = _prompts_of(options)
-    compiled = compile_prompts(spec, dataset.schema, options.id_column).for_template(False)
+    # There may be special tokens around an empty text.
+    compiled = compile_prompts(spec, dataset.schema, options.id_column, may_be_empty=True).for_template(False)
     compiled = compiled.with_tools(options.tools_column, dataset.schema)
     if compiled.uses_chat:
         compiled = replace(compiled, chat=replace(compiled.chat, is_whole=True))

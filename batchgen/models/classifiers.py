@@ -6,15 +6,17 @@ Such a head is a `VectorSpec` whose values have labels. Nothing here imports tor
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig
-from batchgen.models.families import TYPED_PAIRS
+from batchgen.models.families import ROBERTAS, TYPED_PAIRS
 from batchgen.models.files import ModelFiles, weight_tensors
 from batchgen.models.hf.config_files import read_json_object
-from batchgen.models.pooling import Dense, LabelFunction, VectorSpec
+from batchgen.models.pooling import Dense, LabelFunction, Pooling, VectorSpec
+from batchgen.models.stated_numbers import shown
 from batchgen.models.tensor_files.headers import TensorInfo
 
 if TYPE_CHECKING:
@@ -23,9 +25,15 @@ if TYPE_CHECKING:
 _CLASSIFIES = "ForSequenceClassification"
 # Family of an encoder -> (prefix of a linear layer over the first token, activation after it), in order.
 _ENCODER_HEADS = {
-    "bert": (("bert.pooler.dense.", "Tanh"), ("classifier.", "Identity")),
-    **dict.fromkeys(("roberta", "xlm-roberta"), (("classifier.dense.", "Tanh"), ("classifier.out_proj.", "Identity"))),
+    **{
+        family: ((f"{family}.pooler.dense.", "Tanh"), ("classifier.", "Identity"))
+        for family in ("bert", "nomic_bert", "gte")
+    },
+    "distilbert": (("pre_classifier.", "ReLU"), ("classifier.", "Identity")),
+    **dict.fromkeys(ROBERTAS, (("classifier.dense.", "Tanh"), ("classifier.out_proj.", "Identity"))),
 }
+# Activations of ModernBERT's head that are computed: name in config.json -> torch's.
+_MODERNBERT_ACTIVATIONS = {"gelu": "GELU", "relu": "ReLU", "silu": "SiLU", "tanh": "Tanh"}
 _DECODER_HEAD = (("score.", "Identity"),)
 # The template that Qwen3-Reranker was trained with.
 _SYSTEM = (
@@ -61,13 +69,16 @@ def read_classifier(files: ModelFiles, config: ModelConfig) -> VectorSpec:
     if not is_classifier(files):
         raise InputError(f"{files.name} is no *{_CLASSIFIES}: --task classify needs one")
     tensors, labels = weight_tensors(files), _labels(stated)
-    layers = _DECODER_HEAD if config.causal else _ENCODER_HEADS[config.family]
+    modern = config.family == "modernbert"
+    layers = _DECODER_HEAD if config.causal else _modernbert_head(stated) if modern else _ENCODER_HEADS[config.family]
     dense = tuple(Dense(_path(tensors, f"{prefix}weight", files), prefix, activation) for prefix, activation in layers)
+    if modern:
+        dense = (replace(dense[0], norm="head.norm.", norm_eps=config.norm_eps), *dense[1:])
     rows = tensors[f"{dense[-1].prefix}weight"].shape[0]
     if rows != len(labels):
         raise InputError(f"config.json names {len(labels)} labels, and {dense[-1].prefix}weight has {rows}: correct it")
     return VectorSpec(
-        "last" if config.causal else "cls",
+        "last" if config.causal else _pooling(stated) if modern else "cls",
         dense,
         normalize=False,
         size=len(labels),
@@ -75,6 +86,24 @@ def read_classifier(files: ModelFiles, config: ModelConfig) -> VectorSpec:
         of_labels=_function(stated, len(labels)),
         pair_offset=config.vocab_size if config.family in TYPED_PAIRS and config.token_types > 1 else 0,
     )
+
+
+def _modernbert_head(stated: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """The linear layers of ModernBERT's head: prefix and activation of each. A norm follows the first one."""
+    name = stated.get("classifier_activation", "gelu")
+    if name not in _MODERNBERT_ACTIVATIONS:
+        raise InputError(
+            f"classifier_activation {shown(name)} is not supported; supported: {', '.join(_MODERNBERT_ACTIVATIONS)}"
+        )
+    return ("head.dense.", _MODERNBERT_ACTIVATIONS[name]), ("classifier.", "Identity")
+
+
+def _pooling(stated: Mapping[str, Any]) -> Pooling:
+    """The pooling before ModernBERT's head."""
+    name = stated.get("classifier_pooling", "cls")
+    if name not in ("cls", "mean"):
+        raise InputError(f"classifier_pooling {shown(name)} is not supported; supported: cls, mean")
+    return "mean" if name == "mean" else "cls"
 
 
 def read_reranker(

@@ -27,14 +27,14 @@ NormPlace = Literal["inputs", "outputs", "both", "sums"]
 RouterActivation = Literal["softmax", "sigmoid"]
 Activation = Literal["silu", "relu", "gelu", "gelu_tanh", "swiglu_oai"]
 # Activations of a gate, which linear layers compute together with the product that follows.
-_GATES = ("silu", "gelu_tanh", "swiglu_oai")
+_GATES = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
 # Fields of stages, of block formats and of few families, which are left out of JSON where they have their defaults.
 _SELDOM_STATED = (
     "first_layer", "model_layers", "layer_formats", "end_formats", "logit_scale", "unrotated_layers",
     "state", "state_layers", "output_gate", "global_head_dim", "global_kv_heads", "shared_kv_layers", "value_norm",
     "keys_are_values", "layer_scale", "mlp_beside_experts", "per_layer_size", "norm_place", "projection_norms",
     "shared_gate", "query_growth", "query_growth_period", "router_activation", "expert_bias", "routed_scale",
-    "head_bias", "sparsemixer_jitter", "hidden_output", "causal", "embed_norm", "token_types",
+    "head_bias", "sparsemixer_jitter", "hidden_output", "causal", "embed_norm", "token_types", "bare_first_layer",
 )  # fmt: skip
 
 
@@ -90,6 +90,7 @@ class LayerKind(NamedTuple):
         owns_kv: Whether it has KV of its own, and so projects keys and values.
         keys_are_values: Whether its values are its keys, which are projected once.
         is_dense: Whether its MLP has the width `dense_size`.
+        is_bare: Whether the input of its attention has no norm.
     """
 
     has_experts: bool
@@ -97,6 +98,7 @@ class LayerKind(NamedTuple):
     owns_kv: bool
     keys_are_values: bool
     is_dense: bool
+    is_bare: bool
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,7 @@ class ModelConfig:
         embed_norm: Whether hidden states are normed before the first layer (BERT).
         token_types: Number of types of tokens, whose embeddings are added to those of tokens. Token ids of type t are
             raised by t * vocab_size. 0: tokens have no types.
+        bare_first_layer: Whether the input of the first layer's attention has no norm (ModernBERT).
         layer_formats: For each layer, the block format (`core.dtypes.BLOCK_FORMATS`) of matrices by their role
             (`layouts.role`), if matrices differ in format. Matrices without an entry are stored as numbers.
         end_formats: Block formats of "embed" and "lm_head"; those without an entry are stored as numbers.
@@ -264,6 +267,7 @@ class ModelConfig:
     causal: bool = True
     embed_norm: bool = False
     token_types: int = 0
+    bare_first_layer: bool = False
     first_layer: int = 0
     model_layers: int = 0
     layer_formats: tuple[tuple[tuple[str, str], ...], ...] = ()
@@ -628,8 +632,15 @@ class ModelConfig:
         """The kind of layer number `layer`: layers of one kind have tensors of the same sizes."""
         attention = None if self.has_state(layer) else self.attention_of(layer)
         keys_are_values = self.keys_are_values and self.windows[layer] is None
-        is_dense = layer in self.dense_layers
-        return LayerKind(self.has_experts(layer), attention, layer in self.kv_layers, keys_are_values, is_dense)
+        is_dense, is_first = layer in self.dense_layers, self.first_layer + layer == 0
+        return LayerKind(
+            has_experts=self.has_experts(layer),
+            attention=attention,
+            owns_kv=layer in self.kv_layers,
+            keys_are_values=keys_are_values,
+            is_dense=is_dense,
+            is_bare=self.bare_first_layer and is_first,
+        )
 
     def _tensors(self, kind: LayerKind) -> dict[str, int]:
         """Number of weights in each group of `layer_tensors`, for a layer of a kind."""
@@ -643,7 +654,7 @@ class ModelConfig:
         }
         biases = kind.has_experts * (self.router_bias + self.expert_bias) * self.num_experts
         sizes["up"] += self._router_params(kind.has_experts) + biases
-        sizes["qkv"] += self._norms_of_layer * self._norm_params + self.layer_scale
+        sizes["qkv"] += (self._norms_of_layer - kind.is_bare) * self._norm_params + self.layer_scale
         if kind.attention is None:
             sizes["qkv"] += self._state_vector_params
         else:

@@ -52,11 +52,32 @@ ENCODERS = {
     "XLMRobertaModel": "xlm-roberta",
     "XLMRobertaForMaskedLM": "xlm-roberta",
     "XLMRobertaForSequenceClassification": "xlm-roberta",
+    "CamembertModel": "camembert",
+    "CamembertForMaskedLM": "camembert",
+    "CamembertForSequenceClassification": "camembert",
+    "DistilBertModel": "distilbert",
+    "DistilBertForMaskedLM": "distilbert",
+    "DistilBertForSequenceClassification": "distilbert",
+    "ModernBertModel": "modernbert",
+    "ModernBertForMaskedLM": "modernbert",
+    "ModernBertForSequenceClassification": "modernbert",
+    "NomicBertModel": "nomic_bert",
+    "NomicBertForMaskedLM": "nomic_bert",
+    "NomicBertForSequenceClassification": "nomic_bert",
+    "GteModel": "gte",
+    "GteForMaskedLM": "gte",
+    "GteForSequenceClassification": "gte",
 }
-# Families of encoders with the layers of BERT.
-BERTS = ("bert", "roberta", "xlm-roberta")
+# Families of encoders with the layers of BERT; of these, those with the files of RoBERTa.
+ROBERTAS = ("roberta", "xlm-roberta", "camembert")
+BERTS = ("bert", "distilbert", *ROBERTAS)
+# Families of encoders with BERT's norms, rotary positions, and a gate in the MLP.
+ROTARY_BERTS = ("nomic_bert", "gte")
 # Families whose second text of a pair has tokens of another type.
-TYPED_PAIRS = ("bert",)
+TYPED_PAIRS = ("bert", "nomic_bert", "gte")
+# Families whose files have queries, keys and values in one matrix, and those that have gate and up projection in one.
+FUSED_QKV = ("phi3", "modernbert", *ROTARY_BERTS)
+FUSED_MLPS = ("phi3", "modernbert", "gte")
 # Families whose positions are learned, and whose MLP has no gate.
 LEARNED_POSITIONS = ("opt", *BERTS)
 # Families with norms around attention and MLP.
@@ -77,7 +98,7 @@ GRANITE_MIXTURES = ("granitemoe", "granitemoeshared", "granitemoehybrid")
 # Families whose checkpoints hold the weights of norms less one.
 NORMS_LESS_ONE = (*GEMMA, *DELTA_NETS)
 # Families with LayerNorm, whose norms have biases.
-LAYER_NORMS = ("opt", "phimoe", *BERTS)
+LAYER_NORMS = ("opt", "phimoe", "modernbert", *BERTS, *ROTARY_BERTS)
 # Families with a mixture of experts: what a config.json calls their number, and the width of each.
 MIXTURES = {
     "mixtral": ("num_local_experts", "intermediate_size"),

@@ -149,7 +149,8 @@ def pre_attention(
         output gate [tokens, heads head_dim] if the model has one (`ungated`). For a state layer what `state.mix_state`
         takes, [tokens, `state.projected_width`].
     """
-    x = norm(config, weights, "input_norm", hidden) if config.input_norms else hidden
+    normed = config.input_norms and "input_norm.weight" in weights
+    x = norm(config, weights, "input_norm", hidden) if normed else hidden
     if "ba.weight" not in weights:
         projected = linear(weights, "qkv", x, on_input, out=out)
         if config.projection_norms:

@@ -26,7 +26,7 @@ from batchgen.core.dtypes import (
     weight_row_bytes,
 )
 from batchgen.models.config import ModelConfig
-from batchgen.models.families import GRANITE_MIXTURES
+from batchgen.models.families import FUSED_MLPS, FUSED_QKV, GRANITE_MIXTURES
 from batchgen.models.state_layers import DeltaNet, ShortConv
 
 Shape = tuple[int, ...]
@@ -74,11 +74,11 @@ def layer_layout(config: ModelConfig, layer: int, *, unfused: bool = False) -> L
     """
     hidden = config.hidden_size
     inner = config.dense_size if layer in config.dense_layers else config.intermediate_size
-    fused = config.family == "phi3" and not unfused
-    fused_mlp = fused or (config.family in GRANITE_MIXTURES and not unfused)
+    fused = config.family in FUSED_QKV and not unfused
+    fused_mlp = config.family in (*FUSED_MLPS, *GRANITE_MIXTURES) and not unfused
     gate_up = {"gate_up": 2 * inner} if fused_mlp else {"gate": inner, "up": inner}
     before = config.norm_place != "outputs"
-    layout = _norm(config, "input_norm") if before else {}
+    layout = _norm(config, "input_norm") if before and not config.kind_of(layer).is_bare else {}
     layout |= _state_layout(config, unfused) if config.has_state(layer) else _attention_layout(config, layer, fused)
     if config.output_norms:
         layout |= _norm(config, "out_norm") | _norm(config, "down_norm")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from batchgen.models.families import ENCODERS
+
 # Begin of a name in lower case, without other characters than letters and digits -> the family that is nearest.
 _NEAREST = {
     "llama4": "llama",
@@ -59,7 +61,7 @@ _STATES = ("mamba", "jamba", "zamba", "rwkv", "xlstm", "nemotronh", "falconh1", 
 _MIXTURES = ("moe", "mixture", "experts")
 # Parts of names of models with an encoder beside the decoder, and of those that are an encoder alone.
 _WITH_ENCODER = ("t5", "bart", "pegasus", "marian", "whisper", "m2m100", "prophetnet", "seamless", "moonshine")
-_ENCODERS = ("bert", "electra", "t5encoder", "clip", "siglip", "wav2vec", "embedding", "xlnet")
+_ENCODERS = ("bert", "electra", "t5encoder", "clip", "siglip", "wav2vec", "embedding", "xlnet", "mpnet", "newmodel")
 
 
 def nearest_family(name: str, families: Iterable[str]) -> str:
@@ -89,7 +91,8 @@ def not_a_decoder(name: str) -> str:
     """
     plain = _plain(name)
     if any(part in plain for part in _ENCODERS):
-        return "it is an encoder, which generates no text; "
+        known = ", ".join(dict.fromkeys(ENCODERS.values()))
+        return f"it is an encoder, which generates no text (encoders that give vectors: {known}); "
     if any(part in plain for part in _WITH_ENCODER):
         return "it has an encoder beside its decoder; "
     return ""

@@ -6,6 +6,7 @@ The files of embedding models are those of sentence-transformers: `modules.json`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,12 +40,16 @@ class Dense:
         prefix: Prefix of the names of its weight and bias in the file.
         activation: Name of the activation after it, one of torch.nn's classes.
         rows: Rows of the weight that are its own; empty: all.
+        norm: Prefix of the weight of a LayerNorm after the activation; empty: there is none.
+        norm_eps: Number that this norm adds to the variance.
     """
 
     weights: Path
     prefix: str = "linear."
     activation: str = "Identity"
     rows: tuple[int, ...] = ()
+    norm: str = ""
+    norm_eps: float = 1e-5
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,7 @@ class VectorSpec:
         pair_texts: Texts before, between and after the two texts of a pair, which are one text then; None: the
             tokenizer puts pairs together.
         pair_offset: Number by which token ids of the second text of a pair are raised (`ModelConfig.token_types`).
+        largest: The largest absolute value that the format of the vectors has.
     """
 
     pooling: Pooling
@@ -79,6 +85,7 @@ class VectorSpec:
     lowercases: bool = False
     pair_texts: tuple[str, str, str] | None = None
     pair_offset: int = 0
+    largest: float = math.inf
 
     def identity(self) -> dict[str, Any]:
         """All that decides vectors beside the model's layers, as JSON values."""

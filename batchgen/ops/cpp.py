@@ -38,8 +38,9 @@ GGUF_TYPES = {
     "Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23, "BF16": 30, "MXFP4": 39,
 }  # fmt: skip
 BLOCK_TYPES = GGUF_TYPES | {"W4_G32": 1032, "W4_G64": 1064, "W4_G128": 1128, "FP8_G32": 2032, "FP8_G128": 2128}
-ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu_mul": 4, "gelu_tanh_mul": 5, "swiglu_oai_mul": 6}
-GATED = ("silu_mul", "gelu_tanh_mul", "swiglu_oai_mul")
+GATED = ("silu_mul", "gelu_tanh_mul", "swiglu_oai_mul", "gelu_mul")
+# Activations in the order of their numbers in csrc/kernels.h.
+ACTIVATIONS = {name: i for i, name in enumerate((None, "relu", "gelu", "gelu_tanh", *GATED))}
 MAX_HEAD_DIM = 512
 
 

@@ -114,9 +114,9 @@ def linear(
             quant.row_bytes(K)], or block-quantized. The parts of a `SplitWeight` are multiplied one by one.
         bias: Bias [N], or None.
         activation: None, "relu", "gelu" or "gelu_tanh"; or a gated activation, where rows [0, N / 2) of the weight are
-            the gate and rows [N / 2, N) are the up projection. "silu_mul" is silu(gate) * up. "gelu_tanh_mul" is
-            gelu_tanh(gate) * up. "swiglu_oai_mul", of gpt-oss, is g * sigmoid(1.702 g) * (u + 1), where g is the gate
-            limited to at most 7, and u is up limited to [-7, 7].
+            the gate and rows [N / 2, N) are the up projection. "silu_mul" is silu(gate) * up, and so on for
+            "gelu_mul" and "gelu_tanh_mul". "swiglu_oai_mul", of gpt-oss, is g * sigmoid(1.702 g) * (u + 1), where g is
+            the gate limited to at most 7, and u is up limited to [-7, 7].
         residual: Tensor of the result's shape, which is added last; or None.
         out: Tensor for the result, in x's dtype or fp32. It may be the residual itself. None: a new tensor.
         out_dtype: Dtype of a new result. None: x's dtype.

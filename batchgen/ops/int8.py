@@ -242,4 +242,5 @@ _GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "silu_mul": lambda gate, up: gate * _sigmoid(gate) * up,
     "gelu_tanh_mul": lambda gate, up: _gelu_tanh(gate) * up,
     "swiglu_oai_mul": _swiglu_oai,
+    "gelu_mul": lambda gate, up: _gelu(gate) * up,
 }

@@ -78,6 +78,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 _GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "silu_mul": lambda gate, up: F.silu(gate).mul_(up),
     "gelu_tanh_mul": lambda gate, up: F.gelu(gate, approximate="tanh").mul_(up),
+    "gelu_mul": lambda gate, up: F.gelu(gate).mul_(up),
     "swiglu_oai_mul": lambda gate, up: _swiglu_oai(gate.clamp(max=7.0), up.clamp(-7.0, 7.0)),
 }
 

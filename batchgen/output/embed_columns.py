@@ -10,6 +10,8 @@ import pyarrow as pa
 
 _TYPES = {"float32": pa.float32(), "float16": pa.float16(), "int8": pa.int8()}
 VECTOR_DTYPES = tuple(_TYPES)
+# The largest absolute value of a format of vectors that has one: int8 scales each vector.
+LARGEST = {"float16": float(np.finfo(np.float16).max)}
 
 
 @dataclass(frozen=True)

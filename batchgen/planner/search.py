@@ -100,8 +100,9 @@ def search(problem: Problem) -> Candidate:
 
 def search_unless_pruned(problem: Problem, prune: Prune) -> Candidate | None:
     """The fastest plan; None once all that may still be found are pruned. Raises InputError if no plan fits."""
-    fastest = BestFirst(problem).fastest(prune)
-    return _least_movement(fastest, problem.allowed) if fastest else None
+    entries = BestFirst(problem)
+    fastest = entries.fastest(prune)
+    return _least_movement(fastest, entries.problem.allowed) if fastest else None
 
 
 def candidates(
@@ -124,6 +125,7 @@ def candidates(
         InputError: no plan fits. It says what is short.
     """
     entries = BestFirst(problem)
+    problem = entries.problem
     fastest = entries.fastest()
     assert fastest is not None  # nothing was given up
     best = _least_movement(fastest, problem.allowed)
@@ -153,7 +155,6 @@ class BestFirst:
     def __init__(self, problem: Problem) -> None:
         """Raises InputError for a budget that the machine does not have."""
         check_budgets(problem)
-        self._problem = problem
         self._too_slow = False
         self._kinds: dict[tuple[int, int], _Relaxed] = {}
         self._bounds = LowerBounds()
@@ -162,6 +163,7 @@ class BestFirst:
             for i, (s, phases) in enumerate(search_space(problem))
         ]
         heapq.heapify(self._heap)
+        self.problem = problem = _without_disk_for_kv(problem, [entry.inputs for entry in self._heap])
         self._feasible = Feasibility((entry.inputs for entry in self._heap), lambda s: fits(s, problem.allowed))
 
     def fastest(
@@ -193,7 +195,7 @@ class BestFirst:
                 if entry.incumbent is not None:
                     return Candidate(entry.inputs, entry.phases, entry.relaxed, entry.incumbent)
             self._work_out(entry)
-        raise InputError(_too_slow(self._problem) if self._too_slow else explain_infeasible(self._problem))
+        raise InputError(_too_slow(self.problem) if self._too_slow else explain_infeasible(self.problem))
 
     def kinds(self, limit_s: float, most: int, prune: Prune) -> Mapping[tuple[int, int], _Relaxed]:
         """The kinds that `_other_kinds` takes: about the fastest by the LP, where that is below a limit and not pruned.
@@ -226,13 +228,13 @@ class BestFirst:
         """Solve the entry; return true if it is back in the heap, as something fits and its blocks are fast enough."""
         if entry.relaxed is None and entry.inputs not in self._feasible:
             return False
-        solution = solve(entry.inputs, entry.phases, self._problem.allowed, integer=entry.relaxed is not None)
+        solution = solve(entry.inputs, entry.phases, self.problem.allowed, integer=entry.relaxed is not None)
         if solution is None:
             return False
         inputs = entry.inputs
         if entry.relaxed is None:
-            inputs, solution = _with_experts_on_demand(inputs, entry.phases, self._problem.allowed, solution)
-        if _exceeds_latency(self._problem, inputs, entry.phases, solution):
+            inputs, solution = _with_experts_on_demand(inputs, entry.phases, self.problem.allowed, solution)
+        if _exceeds_latency(self.problem, inputs, entry.phases, solution):
             self._too_slow = True
             return False
         if entry.relaxed is None:
@@ -241,6 +243,23 @@ class BestFirst:
             better = replace(entry, seconds=solution.job_s, incumbent=solution)
         heapq.heappush(self._heap, better)
         return True
+
+
+def _without_disk_for_kv(problem: Problem, entries: list[CostInputs]) -> Problem:
+    """The problem of a job that generates nothing without KV on disk, where its smallest block fits without it.
+
+    Such KV is not read again after its prompt. On disk it would only spare the memory that is used for the first time.
+
+    Args:
+        problem: The problem.
+        entries: The inputs of the search space.
+    """
+    placements = tuple(name for name in problem.allowed.kv_placements if name != KVPlacement.DISK)
+    if problem.workload.scored_len is None or not placements or not entries:
+        return problem
+    allowed = replace(problem.allowed, kv_placements=placements)
+    smallest = min(entries, key=lambda s: (s.max_num_seqs, s.max_num_batched_tokens))
+    return replace(problem, allowed=allowed) if fits(smallest, allowed) else problem
 
 
 @dataclass(frozen=True, order=True)

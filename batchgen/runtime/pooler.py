@@ -83,14 +83,13 @@ class VectorHead:
     def __init__(self, head: VectorSpec) -> None:
         """Load the weights. Raises InputError where they cannot be read."""
         self.head = head
-        self._dense = [(*_weights(dense), dense.activation) for dense in head.dense]
+        self._layers = [_Layer(dense) for dense in head.dense]
 
     @torch.inference_mode()
     def vectors(self, pooled: Tensor) -> np.ndarray:
         """The vectors of texts, float32 [texts, size]. pooled: their pooled hidden states, fp32 [texts, hidden]."""
-        for weight, bias, activation in self._dense:
-            pooled = F.linear(pooled, weight, bias)
-            pooled = pooled if activation == "Identity" else _ACTIVATIONS[activation](pooled)
+        for layer in self._layers:
+            pooled = layer(pooled)
         pooled = pooled[:, : self.head.dimensions]
         if self.head.normalize:
             pooled = F.normalize(pooled)
@@ -99,17 +98,31 @@ class VectorHead:
         return pooled.contiguous().numpy()
 
 
-def _weights(dense: Dense) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of a linear layer, in fp32. Raises InputError."""
-    stored = read_safetensors_header(dense.weights)
-    weight, bias = f"{dense.prefix}weight", f"{dense.prefix}bias"
-    if weight not in stored:
-        raise InputError(f"{dense.weights} has no tensor {weight}: fetch it again")
+class _Layer:
+    """A linear layer with its activation, and the norm after it, in fp32."""
 
-    def read(name: str) -> Tensor:
-        if dense.rows:
-            return torch.cat([read_rows(name, stored[name], row, row + 1) for row in dense.rows]).float()
-        read_numbers(name, stored[name], values := torch.empty(stored[name].shape))
-        return values
+    def __init__(self, dense: Dense) -> None:
+        """Load the weights. Raises InputError where they cannot be read."""
+        self._dense = dense
+        stored = read_safetensors_header(dense.weights)
 
-    return read(weight), read(bias) if bias in stored else None
+        def read(name: str, rows: tuple[int, ...] = ()) -> Tensor | None:
+            if name not in stored:
+                return None
+            if rows:
+                return torch.cat([read_rows(name, stored[name], row, row + 1) for row in rows]).float()
+            read_numbers(name, stored[name], values := torch.empty(stored[name].shape))
+            return values
+
+        def needed(name: str, rows: tuple[int, ...] = ()) -> Tensor:
+            if (values := read(name, rows)) is None:
+                raise InputError(f"{dense.weights} has no tensor {name}: fetch it again")
+            return values
+
+        self._weight, self._bias = needed(f"{dense.prefix}weight", dense.rows), read(f"{dense.prefix}bias", dense.rows)
+        self._norm = needed(f"{dense.norm}weight") if dense.norm else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self._weight, self._bias)
+        y = y if self._dense.activation == "Identity" else _ACTIVATIONS[self._dense.activation](y)
+        return y if self._norm is None else F.layer_norm(y, self._norm.shape, self._norm, eps=self._dense.norm_eps)

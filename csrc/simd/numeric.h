@@ -204,7 +204,11 @@ inline vf silu(vf x) {
 // The factor that a gated activation makes of the gate x.
 template <class A = Fused>
 inline vf gate(Activation activation, vf x) {
-    return activation == Activation::GeluTanhMul ? activate<A>(Activation::GeluTanh, x) : silu<A>(x);
+    switch (activation) {
+        case Activation::GeluTanhMul: return activate<A>(Activation::GeluTanh, x);
+        case Activation::GeluMul: return activate<A>(Activation::Gelu, x);
+        default: return silu<A>(x);
+    }
 }
 
 // A gated activation of the gate x and of `up`.

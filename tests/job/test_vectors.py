@@ -151,14 +151,38 @@ def test_a_long_text_fails_or_is_cut_between_its_special_tokens(tmp_path):
     table = run(tmp_path, [long, "short", empty])
     overlong = f"the text has {len(hidden_of(model, tmp_path, long))} tokens, the context holds 20"
     errors = [error and error.split(":")[0] for error in table["error"].to_pylist()]
-    assert errors == [overlong, None, "the prompt is empty"]
+    assert errors == [overlong, None, None]
     assert table["embedding"].to_pylist()[0] is None
+    of_special_tokens = F.normalize(hidden_of(model, tmp_path, empty).mean(0), dim=0).numpy()
+    assert table["prompt_tokens"].to_pylist()[2] == 2
+    assert np.abs(np.array(table["embedding"].to_pylist()[2]) - of_special_tokens).max() < CLOSE
     ids = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(long).ids
     for side, kept in {"right": [*ids[:19], ids[-1]], "left": [ids[0], *ids[-19:]]}.items():
         with torch.inference_mode():
             states = model(torch.tensor([kept])).last_hidden_state[0]
         found = vectors(run(tmp_path, [long], on_overlong=f"truncate-{side}"))
         assert np.abs(found[0] - F.normalize(states.mean(0), dim=0).numpy()).max() < CLOSE
+
+
+def test_an_empty_text_without_special_tokens_fails(tiny_models):
+    path, _ = tiny_models("llama")
+    assert run(path, ["", "a"])["error"].to_pylist() == ["the text is empty", None]
+
+
+def test_a_vector_that_float16_cannot_hold_fails_its_row(tmp_path):
+    make_encoder("BertModel", tmp_path)
+    write_modules(tmp_path, "mean_tokens", dense=(64, 24))
+    edit_json(tmp_path / "2_Dense" / "config.json", activation_function="torch.nn.Identity")
+    file = tmp_path / "2_Dense" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["linear.bias"][3] = -7e4
+    save_file(tensors, file)
+    rows = texts(2)
+    whole = run(tmp_path, rows, normalize=False)
+    assert np.abs(vectors(whole)).max() > 65504
+    with pytest.raises(batchgen.BatchgenError, match=r"a value is 69.*, and --vector-dtype holds 65,504: give float32"):
+        run(tmp_path, rows, normalize=False, vector_dtype="float16")
+    assert run(tmp_path, rows, vector_dtype="float16")["error"].to_pylist() == [None, None]
 
 
 def test_a_job_goes_on_with_the_rows_that_are_left(tiny_models, tmp_path):
@@ -208,7 +232,8 @@ def test_lines_for_the_embeddings_endpoint_are_answered_in_its_form(tiny_models,
 
 def logits_of(model, path, text, pair=None):
     encoding = Tokenizer.from_file(str(Path(path) / "tokenizer.json")).encode(text, pair)
-    types = {"token_type_ids": torch.tensor([encoding.type_ids])} if type(model).__name__.startswith("Bert") else {}
+    typed = type(model).__name__.startswith(("Bert", "NomicBert"))
+    types = {"token_type_ids": torch.tensor([encoding.type_ids])} if typed else {}
     with torch.inference_mode():
         return model(torch.tensor([encoding.ids]), **types).logits[0]
 
@@ -226,6 +251,20 @@ def test_probabilities_of_labels_are_those_of_transformers(name, tmp_path):
     assert np.abs(np.array(table["score"].to_pylist()) - wanted.max(1).values.numpy()).max() < CLOSE
 
 
+@pytest.mark.parametrize(("pooling", "activation"), [("mean", "gelu"), ("cls", "silu")])
+def test_the_head_of_modernbert_is_as_its_file_states(pooling, activation, tmp_path):
+    stated = {"classifier_pooling": pooling, "classifier_activation": activation, "classifier_bias": True}
+    model = make_encoder("ModernBertForSequenceClassification", tmp_path, num_labels=1, **stated)
+    rows = texts(8)
+    table = run(tmp_path, rows, "classify")
+    wanted = torch.cat([logits_of(model, tmp_path, text) for text in rows])
+    assert np.abs(np.array(table["score"].to_pylist()) - wanted.numpy()).max() < CLOSE
+    for name, value in (("classifier_pooling", "max"), ("classifier_activation", "gelu_new")):
+        edit_json(tmp_path / "config.json", **(stated | {name: value}))
+        with pytest.raises(InputError, match=f"{name} '{value}' is not supported; supported:"):
+            run(tmp_path, rows, "classify")
+
+
 def test_a_reward_model_gives_one_number(tmp_path):
     model = make_encoder("LlamaForSequenceClassification", tmp_path, num_labels=1)
     rows = texts(6)
@@ -235,7 +274,7 @@ def test_a_reward_model_gives_one_number(tmp_path):
     assert np.abs(np.array(table["score"].to_pylist()) - wanted.numpy()).max() < CLOSE
 
 
-@pytest.mark.parametrize("name", ["BertForSequenceClassification", "RobertaForSequenceClassification"])
+@pytest.mark.parametrize("name", [f"{of}ForSequenceClassification" for of in ("Bert", "Roberta", "NomicBert")])
 def test_a_cross_encoder_scores_queries_with_documents(name, tmp_path):
     model = make_encoder(name, tmp_path, num_labels=1)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -100,8 +100,9 @@ def test_the_nearest_family_is_named(name):
 
 WHAT_IT_IS = {
     "ElectraModel": "is an encoder",
-    "ModernBertForMaskedLM": "is an encoder",
-    "NomicBertModel": "is an encoder",
+    "MPNetModel": r"is an encoder, .*\(encoders that give vectors: bert, .*modernbert",
+    "JinaEmbeddingsV3Model": "is an encoder",
+    "NewModel": "is an encoder",
     "CLIPModel": "is an encoder",
     "T5EncoderModel": "is an encoder",
     "T5ForConditionalGeneration": "has an encoder",

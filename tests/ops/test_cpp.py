@@ -458,7 +458,7 @@ def activated(x, activation):
         gate, up = gate.clamp(max=7), up.clamp(-7, 7) + 1
         return gate * torch.sigmoid(1.702 * gate) * up
     gate = {None: lambda y: y, "relu": F.relu, "gelu": F.gelu, "gelu_tanh": gelu_tanh, "silu_mul": F.silu,
-            "gelu_tanh_mul": gelu_tanh}[activation](gate)  # fmt: skip
+            "gelu_tanh_mul": gelu_tanh, "gelu_mul": F.gelu}[activation](gate)  # fmt: skip
     return gate if up is None else gate * up
 
 

@@ -73,7 +73,7 @@ def test_rows_without_numbers():
 
 
 @pytest.mark.parametrize(
-    "activation", [None, "relu", "gelu", "gelu_tanh", "silu_mul", "gelu_tanh_mul", "swiglu_oai_mul"]
+    "activation", [None, "relu", "gelu", "gelu_tanh", "silu_mul", "gelu_tanh_mul", "swiglu_oai_mul", "gelu_mul"]
 )
 def test_linear_is_close_to_that_of_numbers(activation):
     x, w, bias = random(0, 33, 256), random(1, 80, 256) / 16, random(2, 80)
@@ -85,6 +85,7 @@ def test_linear_is_close_to_that_of_numbers(activation):
         None: lambda y: y, "relu": F.relu, "gelu": F.gelu, "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"),
         "silu_mul": lambda y: F.silu(y[:, :40]) * y[:, 40:],
         "gelu_tanh_mul": lambda y: F.gelu(y[:, :40], approximate="tanh") * y[:, 40:],
+        "gelu_mul": lambda y: F.gelu(y[:, :40]) * y[:, 40:],
         "swiglu_oai_mul": lambda y: (
             y[:, :40].clamp(max=7) * torch.sigmoid(1.702 * y[:, :40].clamp(max=7)) * (y[:, 40:].clamp(-7, 7) + 1)
         ),

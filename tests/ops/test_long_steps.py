@@ -107,7 +107,7 @@ def test_attention_notes_all_operations_of_its_parts(kv_format, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "activation", [None, "relu", "gelu", "gelu_tanh", "silu_mul", "gelu_tanh_mul", "swiglu_oai_mul"]
+    "activation", [None, "relu", "gelu", "gelu_tanh", "silu_mul", "gelu_tanh_mul", "swiglu_oai_mul", "gelu_mul"]
 )
 def test_products_of_codes_note_all_their_operations(activation, monkeypatch):
     monkeypatch.setattr(int8, "_VALUES", 64 * 32)

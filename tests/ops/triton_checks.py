@@ -541,7 +541,7 @@ def test_gated(dtype):
     st.integers(1, 40),
     st.integers(1, 70),
     st.sampled_from(DTYPES),
-    st.sampled_from([None, "relu", "gelu", "gelu_tanh", "silu_mul", "gelu_tanh_mul", "swiglu_oai_mul"]),
+    st.sampled_from([None, "relu", "gelu", "gelu_tanh", "silu_mul", "gelu_tanh_mul", "swiglu_oai_mul", "gelu_mul"]),
     st.booleans(),
     st.booleans(),
     st.sampled_from(["new", "new, fp32", "given", "given, fp32", "residual"]),
@@ -611,7 +611,7 @@ def test_rows_that_are_not_numbers_are_coded_as_by_the_reference():
         torch.testing.assert_close(scales.cpu(), expected[1][:, 0], rtol=0, atol=0, equal_nan=True)
 
 
-ACTIVATIONS = [None, "relu", "gelu", "gelu_tanh", "silu_mul", "gelu_tanh_mul", "swiglu_oai_mul"]
+ACTIVATIONS = [None, "relu", "gelu", "gelu_tanh", "silu_mul", "gelu_tanh_mul", "swiglu_oai_mul", "gelu_mul"]
 
 
 @settings(max_examples=int(50 * MORE), deadline=None)

@@ -35,6 +35,8 @@ def _gate(x, out, ACTIVATION, **_):
 def _activated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     if activation == "gelu_tanh_mul":
         return F.gelu(gate, approximate="tanh") * up
+    if activation == "gelu_mul":
+        return F.gelu(gate) * up
     if activation == "swiglu_oai_mul":
         gate = gate.clamp(max=7)
         return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7, 7) + 1)

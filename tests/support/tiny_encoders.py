@@ -16,11 +16,20 @@ ENCODERS = {
     "BertModel": "BertConfig",
     "RobertaModel": "RobertaConfig",
     "XLMRobertaModel": "XLMRobertaConfig",
+    "CamembertModel": "CamembertConfig",
+    "DistilBertModel": "DistilBertConfig",
+    "GteModel": "GteConfig",
+    "ModernBertModel": "ModernBertConfig",
+    "NomicBertModel": "NomicBertConfig",
     "Gemma3TextModel": "Gemma3TextConfig",
 }
 CLASSIFIERS = {
     "BertForSequenceClassification": "BertConfig",
     "RobertaForSequenceClassification": "RobertaConfig",
+    "DistilBertForSequenceClassification": "DistilBertConfig",
+    "GteForSequenceClassification": "GteConfig",
+    "ModernBertForSequenceClassification": "ModernBertConfig",
+    "NomicBertForSequenceClassification": "NomicBertConfig",
     "LlamaForSequenceClassification": "LlamaConfig",
     "Qwen3ForSequenceClassification": "Qwen3Config",
 }
@@ -35,7 +44,11 @@ def make_encoder(name: str, path: Path, *, seed: int = 0, **overrides):
         "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
         "num_attention_heads": 4, "max_position_embeddings": 260, "pad_token_id": 3, "initializer_range": 0.2,
     }  # fmt: skip
-    if family not in ("bert", "roberta", "xlmroberta"):
+    if family == "modernbert":  # windows of 4 tokens on both sides, in layers 1 and 2
+        sizes |= {"local_attention": 8, "bos_token_id": None, "eos_token_id": None}
+    elif family == "distilbert":
+        sizes["hidden_dim"] = sizes.pop("intermediate_size")
+    elif family not in ("bert", "roberta", "xlmroberta", "camembert", "gte", "nomicbert"):
         sizes |= {"num_key_value_heads": 2, **FIELDS.get(family, {})}
     if family == "gemma3":
         sizes |= {"use_bidirectional_attention": True, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}

@@ -89,6 +89,9 @@ def in_sections(config: ModelConfig, name: str, part: StoredPart) -> StoredPart:
         part: The stored part, in the order of the file.
     """
     stem, state = name.split(".")[0], config.state
+    if (config.family, name) == ("gte", "gate_up.weight"):  # the up projection comes first
+        size = config.intermediate_size
+        return _InRuns(part, ((size, size), (0, size)))
     if stem == "q" and config.output_gate:  # of each head the queries, then the gate
         queries, gates = _sections((config.head_dim,) * 2, config.num_heads)
         return _InRuns(part, (*gates, *queries))

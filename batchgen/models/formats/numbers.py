@@ -57,3 +57,14 @@ class Numbers(StoredPart):
             values = torch.empty(count, columns, dtype=NUMBERS[self.info.dtype])
             read_numbers(self.name, self.info, values, start * columns)
             out[start : start + count].copy_(values[:, first : first + out.shape[1]])
+
+
+class Zeros(StoredPart):
+    """A bias that a model's files leave out, since it is zero."""
+
+    def fill(self, out: Tensor) -> None:
+        out.zero_()
+
+    def fill_cut(self, out: Tensor, cut: Cut) -> bool:
+        out.zero_()
+        return True

@@ -21,10 +21,12 @@ from batchgen.models.families import (
     LEARNED_POSITIONS,
     MIXTURES,
     OUTPUT_NORMS,
+    ROBERTAS,
+    ROTARY_BERTS,
     SHORT_CONVS,
 )
 from batchgen.models.formats.schemes import read_scheme
-from batchgen.models.hf.keys import KEYS, read_keys, refuse_unsupported
+from batchgen.models.hf.keys import KEYS, OWN_NAMES, read_keys, refuse_unsupported
 from batchgen.models.hf.wrappers import OUTER_KEYS
 from batchgen.models.nearest import nearest_family, not_a_decoder
 from batchgen.models.scales import scales_of
@@ -60,7 +62,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 # Activations that linear layers end with, and those of a gate, which are one with the product that follows.
-_ALONE, _GATES = ("relu", "gelu", "gelu_tanh"), ("silu", "gelu_tanh")
+_ALONE, _GATES = ("relu", "gelu", "gelu_tanh"), ("silu", "gelu", "gelu_tanh")
 _EPSILONS = ("norm_eps", "rms_norm_eps", "layer_norm_eps")  # names of what norms add
 _GEMMA4_PERIOD = 6  # layers, of which the last one has no window
 
@@ -82,7 +84,8 @@ def read_config_keys(config: Mapping[str, Any], architecture: str) -> tuple[Mapp
     if architecture in _WITH_IMAGES:
         config = _text_part(config, family)
     _refuse_quantization(config.get("quantization_config"), family)
-    return config, read_keys(config, family)
+    names = OWN_NAMES.get(family, {})
+    return config, {names.get(name, name): value for name, value in read_keys(config, family).items()}
 
 
 def family_of(architecture: str) -> str:
@@ -223,7 +226,7 @@ def _instead(config: Mapping[str, Any], name: str) -> str:
 
 
 def read_norm_place(keys: Mapping[str, Any], family: str) -> NormPlace:
-    if family in BERTS or not keys.get("do_layer_norm_before", True):
+    if family in (*BERTS, *ROTARY_BERTS) or not keys.get("do_layer_norm_before", True):
         return "sums"
     return "both" if family in (*GEMMA, *GEMMA4) else "outputs" if family in OUTPUT_NORMS else "inputs"
 
@@ -370,7 +373,7 @@ def read_biases(keys: Mapping[str, Any], family: str) -> dict[str, Any]:
     """The fields of a ModelConfig that tell which linear layers have biases."""
     if family == "opt":
         return dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), keys["enable_bias"])
-    if family in BERTS:
+    if family in (*BERTS, "gte"):
         return dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)
     attention = keys.get("attention_bias", False)
     return {
@@ -382,9 +385,11 @@ def read_biases(keys: Mapping[str, Any], family: str) -> dict[str, Any]:
 
 def read_encoder(keys: Mapping[str, Any], family: str) -> dict[str, Any]:
     """The fields of a ModelConfig that only encoders have."""
-    if family not in BERTS:
+    if family == "modernbert":
+        return {"causal": False, "embed_norm": True, "bare_first_layer": True}
+    if family not in (*BERTS, *ROTARY_BERTS):
         return {"causal": False} if keys.get("use_bidirectional_attention") else {}
-    return {"causal": False, "embed_norm": True, "token_types": keys["type_vocab_size"]}
+    return {"causal": False, "embed_norm": True, "token_types": keys.get("type_vocab_size", 0)}
 
 
 def read_learned_positions(keys: Mapping[str, Any], family: str) -> tuple[int, int]:
@@ -392,7 +397,7 @@ def read_learned_positions(keys: Mapping[str, Any], family: str) -> tuple[int, i
     rows: int = keys["max_position_embeddings"]
     if family == "opt":
         return 2, rows
-    offset = 0 if family == "bert" else keys["pad_token_id"] + 1
+    offset = keys["pad_token_id"] + 1 if family in ROBERTAS else 0
     return offset, rows - offset
 
 
@@ -405,7 +410,7 @@ def read_ties(keys: Mapping[str, Any]) -> bool:
 
 def read_scales(keys: Mapping[str, Any], family: str) -> dict[str, Any]:
     """The fields of a ModelConfig that scale embeddings, hidden states and logits, and what norms add."""
-    eps = 1e-5 if family == "opt" else next(keys[name] for name in _EPSILONS if name in keys)
+    eps = next((keys[name] for name in _EPSILONS if name in keys), 1e-12 if family == "distilbert" else 1e-5)
     return scales_of(
         float(eps),
         embedding=keys["hidden_size"] ** 0.5
@@ -448,6 +453,8 @@ def read_windows(
     window = keys.get("sliding_window") if keys.get("use_sliding_window", True) else None
     if window is not None and keys.get("use_bidirectional_attention"):  # of both sides together
         window = window // 2 + 1
+    if family == "modernbert":
+        window = keys["local_attention"] // 2 + 1
     types = keys.get("layer_types")
     types = _layer_types(keys, family, layers, window) if types is None else types
     types = ["full_attention" if kind == "attention" else kind for kind in types]  # as Granite 4 has it
@@ -497,6 +504,8 @@ def _layer_types(keys: Mapping[str, Any], family: str, layers: int, window: int 
     def has_window(layer: int) -> bool:
         if family in ("gemma2", "gpt_oss"):
             return layer % 2 == 0
+        if family == "modernbert":
+            return bool(layer % keys["global_attn_every_n_layers"])
         if family in GEMMA4:
             return bool((layer + 1) % _GEMMA4_PERIOD)
         if family == "gemma3":

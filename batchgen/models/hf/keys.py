@@ -168,10 +168,61 @@ _BERT = {
     "pad_token_id": Key(0, "token"),
 }
 _ROBERTA = {**_BERT, **_counts(vocab_size=50265), "pad_token_id": Key(1, "token")}
+_DISTILBERT = {
+    **_counts(vocab_size=30522, dim=768, hidden_dim=3072, n_layers=6, n_heads=12, max_position_embeddings=512),
+    **_flags(tie_word_embeddings=True),
+    **_ends(None, None),
+    "activation": Key("gelu", "name"),
+}
+_MODERNBERT = {
+    **_counts(vocab_size=50368, hidden_size=768, intermediate_size=1152, num_hidden_layers=22),
+    **_counts(num_attention_heads=12, max_position_embeddings=8192, local_attention=128, global_attn_every_n_layers=3),
+    **_flags(attention_bias=False, mlp_bias=False, tie_word_embeddings=True),
+    **_ends(50281, 50282),
+    **_TYPES,
+    "hidden_activation": Key("gelu", "name"),
+    "norm_eps": Key(1e-5, "share"),
+    "global_rope_theta": Key(160000.0, "positive"),
+    "local_rope_theta": Key(1e4, "positive"),
+}
+_ROTARY_BERT = {
+    **_counts(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12),
+    **_flags(tie_word_embeddings=True),
+    **_ends(None, None),
+    "hidden_act": Key("gelu", "name"),
+    "layer_norm_eps": Key(1e-12, "share"),
+}
+# Family -> keys that it calls by other names than the rest.
+OWN_NAMES = {
+    "distilbert": {
+        "dim": "hidden_size",
+        "hidden_dim": "intermediate_size",
+        "n_layers": "num_hidden_layers",
+        "n_heads": "num_attention_heads",
+        "activation": "hidden_act",
+    }
+}
 KEYS: dict[str, dict[str, Key]] = {
     "bert": _BERT,
     "roberta": _ROBERTA,
     "xlm-roberta": {**_ROBERTA, **_counts(vocab_size=30522)},
+    "camembert": {**_ROBERTA, **_counts(vocab_size=30522)},
+    "distilbert": _DISTILBERT,
+    "modernbert": _MODERNBERT,
+    "nomic_bert": {
+        **_ROTARY_BERT,
+        **_counts(vocab_size=30528, max_position_embeddings=2048),
+        "hidden_act": Key("silu", "name"),
+        "head_dim": _HEADS_NULL,
+        "rope_theta": Key(1000.0, "positive"),
+        "type_vocab_size": Key(2, "index"),
+    },
+    "gte": {
+        **_ROTARY_BERT,
+        **_counts(vocab_size=250048, max_position_embeddings=8192),
+        "rope_theta": Key(160000.0, "positive"),
+        "type_vocab_size": Key(1, "index"),
+    },
     "opt": {
         **_counts(vocab_size=50272, hidden_size=768, num_hidden_layers=12, ffn_dim=3072, num_attention_heads=12),
         **_counts(max_position_embeddings=2048),
@@ -439,6 +490,8 @@ _NO_ROPE: dict[str, tuple[Any, ...]] = {"rope_scaling": (None,), "rope_parameter
 FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
     **dict.fromkeys(KEYS, _EVERYWHERE),
     **{name: {**_EVERYWHERE, "position_embedding_type": (None, "absolute"), "is_decoder": (False,)} for name in BERTS},
+    "distilbert": {**_EVERYWHERE, "sinusoidal_pos_embds": (False,)},
+    "modernbert": {**_EVERYWHERE, "norm_bias": (False,)},
     "opt": {**_EVERYWHERE, **_NO_ROPE, "layer_norm_elementwise_affine": (True,)},
     "llama": {**_EVERYWHERE, "activation": (None, "swiglu")},  # of Falcon 3, beside its hidden_act
     "gemma2": {**_EVERYWHERE, **_CAUSAL},
@@ -512,7 +565,16 @@ _OF_LFM2 = (
     *("block_dim", "block_norm_eps", "block_use_swiglu", "block_use_xavier_init", "conv_dim", "conv_dim_out"),
     *("conv_use_xavier_init", "num_heads", "use_pos_enc", "theta"),
 )
-_NOTES_OF = dict.fromkeys(("lfm2", "lfm2_moe"), _OF_LFM2)
+_OF_MODERNBERT = (  # the first ones are of a classifier's head (`classifiers.py`)
+    *("classifier_activation", "classifier_bias", "classifier_pooling", "decoder_bias", "deterministic_flash_attn"),
+    *("embedding_dropout", "initializer_cutoff_factor", "layer_norm_eps", "mlp_dropout", "position_embedding_type"),
+    *("reference_compile", "repad_logits_with_grad", "sparse_pred_ignore_index", "sparse_prediction"),
+)
+_NOTES_OF = {
+    **dict.fromkeys(("lfm2", "lfm2_moe"), _OF_LFM2),
+    "distilbert": ("qa_dropout", "seq_classif_dropout", "tie_weights_"),
+    "modernbert": _OF_MODERNBERT,
+}
 
 
 def _refuse_unknown(config: Mapping[str, Any], family: str) -> None:

@@ -63,8 +63,13 @@ _COMMON = (
     "original_max_position_embeddings",
     "finetuned",
 )
-# Families whose layers with a window have rotary positions of their own, and the base of these: a key, or a number.
-_BY_LAYER_TYPE: dict[str, str | float] = {"gemma3": "rope_local_base_freq", "olmo3": 5e5}
+# Families whose layers with a window have rotary positions of their own: the key of the base in the other layers, and
+# that of these, or a number.
+_BY_LAYER_TYPE: dict[str, tuple[str, str | float]] = {
+    "gemma3": ("rope_theta", "rope_local_base_freq"),
+    "olmo3": ("rope_theta", 5e5),
+    "modernbert": ("global_rope_theta", "local_rope_theta"),
+}
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _SCALED = ("llama3", "yarn", "longrope")
 
@@ -146,9 +151,9 @@ def _read_by_layer_type(
         raise InputError("rope_scaling beside rope_parameters without full_attention is not supported: put it there")
     # In its old spelling rope_scaling is added to what all layers have, "rope_type" first of all.
     everywhere = {"rope_type": "default", **everywhere, **old} if old else everywhere
-    ropes, of_windows = [], _BY_LAYER_TYPE[family]
+    ropes, (of_others, of_windows) = [], _BY_LAYER_TYPE[family]
     local_theta = keys[of_windows] if isinstance(of_windows, str) else of_windows
-    for params, theta in ((everywhere, keys["rope_theta"]), (local, local_theta)):
+    for params, theta in ((everywhere, keys[of_others]), (local, local_theta)):
         if params.get("truncate", True) is not True:  # transformers does not read it of layer types
             raise InputError(
                 f"truncate {shown(params['truncate'])} in rope parameters of a layer type is not supported"

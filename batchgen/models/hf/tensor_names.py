@@ -114,6 +114,48 @@ _BERT_NAMES = {
     "down": "encoder.layer.{}.output.dense",
     "post_norm": "encoder.layer.{}.output.LayerNorm",
 }
+_DISTILBERT_NAMES = {
+    **{part: _BERT_NAMES[part] for part in ("embed", "positions", "embed_norm")},
+    "q": "transformer.layer.{}.attention.q_lin",
+    "k": "transformer.layer.{}.attention.k_lin",
+    "v": "transformer.layer.{}.attention.v_lin",
+    "out": "transformer.layer.{}.attention.out_lin",
+    "input_norm": "transformer.layer.{}.sa_layer_norm",
+    "up": "transformer.layer.{}.ffn.lin1",
+    "down": "transformer.layer.{}.ffn.lin2",
+    "post_norm": "transformer.layer.{}.output_layer_norm",
+}
+_MODERNBERT_NAMES = {
+    "embed": "embeddings.tok_embeddings",
+    "embed_norm": "embeddings.norm",
+    "final_norm": "final_norm",
+    "input_norm": "layers.{}.attn_norm",
+    "qkv": "layers.{}.attn.Wqkv",
+    "out": "layers.{}.attn.Wo",
+    "post_norm": "layers.{}.mlp_norm",
+    "gate_up": "layers.{}.mlp.Wi",
+    "down": "layers.{}.mlp.Wo",
+}
+_NOMIC_NAMES = {
+    **{part: _BERT_NAMES[part] for part in ("embed", "token_types")},
+    "embed_norm": "emb_ln",
+    "qkv": "encoder.layers.{}.attn.Wqkv",
+    "out": "encoder.layers.{}.attn.out_proj",
+    "input_norm": "encoder.layers.{}.norm1",
+    "gate": "encoder.layers.{}.mlp.fc12",
+    "up": "encoder.layers.{}.mlp.fc11",
+    "down": "encoder.layers.{}.mlp.fc2",
+    "post_norm": "encoder.layers.{}.norm2",
+}
+_GTE_NAMES = {
+    **{part: _BERT_NAMES[part] for part in ("embed", "token_types", "embed_norm")},
+    "qkv": "encoder.layer.{}.attention.qkv_proj",
+    "out": "encoder.layer.{}.attention.o_proj",
+    "input_norm": "encoder.layer.{}.attn_ln",
+    "gate_up": "encoder.layer.{}.mlp.up_gate_proj",
+    "down": "encoder.layer.{}.mlp.down_proj",
+    "post_norm": "encoder.layer.{}.mlp_ln",
+}
 
 
 def tensor_names(config: ModelConfig) -> dict[str, str]:
@@ -123,6 +165,10 @@ def tensor_names(config: ModelConfig) -> dict[str, str]:
         "gpt_oss": _gpt_oss_names(config.num_layers),
         "opt": _OPT_NAMES,
         **dict.fromkeys(BERTS, _BERT_NAMES),
+        "distilbert": _DISTILBERT_NAMES,
+        "modernbert": _MODERNBERT_NAMES,
+        "nomic_bert": _NOMIC_NAMES,
+        "gte": _GTE_NAMES,
         "phi3": _PHI3_NAMES,
         **dict.fromkeys(GEMMA, _GEMMA_NAMES),
         **dict.fromkeys(GEMMA4, _GEMMA4_NAMES | _gemma4_mixture_names(config.num_experts)),

@@ -14,11 +14,11 @@ import torch
 
 from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig
-from batchgen.models.families import NORMS_LESS_ONE
+from batchgen.models.families import NORMS_LESS_ONE, ROBERTAS
 from batchgen.models.formats import fused_experts
 from batchgen.models.formats.base import Change, Scheme, StoredPart, Tensors, unchanged
 from batchgen.models.formats.head_order import in_head_order, in_sections
-from batchgen.models.formats.numbers import Numbers
+from batchgen.models.formats.numbers import Numbers, Zeros
 from batchgen.models.hf.stacked_experts import StackedExpert, either_way_stacked, found_expert, single_experts
 from batchgen.models.hf.tensor_names import EXPERTS_OF_QWEN3_VL, stacked_experts, tensor_names
 from batchgen.models.hf.weight_files import ModelTensors, missing_tensor
@@ -32,7 +32,11 @@ _ANY_PREFIX = (("model.", ""), ("", ""), ("model.language_model.", ""), ("langua
 _PREFIXES = {
     "opt": (("model.decoder.", ""), ("decoder.", "")),
     "bert": (("bert.", ""), ("", "")),
-    **dict.fromkeys(("roberta", "xlm-roberta"), (("roberta.", ""), ("", ""))),
+    "distilbert": (("distilbert.", ""), ("", "")),
+    "modernbert": (("model.", ""), ("", "")),
+    "nomic_bert": (("nomic_bert.", ""), ("", "")),
+    "gte": (("gte.", ""), ("new.", ""), ("", "")),
+    **dict.fromkeys(ROBERTAS, (("roberta.", ""), ("", ""))),
 }
 
 
@@ -103,12 +107,16 @@ def _find(
         rows, columns = part.shape
         if matrix := scheme.find(tensors, stem, (rows, columns), in_layer=part.in_layer):
             return matrix
+    is_norm = part.name.endswith("norm.weight") and part.name != "state_norm.weight"
+    if (config.family, part.name) == ("gte", "gate_up.bias") or (
+        config.family == "modernbert" and part.name.endswith("norm.bias")
+    ):
+        return Zeros()
     info = tensors[name]
     # [channels, 1, kernel], as torch's convolutions have it
     if is_convolution and len(info.shape) == 3:
         info = replace(info, shape=(info.shape[0], *info.shape[2:]))
     check_stored(name, info, part.shape)
-    is_norm = part.name.endswith("norm.weight") and part.name != "state_norm.weight"
     less_one = is_norm and config.family in NORMS_LESS_ONE
     return Numbers(name, info, added=1 if less_one else 0)
 

@@ -28,7 +28,7 @@ from batchgen.core.dtypes import BLOCK_FORMATS, KV_CODE_BITS, KVFormat
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.ops import quant
 from batchgen.ops.attention_plan import AttentionPlan, DecodeGroup, PrefillItem, SharedItem
-from batchgen.ops.cpp import BlockWeight
+from batchgen.ops.cpp import GATED, BlockWeight
 from batchgen.ops.state_slots import StateSlots
 from batchgen.ops.triton import attention, conv, delta, grouped, packed, plan, rotary, sampling, weights
 from batchgen.ops.triton.block_rows import block_rows_launch
@@ -191,7 +191,7 @@ def _row_launches(dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
             name = f"_norm, {_short(dtype)}, {columns} columns" + ("" if bias is None else ", bias")
             yield name, norm_launch(x, weight, bias, 1e-5, x)
     gated, out = torch.empty(2, 8192, dtype=dtype), torch.empty(2, 4096, dtype=dtype)
-    for activation in ("silu_mul", "gelu_tanh_mul", "swiglu_oai_mul"):
+    for activation in GATED:
         yield f"_gate, {activation}, {_short(dtype)}", gate_launch(gated, activation, out)
     yield f"_sigmoid_gate, {_short(dtype)}", gated_launch(out, gated[:, 4096:], out)
     for n in (100, 128, 4096):

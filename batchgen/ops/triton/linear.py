@@ -69,4 +69,5 @@ _ACTIVATIONS = {
     "silu_mul": partial(gate, activation="silu_mul"),
     "gelu_tanh_mul": partial(gate, activation="gelu_tanh_mul"),
     "swiglu_oai_mul": partial(gate, activation="swiglu_oai_mul"),
+    "gelu_mul": partial(gate, activation="gelu_mul"),
 }

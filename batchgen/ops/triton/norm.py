@@ -92,6 +92,8 @@ def _gate(x, out, columns, x_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constex
 @triton.jit
 def activated(gate, up, ACTIVATION: tl.constexpr):
     """A gated activation of tensors `gate` and `up`, in fp32. ACTIVATION is its name in `dispatch.linear`."""
+    if ACTIVATION == "gelu_mul":
+        return pointwise(gate, "gelu") * up
     sharp = gate
     if ACTIVATION == "gelu_tanh_mul":  # gelu_tanh(x) = x sigmoid(2 u) with u = sqrt(2 / pi) (x + 0.044715 x^3)
         sharp = 1.5957691216 * (gate + 0.044715 * gate * gate * gate)
