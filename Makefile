@@ -1,6 +1,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 HELM_VENV ?= .venv-helm
+CLIENTS_VENV ?= .venv-clients
 CUDA_TORCH ?= 2.13.0
 CUDA_VENV ?= .venv-cuda-$(CUDA_TORCH)
 GPU_PYTHON ?= 3.12
@@ -15,7 +16,7 @@ PIP_LINES := s|^ *(Collecting torch .*)|\1|p;s|^ *(Downloading .* MB\))|\1|p;s|^
 BUILD_LINES := s|^ *\*\*\* Building project.*|compiling C++ kernels|p;s|.*\[(.*)\] Building CXX object .*kernels_(.*)\.dir.*|compiled \1: \2|p
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: install develop packages package dev-packages dev-package wheel wheel-check image quickstart recipes recipe-lm_eval recipe-throughput recipe-helm test test-all lint bench kill-check gpu-check gpu-wheels cuda-env helm-check sanitize neon docs clean
+.PHONY: install develop packages package dev-packages dev-package wheel wheel-check image quickstart recipes recipe-lm_eval recipe-throughput recipe-helm test test-all lint bench kill-check gpu-check gpu-wheels cuda-env helm-check clients-check sanitize neon docs clean
 
 # What a job needs. The kernels are compiled while packages are fetched: by pip alone the one would wait for the other.
 $(VENV)/.installed: pyproject.toml $(wildcard csrc/* csrc/*/*)
@@ -141,6 +142,17 @@ $(HELM_VENV)/.installed: pyproject.toml $(wildcard csrc/* csrc/*/*)
 	$(HELM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision
 	touch $@
 
+# LiteLLM, LOTUS and DocETL with the batch endpoint, in an environment of their own: LOTUS pins older packages. The tests run in
+# the usual one, with the clients as processes.
+clients-check: develop $(CLIENTS_VENV)/.installed
+	BATCHGEN_CLIENTS_VENV=$(abspath $(CLIENTS_VENV)) $(BIN)/python -m pytest --all tests/serve/test_clients.py
+
+$(CLIENTS_VENV)/.installed:
+	test -x $(CLIENTS_VENV)/bin/python || $(PYTHON) -m venv $(CLIENTS_VENV)
+	.ci/install_torch $(CLIENTS_VENV)/bin/python 2.13.0
+	$(CLIENTS_VENV)/bin/python -m pip install --quiet litellm==1.110.2 lotus-ai==1.2.4 docetl==0.3.0
+	touch $@
+
 # Side by side with transformers, and predicted against measured times; writes benchmarks/results/.
 bench: develop
 	$(BIN)/python benchmarks/cpu_engines.py --engines batchgen,transformers
@@ -183,4 +195,4 @@ docs: develop
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) $(HELM_VENV) .venv-cuda-* out build dist *.egg-info
+	rm -rf $(VENV) $(HELM_VENV) $(CLIENTS_VENV) .venv-cuda-* out build dist *.egg-info

@@ -3,6 +3,7 @@
 Planted cases have confidences and differences of known kinds. With --data, which has folders of record pairs (the
 files of Ditto's entity matching sets: left, right and label between tabs), a small and a large model score yes and no
 for all pairs, and then 200 samples are drawn of their answers. `planted` as the large model answers with the labels.
+Of two models a cascade is run too, beside the job of the large model alone, and what was planned beforehand.
 
     python benchmarks/cascade.py
     python benchmarks/cascade.py --data DIR --small demo --large gemma-3-270m-q4_k_m.gguf --work-dir DIR
@@ -12,6 +13,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -79,14 +83,55 @@ def pairs_of(folder: Path) -> pa.Table:
     return pa.table({"a": left, "b": right, "label": [int(value) for value in label]})
 
 
-def scored(model: str, pairs: Path, output: Path) -> tuple[Floats, list[int]]:
-    """The confidences of a model in its answers over the pairs, and the answers."""
-    report = batchgen.run(
-        model, pairs, output, task="score", choices=CHOICES, prompt_template=_TEMPLATE, progress="plain"
-    )
+def scored(model: str, pairs: Path, output: Path, **options: Any) -> tuple[Floats, list[int], dict[str, Any]]:
+    """The confidences of a model in its answers over the pairs, the answers, and the report."""
+    how = {"task": "score", "choices": CHOICES, "prompt_template": _TEMPLATE, "progress": "plain"}
+    report = batchgen.run(model, pairs, output, **how, **options)
     columns = AnswerColumns(prefix="", scores=True, is_json=False, within=0.0)
     table = pq.read_table(report["output"])
-    return columns.confidences(table), columns.answers(table)
+    return columns.confidences(table), columns.answers(table), report
+
+
+def planned(args: argparse.Namespace, pairs: Path) -> dict[str, Any]:
+    """The plan of a cascade, before anything is run."""
+    command = [Path(sys.executable).with_name("batchgen"), "plan", "-m", args.large, "--cascade", args.small]
+    command += ["-i", pairs, "--prompt-template", _TEMPLATE, "--task", "score", "--json", "--progress", "none"]
+    command += [word for choice in CHOICES for word in ("--choices", choice)]
+    done = subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True)
+    plan: dict[str, Any] = json.loads(done.stdout)
+    return plan
+
+
+def cascaded(args: argparse.Namespace, pairs: Path, others: list[int], alone_s: float, plan: dict) -> dict[str, Any]:
+    """What a cascade has done over the pairs.
+
+    Args:
+        args: The arguments.
+        pairs: The input.
+        others: The large model's answers.
+        alone_s: Seconds of the large model's job over all pairs.
+        plan: The plan of the cascade.
+    """
+    output = args.work_dir / f"{pairs.stem}.cascade.parquet"
+    started = time.perf_counter()
+    _, answers, report = scored(
+        args.large, pairs, output, cascade=args.small, agree=args.agree, confidence=args.confidence
+    )
+    wall_s, of = time.perf_counter() - started, report["cascade"]
+    share = (of["large_rows"] - of["sampled_rows"]) / max(1, of["large_rows"] - of["sampled_rows"] + of["rows_saved"])
+    known = [0.0, *map(float, plan["rest_s"])]
+    rest_s = np.interp(share, known, [0.0, *plan["rest_s"].values()])
+    return {
+        "passed_share": of["passed_share"],
+        "agree_estimate": of["agree_estimate"],
+        "agreed": float(np.mean([a == b for a, b in zip(answers, others, strict=True)])),
+        "wall_s": wall_s,
+        "small_s": of["small_s"],
+        "large_s": of["large_s"],
+        "large_alone_s": alone_s,
+        "predicted_s": float(plan["small_s"] + plan["sample_s"] + rest_s),
+        "predicted_large_alone_s": plan["large_alone_s"],
+    }
 
 
 def of_data(args: argparse.Namespace, target: Target) -> dict[str, Any]:
@@ -96,13 +141,18 @@ def of_data(args: argparse.Namespace, target: Target) -> dict[str, Any]:
         table = pairs_of(folder)
         pairs = args.work_dir / f"{folder.name}.parquet"
         pq.write_table(table, pairs)
-        confidences, answers = scored(args.small, pairs, args.work_dir / f"{folder.name}.small.parquet")
+        plan = None if args.large == PLANTED else planned(args, pairs)
+        confidences, answers, _ = scored(args.small, pairs, args.work_dir / f"{folder.name}.small.parquet")
         if args.large == PLANTED:
             others = table["label"].to_pylist()
         else:
-            _, others = scored(args.large, pairs, args.work_dir / f"{folder.name}.large.parquet")
+            started = time.perf_counter()
+            _, others, _ = scored(args.large, pairs, args.work_dir / f"{folder.name}.large.parquet")
+            alone_s = time.perf_counter() - started
         differs = np.array([a != b for a, b in zip(answers, others, strict=True)])
         found[folder.name] = measured(confidences, differs, target)
+        if plan is not None:
+            found[folder.name]["job"] = cascaded(args, pairs, others, alone_s, plan)
         print(folder.name, json.dumps(found[folder.name]), flush=True)
     return found
 

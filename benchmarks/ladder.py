@@ -96,7 +96,7 @@ ENGINES = {
     "vllm": Engine(
         "run_vllm.py",
         "directory",
-        tuple({"max_num_seqs": 64, "max_num_batched_tokens": n, "cache_gb": 1} for n in (512, 2048)),
+        tuple({"max_num_seqs": 64, "max_num_batched_tokens": 2048, "cache_gb": 1, "eager": e} for e in (True, False)),
     ),
     "openvino": Engine(
         "run_openvino.py",

@@ -1,10 +1,12 @@
 """Rows of 32,768 prompt tokens through the demo model's shape, within memory limits that their KV does not fit in.
 
-The shape has random weights and positions for 65,536 tokens. Each limit is a control group in which page cache counts;
+With --layers the shape has fewer layers, for rows that would take hours.
+
+The shape has random weights and positions for 262,144 tokens. Each limit is a control group in which page cache counts;
 the job is `batchgen bench`, which says beforehand how long it will take. Needs root and cgroup v1.
 
     python benchmarks/long_rows.py --work-dir DIR
-    python benchmarks/long_rows.py --tokens 131072 --memory 1GiB --work-dir DIR
+    python benchmarks/long_rows.py --tokens 131072 --layers 4 --memory 700MiB --work-dir DIR
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ _KEPT = ("predicted_wall_s", "wall_s", "load_s", "policy", "peak_bytes", "bytes_
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=32768, help="of each prompt")
+    parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"])
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--output-tokens", type=int, default=8)
     parser.add_argument("--memory", type=parse_bytes, nargs="+", default=[parse_bytes("900MiB")])
@@ -52,7 +55,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=result_path("long_rows", by_cpu=True))
     args = parser.parse_args()
     args.work_dir.mkdir(parents=True, exist_ok=True)
-    (args.work_dir / "config.json").write_text(json.dumps(SHAPE))
+    (args.work_dir / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": args.layers}))
     _, config = resolve_for_planning(str(args.work_dir / "config.json"))
     kv_bytes = config.kv_bytes_per_token(2) * (args.tokens + args.output_tokens) * args.rows
     runs = json.loads(args.output.read_text())["runs"] if args.output.exists() else {}
@@ -70,7 +73,7 @@ def main() -> None:
         if limited.exit_code or limited.oom_kills:
             raise SystemExit(f"{limited}\n{(args.work_dir / 'bench.log').read_text()[-2000:]}")
         report = json.loads(report_file.read_text())
-        name = f"{args.rows} x {args.tokens} within {format_bytes(limit)}"
+        name = f"{args.rows} x {args.tokens}, {args.layers} layers, within {format_bytes(limit)}"
         kept = {key: report[key] for key in _KEPT if key in report}
         runs[name] = {"kv_bytes": kv_bytes, "limited": asdict(limited), "report": kept, "machine": machine()["cpu"]}
         write(args.output, {"runs": runs})

@@ -257,7 +257,7 @@ def forced_function(body: dict[str, Any]) -> dict[str, Any] | None:
     if choice in (None, "none", "auto"):
         return None
     tools = normalize_tools(body.get("tools"), "tools") or []
-    functions = [tool["function"] for tool in tools if isinstance(tool.get("function"), dict)]
+    functions: list[dict[str, Any]] = [tool["function"] for tool in tools if isinstance(tool.get("function"), dict)]
     if choice == "required":
         if len(functions) != 1:
             raise RowError(f"tool_choice = required is not supported with {len(functions)} functions: name one")

@@ -183,7 +183,9 @@ def _check_cascade(options: JobOptions) -> None:
             raise InputError(f"{other} does not go with --cascade: leave one of them out")
     chooses = options.choices or options.choices_column
     if options.task not in ("generate", "score"):
-        raise InputError(f"--cascade compares answers, and --task {options.task} gives none: leave it out")
+        raise InputError(
+            f"--cascade is for --task generate and score, not {options.task}: leave it out, or score --choices"
+        )
     if options.task == "score" and not (chooses or options.continuations_column):
         raise InputError("--cascade compares answers, and a score of a whole text is none: give --choices")
     if options.task == "generate" and not (chooses or any(getattr(sampling, name) for name in GRAMMARS)):
@@ -191,6 +193,8 @@ def _check_cascade(options: JobOptions) -> None:
     for name in ("agree", "confidence"):
         if not 0.0 < getattr(options, name) < 1.0:
             raise InputError(f"{flag_of(name)} must be between 0 and 1, not {getattr(options, name):g}")
+    if options.agree_on is not None and options.agree_on not in options.choices:
+        raise InputError(f"--agree-on must be one of --choices, not {options.agree_on!r}")
     if options.agree_within < 0.0:
         raise InputError(f"--agree-within must be 0 or more, not {options.agree_within:g}")
     if options.cascade_sample is not None and options.cascade_sample < 1:

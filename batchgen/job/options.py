@@ -214,6 +214,13 @@ class JobOptions:
         metavar="SHARE",
         help="With --cascade: least probability that --agree is kept.",
     )
+    agree_on: str | None = _option(
+        MODEL,
+        _ROWS,
+        metavar="CHOICE",
+        help="With --cascade and --choices: the promise is about this choice, its recall and its precision, in place of"
+        " all rows.",
+    )
     agree_within: float = _option(
         MODEL,
         _ROWS,

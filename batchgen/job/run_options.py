@@ -30,6 +30,11 @@ class RunOptions(TypedDict, total=False):
     confidence: float
     """With --cascade: least probability that --agree is kept. Default: 0.95."""
 
+    agree_on: str | None
+    """With --cascade and --choices: the promise is about this choice, its recall and its precision, in place of all
+    rows.
+    """
+
     agree_within: float
     """With --cascade and --json-schema: numbers that differ by at most X agree. Default: 0.0."""
 

@@ -1,7 +1,8 @@
 """The job by vLLM's CPU backend in this one process, its threads on all cores.
 
 As processes of their own its engine and worker would keep a core to themselves, and poll each other. Settings:
-max_num_seqs, max_num_batched_tokens, cache_gb; num_blocks and block_size in place of the last one's size.
+max_num_seqs, max_num_batched_tokens, cache_gb; num_blocks and block_size in place of the last one's size; eager: true
+where nothing is compiled, which takes longer than a short job.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def load(job: Job) -> tuple[Generate, dict]:
         max_num_batched_tokens=job.settings["max_num_batched_tokens"],
         skip_tokenizer_init=True,
         disable_log_stats=True,
+        enforce_eager=job.settings.get("eager", False),
         **_cache(job.settings),
     )
 

@@ -13,8 +13,9 @@ from tiny_models import make_tiny_model
 
 import batchgen
 from batchgen.core.errors import InputError
+from batchgen.job.cascade import bound
 from batchgen.job.cascade.answers import AnswerColumns
-from batchgen.job.cascade.bound import Target, choose_threshold, draw_rows, is_below
+from batchgen.job.cascade.bound import OneChoice, Target, choose_threshold, draw_rows, is_below
 from batchgen.job.cascade.plan import CascadePlan
 from batchgen.job.joint import jobs as joint_jobs
 
@@ -45,17 +46,71 @@ def _few_values(rng, rows):
     return confidences, rng.random(rows) < np.where(confidences == 0.4, 0.4, 0.01)
 
 
-@pytest.mark.parametrize("planted", [_calibrated, _unrelated, _overconfident, _few_values])
-def test_the_promise_is_broken_in_at_most_five_percent_of_two_hundred_draws(planted):
-    rows = 4000
+PLANTED = [_calibrated, _unrelated, _overconfident, _few_values]
+
+
+def _broken(planted):
+    """The number of draws, of two hundred, that break the promise."""
+    rows, broken = 4000, 0
     confidences, differs = planted(np.random.default_rng(1), rows)
-    broken = 0
     for seed in range(SEEDS):
         draws = draw_rows(confidences, TARGET.default_draws(rows), seed)
         threshold = choose_threshold(confidences, draws, differs[draws.rows], TARGET)
         kept = confidences >= threshold.least_confidence
         broken += np.mean(kept & differs) > 1 - TARGET.agree
+    return broken
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_the_promise_is_broken_in_at_most_five_percent_of_two_hundred_draws(planted):
+    assert _broken(planted) <= 0.05 * SEEDS
+
+
+@pytest.mark.parametrize("planted", [_calibrated, _unrelated])
+def test_a_threshold_by_the_mean_of_the_sample_alone_would_break_the_promise(planted, monkeypatch):
+    monkeypatch.setattr(bound, "is_below", lambda losses, mean, error, most: losses.mean() <= mean)
+    assert _broken(planted) > 0.05 * SEEDS
+
+
+def _rare_choice(rng, rows):
+    """Whether a choice is each row's answer by the small and by the large model, a rare one, and the confidence."""
+    chance = rng.beta(0.15, 0.9, rows)
+    small = chance > 0.5
+    return np.where(small, chance, 1 - chance), small, rng.random(rows) < chance
+
+
+def _rare_choice_that_the_small_model_misses(rng, rows):
+    """As confident where it misses a rare choice as elsewhere."""
+    large = rng.random(rows) < 0.08
+    small = large & (rng.random(rows) < 0.85)
+    return rng.uniform(0.5, 1.0, rows), small, large
+
+
+@pytest.mark.parametrize(
+    ("planted", "least_kept"), [(_rare_choice, 0.2), (_rare_choice_that_the_small_model_misses, 0.0)]
+)
+def test_a_promise_about_a_choice_holds_for_its_recall_and_its_precision(planted, least_kept):
+    rows, target = 20_000, Target(agree=0.9, confidence=0.95)
+    confidences, small, large = planted(np.random.default_rng(6), rows)
+    broken, of_all, saved = 0, 0, []
+    for seed in range(SEEDS):
+        draws = draw_rows(confidences, target.default_draws(rows, small.mean()), seed, small)
+        choice = OneChoice(small[draws.rows], large[draws.rows])
+        threshold = choose_threshold(confidences, draws, (small != large)[draws.rows], target, choice)
+        kept = confidences >= threshold.least_confidence
+        output = np.where(kept, small, large)
+        right = np.sum(output & large)
+        broken += right < target.agree * np.sum(large) or right < target.agree * np.sum(output)
+        saved.append(kept.mean())
+        if seed == 0:
+            assert threshold.recall_estimate == pytest.approx(right / np.sum(large), abs=0.06)
+            assert threshold.precision_estimate == pytest.approx(right / np.sum(output), abs=0.06)
+            everywhere = choose_threshold(confidences, draws, (small != large)[draws.rows], target)
+            output = np.where(confidences >= everywhere.least_confidence, small, large)
+            of_all = np.sum(output & large) / np.sum(large)
     assert broken <= 0.05 * SEEDS
+    assert np.mean(saved) > least_kept
+    assert of_all < target.agree  # which a promise about all answers does not keep
 
 
 def test_most_of_the_rows_that_may_be_kept_are_kept():
@@ -254,6 +309,8 @@ def test_an_output_of_another_job_is_not_replaced(models, rows, tmp_path):
         ({"task": "score", "prompt_column": "question"}, "a score of a whole text is none"),
         (SCORED | {"agree": 1.0}, "--agree must be between 0 and 1"),
         (GENERATED | {"n": 2, "temperature": 1.0}, "-n does not go with --cascade"),
+        (SCORED | {"agree_on": "maybe"}, "--agree-on must be one of --choices"),
+        ({"task": "rerank", "prompt_column": "question", "pair_column": "id"}, "--cascade is for --task generate and"),
     ],
 )
 def test_a_cascade_that_cannot_keep_a_promise_is_refused(models, rows, tmp_path, options, message):
@@ -272,6 +329,21 @@ def test_the_command_says_what_was_passed_on_promised_and_saved(models, rows, tm
     assert "at least 0.6 of all answers" in stdout
     assert "saved" in stdout or "cost" in stdout
     assert math.isfinite(of["large_alone_s"])
+
+
+@pytest.mark.parametrize("options", [SCORED, GENERATED])
+def test_a_promise_about_a_choice_is_one_about_its_rows(models, rows, tmp_path, options):
+    small, large = models
+    options = options | {"agree": 0.5, "cascade_sample": 400}
+    report = batchgen.run(large, rows, tmp_path / "out.parquet", cascade=small, agree_on="yes", **options)
+    of = report["cascade"]
+    assert of["agree_on"] == "yes" and 0.0 <= of["recall_estimate"] <= 1.0 and 0.0 <= of["precision_estimate"] <= 1.0
+    plain = {name: value for name, value in options.items() if name not in ("agree", "cascade_sample")}
+    batchgen.run(large, rows, tmp_path / "large.parquet", **plain)
+    answer = "choice" if "task" in options else "text"
+    output, wanted = (pq.read_table(tmp_path / f"{name}.parquet")[answer].to_pylist() for name in ("out", "large"))
+    right = sum(a == b == "yes" for a, b in zip(output, wanted, strict=True))
+    assert right >= 0.5 * wanted.count("yes") and right >= 0.5 * output.count("yes")
 
 
 def test_a_plan_says_up_to_which_share_a_cascade_pays():

@@ -14,6 +14,13 @@ Thresholds are tried from the highest to the lowest until the first that fails. 
 promise is broken only where the first threshold with too large a mean is accepted: one test, not as many as there are
 thresholds (fixed-sequence testing; Bates et al., "Distribution-free, risk-controlling prediction sets", 2021, section
 2.2).
+
+A promise about one choice is one about two shares, recall and precision (the targets of LOTUS): of the rows that have
+this choice by the large model, and of the rows that have it in the output, those whose answer is the large model's.
+The loss of a draw of such a group is its weight, less the allowed share of it where the answer is kept right; outside
+of the group it is the allowed mean. These losses only grow on the way, too, so both tests are made at each threshold
+without a correction: to break the promise, the first threshold at which one of the two shares is too small has to pass
+the test of this share.
 """
 
 from __future__ import annotations
@@ -26,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
 
 _UNIFORM_SHARE = 0.5  # of the draws; no weight is above its inverse
 _BETS = 24  # constant bets, each with an equal part of the capital at the start
@@ -48,9 +56,15 @@ class Target:
     agree: float
     confidence: float
 
-    def default_draws(self, rows: int) -> int:
-        """Number of draws where none is given. rows: number of all rows."""
-        least = math.ceil(_DRAWS_PER_TEST * math.log(1.0 / (1.0 - self.confidence)) / (1.0 - self.agree))
+    def default_draws(self, rows: int, share: float = 1.0) -> int:
+        """Number of draws where none is given.
+
+        Args:
+            rows: Number of all rows.
+            share: Share of the rows that the promise is about.
+        """
+        of_all = 1.0 / max(share, 1.0 / _MOST_TIMES)
+        least = math.ceil(of_all * _DRAWS_PER_TEST * math.log(1.0 / (1.0 - self.confidence)) / (1.0 - self.agree))
         return max(least, min(_MOST_TIMES * least, int(_FEW * rows)))
 
 
@@ -69,22 +83,46 @@ class Draws:
     most_weight: float
 
 
-def draw_rows(confidences: Floats, draws: int, seed: int) -> Draws:
+def draw_rows(confidences: Floats, draws: int, seed: int, chosen: Bools | None = None) -> Draws:
     """Draw rows for the large model.
 
     Args:
         confidences: The small model's confidence in each row, 0 to 1; below 0 where it has no answer. [rows]
         draws: Number of draws.
         seed: Seed of the draw.
+        chosen: True for each row to which the small model gives the choice that the promise is about; None: the promise
+            is about all rows. [rows]
     """
     rows = len(confidences)
-    doubt = np.sqrt(1.0 - np.clip(confidences, 0.0, 1.0))
+    certain = np.clip(confidences, 0.0, 1.0)
+    doubt = np.sqrt(1.0 - certain if chosen is None else np.where(chosen, certain, 1.0 - certain))
     doubt[confidences < 0.0] = 0.0  # these go to the large model in any case
     shares = doubt / doubt.sum() if doubt.sum() > 0.0 else np.full(rows, 1.0 / rows)
     chances = _UNIFORM_SHARE / rows + (1.0 - _UNIFORM_SHARE) * shares
     weights = 1.0 / (rows * chances)
     drawn = np.random.default_rng(seed).choice(rows, draws, p=chances / chances.sum())
     return Draws(drawn, weights[drawn], float(weights.max()))
+
+
+@dataclass(frozen=True)
+class OneChoice:
+    """The draws whose answer is the choice that a promise is about.
+
+    Attributes:
+        small: True where it is the small model's answer. [draws]
+        large: True where it is the large model's answer. [draws]
+    """
+
+    small: Bools
+    large: Bools
+
+    def groups(self, kept: Bools) -> tuple[Bools, Bools]:
+        """The draws that have the choice by the large model, and those that have it in the output.
+
+        Args:
+            kept: True where the small model's answer is kept. [draws]
+        """
+        return self.large, np.where(kept, self.small, self.large)
 
 
 @dataclass(frozen=True)
@@ -95,14 +133,21 @@ class Threshold:
         least_confidence: Least confidence of a kept answer; infinity: none is kept.
         kept_share: Share of all rows that reach it.
         agree_estimate: Estimated share of all rows whose answer is the large model's.
+        recall_estimate: That share of the rows that have the promise's choice by the large model; None: the promise is
+            about all rows.
+        precision_estimate: That share of the rows that have the promise's choice in the output.
     """
 
     least_confidence: float
     kept_share: float
     agree_estimate: float
+    recall_estimate: float | None = None
+    precision_estimate: float | None = None
 
 
-def choose_threshold(confidences: Floats, draws: Draws, differs: npt.NDArray[np.bool_], target: Target) -> Threshold:
+def choose_threshold(
+    confidences: Floats, draws: Draws, differs: Bools, target: Target, choice: OneChoice | None = None
+) -> Threshold:
     """The lowest threshold that keeps the promise.
 
     Args:
@@ -110,21 +155,38 @@ def choose_threshold(confidences: Floats, draws: Draws, differs: npt.NDArray[np.
         draws: The sample.
         differs: For each draw, True where the two models' answers differ. [draws]
         target: The promise.
+        choice: The draws of the choice that the promise is about; None: it is about all rows.
     """
     of_draws, thresholds = confidences[draws.rows], _thresholds(confidences)
-
-    def losses_at(threshold: float) -> Floats:
-        return np.where((of_draws >= threshold) & differs, draws.weights, 0.0)
+    allowed, error, most = 1.0 - target.agree, 1.0 - target.confidence, draws.most_weight
 
     def passes(threshold: float) -> bool:
-        return is_below(losses_at(threshold), 1.0 - target.agree, 1.0 - target.confidence, draws.most_weight)
+        kept = of_draws >= threshold
+        if choice is None:
+            return is_below(np.where(kept & differs, draws.weights, 0.0), allowed, error, most)
+        lost = np.where(kept & differs, 1.0 - allowed, -allowed) * draws.weights
+        of_groups = (np.where(group, lost, 0.0) + most * allowed for group in choice.groups(kept))
+        return all(is_below(losses, most * allowed, error, most) for losses in of_groups)
 
     # With each further row that is kept losses grow, and no bet gains: all thresholds before the first that fails pass.
     failing = bisect_left(thresholds, True, key=lambda threshold: not passes(threshold))
-    if not failing:
-        return Threshold(math.inf, 0.0, 1.0)
-    lowest = float(thresholds[failing - 1])
-    return Threshold(lowest, float(np.mean(confidences >= lowest)), 1.0 - float(losses_at(lowest).mean()))
+    lowest = float(thresholds[failing - 1]) if failing else math.inf
+    kept = of_draws >= lowest
+    kept_share, wrong = float(np.mean(confidences >= lowest)), np.where(kept & differs, draws.weights, 0.0)
+    shares = () if choice is None else (_right_share(wrong, draws.weights, group) for group in choice.groups(kept))
+    return Threshold(lowest, kept_share, 1.0 - float(wrong.mean()), *shares)
+
+
+def _right_share(wrong: Floats, weights: Floats, group: Bools) -> float:
+    """The estimated share of a group whose answers are the large model's; 1 where no draw is of the group.
+
+    Args:
+        wrong: The weight of each draw whose answer is not; 0 of others. [draws]
+        weights: The weights of all draws. [draws]
+        group: True for the draws of the group. [draws]
+    """
+    of_group = float(weights[group].sum())
+    return 1.0 - float(wrong[group].sum()) / of_group if of_group else 1.0
 
 
 def _thresholds(confidences: Floats) -> list[float]:

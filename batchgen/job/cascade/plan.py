@@ -84,7 +84,8 @@ def _plan(options: PlanOptions) -> CascadePlan:
     small = replace(job, model=str(options.job.cascade), lora=None, chat_template=None)
     rows = max(1, open_input(job).count_rows()) if job.input is not None else options.num_prompts or 1
     (small_s,) = predicted_s(replace(options, job=small), [1.0])
-    draws = options.job.cascade_sample or Target(job.agree, job.confidence).default_draws(rows)
+    share = 1.0 if job.agree_on is None else 0.0  # nobody knows it before: as a rare choice has
+    draws = options.job.cascade_sample or Target(job.agree, job.confidence).default_draws(rows, share)
     sampled = min(rows, math.ceil(rows * (1.0 - math.exp(-draws / rows))))  # some rows are drawn several times
     others = 1.0 - sampled / rows
     shares = [sampled / rows, *(share * others for share in _SHARES), 1.0]
@@ -101,8 +102,9 @@ def _lines(options: PlanOptions, plan: CascadePlan) -> list[str]:
         if plan.break_even > 0
         else "no cascade of these two is faster"
     )
+    about = "of all answers" if job.agree_on is None else f"of {job.agree_on!r} (recall and precision)"
     return [
-        f"{small} before {large}: at least {job.agree:g} of all answers are those of {large}, with confidence"
+        f"{small} before {large}: at least {job.agree:g} {about} are those of {large}, with confidence"
         f" {job.confidence:g}",
         f"{small} over {plan.rows:,} rows: {format_seconds(plan.small_s)}; {large} over a sample of"
         f" {plan.sampled_rows:,} rows: {format_seconds(plan.sample_s)}",

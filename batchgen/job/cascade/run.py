@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -24,7 +23,7 @@ from batchgen.core.errors import InputError
 from batchgen.core.text import without_credentials
 from batchgen.core.units import format_seconds
 from batchgen.job.cascade.answers import AnswerColumns
-from batchgen.job.cascade.bound import Draws, Floats, Target, Threshold, choose_threshold, draw_rows
+from batchgen.job.cascade.bound import Bools, Draws, Floats, OneChoice, Target, Threshold, choose_threshold, draw_rows
 from batchgen.job.joint.jobs import (
     Jobs,
     files_of,
@@ -51,12 +50,14 @@ class _Small:
         columns: The columns of answers.
         of_input: Names of the input's columns.
         confidences: Its confidence in each row. [rows]
+        chosen: True for each row to which it gives the choice that the promise is about; None: all rows. [rows]
     """
 
     path: Path
     columns: AnswerColumns
     of_input: tuple[str, ...]
     confidences: Floats
+    chosen: Bools | None
 
     @property
     def input_schema(self) -> pa.Schema:
@@ -78,11 +79,11 @@ def _run(jobs: Jobs) -> dict[str, Any]:
     rows = len(small.confidences)
     if not rows:
         return _written(jobs, small, [], Threshold(math.inf, 0.0, 1.0), 0)
-    draws = _draws(jobs, small.confidences)
+    draws = _draws(jobs, small)
     sample = np.unique(draws.rows)
     answered = _large(jobs, small, SAMPLE, sample)
-    differs = _differs(small, answered, draws)
-    threshold = choose_threshold(small.confidences, draws, differs, Target(options.agree, options.confidence))
+    differs, choice = _compared(jobs, small, answered, draws)
+    threshold = choose_threshold(small.confidences, draws, differs, Target(options.agree, options.confidence), choice)
     below = np.setdiff1d(np.flatnonzero(small.confidences < threshold.least_confidence), sample)
     jobs.say(_threshold_line(threshold, rows, len(below), len(sample)))
     parts = [answered]
@@ -98,8 +99,19 @@ def _small(jobs: Jobs) -> _Small:
     added = jobs.reports[SMALL]["output_columns"]
     columns = AnswerColumns.of(jobs.options, added)
     confidences = np.concatenate([np.empty(0), *(columns.confidences(table) for _, table in tables(path))])
+    wanted, chosen = _wanted(jobs.options), None
+    if wanted is not None:
+        answers = (answer == wanted for _, table in tables(path) for answer in columns.answers(table))
+        chosen = np.fromiter(answers, bool)
     of_input = tuple(name for name in pq.read_schema(path).names if name not in set(added))
-    return _Small(path, columns, of_input, confidences)
+    return _Small(path, columns, of_input, confidences, chosen)
+
+
+def _wanted(options: JobOptions) -> Any:
+    """The answer that the promise is about, as `AnswerColumns.answers` gives it; None: the promise is about all."""
+    if options.agree_on is None:
+        return None
+    return options.choices.index(options.agree_on) if options.task == "score" else options.agree_on
 
 
 def _small_options(options: JobOptions) -> JobOptions:
@@ -119,15 +131,15 @@ def _large(jobs: Jobs, small: _Small, name: str, rows: Rows) -> Part:
     return Part(rows, jobs.run(name, over_rows(jobs.options, given)))
 
 
-def _draws(jobs: Jobs, confidences: Floats) -> Draws:
+def _draws(jobs: Jobs, small: _Small) -> Draws:
     """The sample, which is drawn once."""
-    options, path = jobs.options, jobs.directory / "draws.json"
-    target = Target(options.agree, options.confidence)
-    count = options.cascade_sample or target.default_draws(len(confidences))
-    asked = {"count": count, "seed": options.sampling.seed, "rows": len(confidences)}
+    options, path, confidences = jobs.options, jobs.directory / "draws.json", small.confidences
+    share = 1.0 if small.chosen is None else float(small.chosen.mean())
+    count = options.cascade_sample or Target(options.agree, options.confidence).default_draws(len(confidences), share)
+    asked = {"count": count, "seed": options.sampling.seed, "rows": len(confidences), "agree_on": options.agree_on}
     kept = read_json(path)
     if kept is None or kept["asked"] != asked:
-        draws = draw_rows(confidences, count, options.sampling.seed)
+        draws = draw_rows(confidences, count, options.sampling.seed, small.chosen)
         kept = {
             "asked": asked,
             "rows": draws.rows.tolist(),
@@ -138,13 +150,24 @@ def _draws(jobs: Jobs, confidences: Floats) -> Draws:
     return Draws(np.array(kept["rows"], np.int64), np.array(kept["weights"]), kept["most_weight"])
 
 
-def _differs(small: _Small, large: Part, draws: Draws) -> npt.NDArray[np.bool_]:
-    """An array [draws], True where the two models' answers differ, or one of them has none."""
+def _compared(jobs: Jobs, small: _Small, large: Part, draws: Draws) -> tuple[Bools, OneChoice | None]:
+    """Compare the two models' answers to the sample.
+
+    Returns:
+        An array [draws], True where the answers differ, or one of them is missing; and the draws of the choice that the
+        promise is about.
+    """
     columns, agree = small.columns, []
-    of_large = (answer for _, table in tables(large.path) for answer in columns.answers(table))
+    of_large = [answer for _, table in tables(large.path) for answer in columns.answers(table)]
+    others = iter(of_large)
     for table in rows_at(small.path, large.rows):
-        agree += [columns.agree(answer, next(of_large)) for answer in columns.answers(table)]
-    return ~np.array(agree, bool)[np.searchsorted(large.rows, draws.rows)]
+        agree += [columns.agree(answer, next(others)) for answer in columns.answers(table)]
+    at = np.searchsorted(large.rows, draws.rows)
+    differs = ~np.array(agree, bool)[at]
+    if small.chosen is None:
+        return differs, None
+    wanted = _wanted(jobs.options)
+    return differs, OneChoice(small.chosen[draws.rows], np.array([answer == wanted for answer in of_large], bool)[at])
 
 
 def _threshold_line(threshold: Threshold, rows: int, below: int, sample: int) -> str:
@@ -215,6 +238,7 @@ def _of_cascade(jobs: Jobs, large: list[Part], threshold: Threshold, draws: int,
         "large": without_credentials(options.model),
         "agree": options.agree,
         "confidence": options.confidence,
+        "agree_on": options.agree_on,
         **asdict(threshold),
         "least_confidence": None if least == math.inf else least,
         "draws": draws,
@@ -240,11 +264,22 @@ def _about(rows: int, of: dict[str, Any]) -> list[str]:
     lines = [
         f"{of['large']} answered {of['large_rows']:,} of {rows:,} rows ({of['passed_share']:.1%}), of them"
         f" {of['sampled_rows']:,} as the sample; {of['small']} the other {of['rows_saved']:,}",
-        f"at least {of['agree']:.4g} of all answers are those of {of['large']}, with confidence {of['confidence']:.4g};"
-        f" the sample says {of['agree_estimate']:.4f}{kept}",
+        f"{_promise(of)}, with confidence {of['confidence']:.4g}; the sample says {_estimates(of)}{kept}",
     ]
     if of["saved_s"] is not None:
         saved, alone = of["saved_s"], format_seconds(of["large_alone_s"])
         verb = "saved" if saved >= 0 else "cost"
         lines.append(f"{verb} {format_seconds(abs(saved))} of the {alone} that {of['large']} alone would take")
     return lines
+
+
+def _promise(of: dict[str, Any]) -> str:
+    if of["agree_on"] is None:
+        return f"at least {of['agree']:.4g} of all answers are those of {of['large']}"
+    return f"recall and precision of {of['agree_on']!r} are at least {of['agree']:.4g} of {of['large']}'s answers"
+
+
+def _estimates(of: dict[str, Any]) -> str:
+    if of["agree_on"] is None:
+        return f"{of['agree_estimate']:.4f}"
+    return f"{of['recall_estimate']:.4f} and {of['precision_estimate']:.4f}"
