@@ -465,6 +465,25 @@ def test_earlier_files_of_modernbert_state_the_same_layers(tmp_path):
             config_of_hf(stated | {name: value})
 
 
+def test_earlier_files_of_nomicbert_state_the_same_layers(tmp_path):
+    make_encoder("NomicBertModel", tmp_path)
+    stated = json.loads((tmp_path / "config.json").read_text())
+    now = config_of_hf(stated)
+    earlier = {
+        "n_embd": 64, "n_inner": 96, "n_layer": 3, "n_head": 4, "n_positions": 8192, "max_trained_positions": 260,
+        "layer_norm_epsilon": 1e-12, "rotary_emb_base": 1000, "rotary_emb_fraction": 1.0, "rotary_scaling_factor": None,
+        "activation_function": "swiglu", "qkv_proj_bias": False, "causal": False, "prenorm": False,
+        "scale_attn_weights": True, "summary_type": "cls_index",
+    }  # fmt: skip
+    names = ("architectures", "model_type", "vocab_size", "type_vocab_size", "dtype")
+    assert config_of_hf({name: stated[name] for name in names} | earlier) == now
+    for name, value in (("qkv_proj_bias", True), ("rotary_scaling_factor", 2.0), ("activation_function", "gelu")):
+        with pytest.raises(InputError, match=f"{name} .* is not supported"):
+            config_of_hf(stated | earlier | {name: value})
+    with pytest.raises(InputError, match="n_embd 32 contradicts hidden_size 64"):
+        config_of_hf(stated | {"n_embd": 32})
+
+
 def test_an_encoder_whose_file_names_no_class_gives_no_text(tmp_path):
     make_encoder("BertModel", tmp_path)
     edit_json(tmp_path / "config.json", architectures=None)
