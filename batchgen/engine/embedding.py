@@ -157,15 +157,17 @@ class Embedding:
             ended.append((sequence, values / len(sequence.targets) if mean else values))
         if not ended:
             return []
-        vectors = self._head.vectors(torch.stack([values for _, values in ended]))
+        pooled = torch.stack([values for _, values in ended])
+        vectors = self._head.vectors(pooled)
+        are_finite = torch.isfinite(pooled).all(1).numpy() & np.isfinite(vectors).all(1)
+        largest = np.abs(vectors).max(1)
         finished = []
-        for (sequence, values), vector in zip(ended, vectors, strict=True):
-            is_finite = bool(torch.isfinite(values).all() and np.isfinite(vector).all())
+        for (sequence, _), vector, is_finite, most in zip(ended, vectors, are_finite, largest, strict=True):
             if not is_finite and self.non_finite.reruns(sequence):
                 continue
             flight = self._in_flight[sequence.request_index]
             flight.vectors[sequence.sample_index] = vector if is_finite else None
-            flight.largest = max(flight.largest, float(np.abs(vector).max()))
+            flight.largest = max(flight.largest, float(most))
             stats.prompt_tokens += sequence.num_prompt
             stats.cached_prompt_tokens += sequence.num_cached
             stats.embedded += 1

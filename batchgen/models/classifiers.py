@@ -69,8 +69,8 @@ def read_classifier(files: ModelFiles, config: ModelConfig) -> VectorSpec:
     if not is_classifier(files):
         raise InputError(f"{files.name} is no *{_CLASSIFIES}: --task classify needs one")
     tensors, labels = weight_tensors(files), _labels(stated)
-    modern = config.family == "modernbert"
-    layers = _DECODER_HEAD if config.causal else _modernbert_head(stated) if modern else _ENCODER_HEADS[config.family]
+    modern, encoder = config.family == "modernbert", config.family in _ENCODER_HEADS
+    layers = _modernbert_head(stated) if modern else _ENCODER_HEADS[config.family] if encoder else _DECODER_HEAD
     dense = tuple(Dense(_path(tensors, f"{prefix}weight", files), prefix, activation) for prefix, activation in layers)
     if modern:
         dense = (replace(dense[0], norm="head.norm.", norm_eps=config.norm_eps), *dense[1:])
@@ -78,7 +78,7 @@ def read_classifier(files: ModelFiles, config: ModelConfig) -> VectorSpec:
     if rows != len(labels):
         raise InputError(f"config.json names {len(labels)} labels, and {dense[-1].prefix}weight has {rows}: correct it")
     return VectorSpec(
-        "last" if config.causal else _pooling(stated) if modern else "cls",
+        _pooling(stated) if modern else "cls" if encoder else "last",
         dense,
         normalize=False,
         size=len(labels),

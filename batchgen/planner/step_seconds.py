@@ -197,7 +197,7 @@ def dequantize_experts_s(s: CostInputs) -> float:
 def prefill_attention_s(s: CostInputs, kind: AttentionKind, prompts: float, mean_square: float) -> float:
     """Seconds of one layer's attention of prompts to themselves: FlexGen's att^p over bmm_flops.
 
-    Changed: it is causal, half of s^2.
+    Changed: it is half of s^2 where it is causal.
 
     Args:
         s: The inputs of the cost model.
@@ -206,7 +206,8 @@ def prefill_attention_s(s: CostInputs, kind: AttentionKind, prompts: float, mean
         mean_square: Mean of the squares of their numbers of tokens.
     """
     longest: float = mean_square**0.5
-    flops = 4 * kind.shape.q_size * (mean_square / 2) * (kind.seen(longest) / longest) * prompts
+    pairs = mean_square / 2 if s.model.causal else mean_square
+    flops = 4 * kind.shape.q_size * pairs * (kind.seen(longest) / longest) * prompts
     return flops / _kv_rates(s, "prefill_attention_flops_per_s").at(context=longest)
 
 

@@ -70,6 +70,6 @@ def test_vectors_do_not_depend_on_where_weights_and_kv_are(tier, name, encoders,
 def test_vectors_of_packed_weights_are_the_same_where_these_stream(name, weight_format, encoders, stores):  # noqa: F811
     path, rows, wanted = encoders(name)
     in_memory = embed(path, rows, stores, "memory", weight_format=weight_format)
-    assert (in_memory * normalized(wanted)).sum(1).min() > 0.9
+    assert (in_memory * normalized(wanted)).sum(1).min() > {"int8": 0.98, "int4": 0.7}[weight_format]
     for tier in ("disk", "streamed"):
         assert np.abs(embed(path, rows, stores, tier, 2, weight_format) - in_memory).max() < CLOSE

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
+from lora_adapters import save_adapter
 from safetensors.torch import load_file, save_file
 from tiny_encoders import CLASSIFIERS, ENCODERS, add_special_tokens, make_encoder, write_modules
 from tiny_tokenizers import TEXT, make_tiny_tokenizer
@@ -19,6 +20,7 @@ from tokenizers import Tokenizer
 
 import batchgen
 from batchgen import InputError
+from batchgen.models.hf.config import config_of_hf
 
 CLOSE = 1e-4
 WORDS = TEXT.split()
@@ -120,6 +122,29 @@ def test_vectors_are_the_same_on_a_device_and_close_with_weights_in_8_bits(devic
         assert np.abs(found - plain).max() < CLOSE
     else:
         assert (found * plain).sum(1).min() > 0.98
+
+
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    [("BertModel", ["query", "value", "output.dense"]), ("ModernBertModel", ["Wqkv", "Wi", "Wo"])],
+)
+def test_vectors_of_an_adapted_encoder_are_those_of_the_model_that_peft_merges(name, modules, tmp_path):
+    model = make_encoder(name, tmp_path / "base")
+    merged = save_adapter(model, tmp_path / "lora", target_modules=modules, use_rslora=True).merge_and_unload().eval()
+    rows = texts(6)
+    wanted = [F.normalize(hidden_of(merged, tmp_path / "base", text).mean(0), dim=0) for text in rows]
+    found = vectors(run(tmp_path / "base", rows, lora=str(tmp_path / "lora")))
+    assert np.abs(found - torch.stack(wanted).numpy()).max() < CLOSE
+    assert np.abs(found - vectors(run(tmp_path / "base", rows))).max() > CLOSE
+
+
+def test_workers_share_the_rows_of_a_job_of_vectors(tmp_path):
+    make_encoder("BertForSequenceClassification", tmp_path)
+    rows = texts(9)
+    alone = run(tmp_path, rows, "classify")
+    shared = run(tmp_path, rows, "classify", share=True)
+    scores = [np.array(table["score"].to_pylist()) for table in (alone, shared)]
+    assert np.abs(scores[0] - scores[1]).max() < 1e-5
 
 
 def test_an_instruction_comes_before_each_query(tiny_models):
@@ -423,6 +448,40 @@ def test_a_conversation_is_judged_without_the_beginning_of_another_answer(tmp_pa
         wanted = model(torch.tensor([token_ids])).logits[0]
     assert table["prompt_tokens"].to_pylist() == [len(token_ids)]
     assert abs(table["score"].to_pylist()[0] - wanted.item()) < CLOSE
+
+
+def test_earlier_files_of_modernbert_state_the_same_layers(tmp_path):
+    make_encoder("ModernBertModel", tmp_path)
+    file = tmp_path / "config.json"
+    stated = json.loads(file.read_text())
+    now = config_of_hf(stated)
+    assert now.windows == (None, 5, 5) and now.rope_of(0).theta == 160000.0 and now.rope_of(1).theta == 10000.0
+    earlier = {name: value for name, value in stated.items() if name not in ("layer_types", "rope_parameters")}
+    notes = {"layer_norm_eps": 1e-5, "position_embedding_type": "absolute", "repad_logits_with_grad": False}
+    thetas = {"global_rope_theta": 160000.0, "local_rope_theta": 10000.0, "global_attn_every_n_layers": 3}
+    assert config_of_hf(earlier | notes | thetas) == now
+    for name, value in (("norm_bias", True), ("hidden_activation", "quick_gelu")):
+        with pytest.raises(InputError, match=f"{name} .* is not supported"):
+            config_of_hf(stated | {name: value})
+
+
+def test_earlier_files_of_nomicbert_state_the_same_layers(tmp_path):
+    make_encoder("NomicBertModel", tmp_path)
+    stated = json.loads((tmp_path / "config.json").read_text())
+    now = config_of_hf(stated)
+    earlier = {
+        "n_embd": 64, "n_inner": 96, "n_layer": 3, "n_head": 4, "n_positions": 8192, "max_trained_positions": 260,
+        "layer_norm_epsilon": 1e-12, "rotary_emb_base": 1000, "rotary_emb_fraction": 1.0, "rotary_scaling_factor": None,
+        "activation_function": "swiglu", "qkv_proj_bias": False, "causal": False, "prenorm": False,
+        "scale_attn_weights": True, "summary_type": "cls_index",
+    }  # fmt: skip
+    names = ("architectures", "model_type", "vocab_size", "type_vocab_size", "dtype")
+    assert config_of_hf({name: stated[name] for name in names} | earlier) == now
+    for name, value in (("qkv_proj_bias", True), ("rotary_scaling_factor", 2.0), ("activation_function", "gelu")):
+        with pytest.raises(InputError, match=f"{name} .* is not supported"):
+            config_of_hf(stated | earlier | {name: value})
+    with pytest.raises(InputError, match="n_embd 32 contradicts hidden_size 64"):
+        config_of_hf(stated | {"n_embd": 32})
 
 
 def test_an_encoder_whose_file_names_no_class_gives_no_text(tmp_path):

@@ -651,7 +651,7 @@ REFUSED = [
     ({"rope_scaling": {"rope_type": "linear"}}, ["linear", "factor"]),
     ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
     ({"hidden_act": "xielu"}, ["xielu", "silu"]),
-    ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "silu"]),
+    ({"hidden_act": "relu"}, ["hidden_act", "'relu'", "silu"]),
     (GEMMA | {"query_pre_attn_scalar": -1}, ["query_pre_attn_scalar", "-1"]),
     (GEMMA | {"final_logit_softcapping": -1.0}, ["logit_softcap", "-1"]),
     (GEMMA | {"sliding_window": None}, ["sliding_window"]),

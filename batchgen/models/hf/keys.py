@@ -202,6 +202,18 @@ OWN_NAMES = {
         "activation": "hidden_act",
     }
 }
+# Family -> keys of earlier files, and what they are called now.
+_EARLIER_NAMES = {
+    "nomic_bert": {
+        "n_embd": "hidden_size",
+        "n_inner": "intermediate_size",
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+        "layer_norm_epsilon": "layer_norm_eps",
+        "max_trained_positions": "max_position_embeddings",
+        "rotary_emb_base": "rope_theta",
+    }
+}
 KEYS: dict[str, dict[str, Key]] = {
     "bert": _BERT,
     "roberta": _ROBERTA,
@@ -492,6 +504,14 @@ FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
     **{name: {**_EVERYWHERE, "position_embedding_type": (None, "absolute"), "is_decoder": (False,)} for name in BERTS},
     "distilbert": {**_EVERYWHERE, "sinusoidal_pos_embds": (False,)},
     "modernbert": {**_EVERYWHERE, "norm_bias": (False,)},
+    "nomic_bert": {
+        **_EVERYWHERE,
+        "activation_function": (None, "swiglu"),
+        "rotary_emb_fraction": (None, 1.0),
+        **dict.fromkeys(("rotary_emb_scale_base", "rotary_scaling_factor"), (None,)),
+        **dict.fromkeys(("prenorm", "parallel_block", "causal", "rotary_emb_interleaved"), (None, False)),
+        **dict.fromkeys(("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "use_rms_norm"), (None, False)),
+    },
     "opt": {**_EVERYWHERE, **_NO_ROPE, "layer_norm_elementwise_affine": (True,)},
     "llama": {**_EVERYWHERE, "activation": (None, "swiglu")},  # of Falcon 3, beside its hidden_act
     "gemma2": {**_EVERYWHERE, **_CAUSAL},
@@ -570,7 +590,14 @@ _OF_MODERNBERT = (  # the first ones are of a classifier's head (`classifiers.py
     *("embedding_dropout", "initializer_cutoff_factor", "layer_norm_eps", "mlp_dropout", "position_embedding_type"),
     *("reference_compile", "repad_logits_with_grad", "sparse_pred_ignore_index", "sparse_prediction"),
 )
+_OF_NOMIC_BERT = (
+    *("dense_seq_output", "fused_bias_fc", "fused_dropout_add_ln", "n_positions", "pad_vocab_size_multiple"),
+    *("parallel_block_tied_norm", "reorder_and_upcast_attn", "scale_attn_by_inverse_layer_idx", "scale_attn_weights"),
+    *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
+    "use_xentropy",
+)
 _NOTES_OF = {
+    "nomic_bert": _OF_NOMIC_BERT,
     **dict.fromkeys(("lfm2", "lfm2_moe"), _OF_LFM2),
     "distilbert": ("qa_dropout", "seq_classif_dropout", "tie_weights_"),
     "modernbert": _OF_MODERNBERT,
@@ -597,10 +624,25 @@ def read_keys(config: Mapping[str, Any], family: str) -> dict[str, Any]:
     Raises:
         InputError: A value has the wrong type or is not supported; the message names the key.
     """
+    config = _with_present_names(config, family)
     refuse_unsupported(config, family)
     _refuse_unknown(config, family)
     config = _with_own_name_of_experts(config, family)
     return {name: _value(config, name, key) for name, key in KEYS[family].items()}
+
+
+def _with_present_names(config: Mapping[str, Any], family: str) -> Mapping[str, Any]:
+    """The values of a `config.json` by the names that keys have now.
+
+    Raises:
+        InputError: A key contradicts another one of which it is the earlier name.
+    """
+    names = {earlier: now for earlier, now in _EARLIER_NAMES.get(family, {}).items() if earlier in config}
+    for earlier, now in names.items():
+        if now in config and config[now] != config[earlier]:
+            raise InputError(f"{earlier} {shown(config[earlier])} contradicts {now} {shown(config[now])}")
+    kept = {name: value for name, value in config.items() if name not in names}
+    return kept | {now: config[earlier] for earlier, now in names.items()}
 
 
 def _value(config: Mapping[str, Any], name: str, key: Key) -> Any:
