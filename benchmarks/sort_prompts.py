@@ -1,8 +1,8 @@
 """Seconds and memory of sorting the prompts of a large input, beside the predicted seconds of its job.
 
 Rows are reviews of products in a shuffled order, six of each, as in benchmarks/row_order.py: about 1,000 bytes each.
-They are read from Parquet and sorted as a job does it. Each size runs in a process of its own. The job is planned for a
-machine whose profile ships with the package.
+They are read from JSON lines and sorted as a job does it. Each size runs in a process of its own. The job is planned
+for a machine whose profile ships with the package.
 
     python benchmarks/sort_prompts.py --rows 100000 --rows 1000000
 """
@@ -21,8 +21,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 from recording import machine, result_path, write
 from row_order import words_of
 
@@ -30,7 +28,6 @@ from batchgen.core.request import Request
 from batchgen.job.sorted_requests import SortedRequests
 
 _PIECES, _WORDS, _PIECES_OF_PRODUCT, _REVIEWS = 2048, 30, 5, 6
-_GROUP_ROWS = 50_000
 
 
 def write_input(path: Path, rows: int) -> None:
@@ -44,18 +41,15 @@ def write_input(path: Path, rows: int) -> None:
         review = pieces[row % _PIECES]
         return f"Product {number}: {' '.join(of_product)}\nReview: {review}\nIs the review positive?"
 
-    with pq.ParquetWriter(path, pa.schema([("text", pa.string())])) as writer:
-        for first in range(0, rows, _GROUP_ROWS):
-            texts = [text(row) for row in range(first, min(rows, first + _GROUP_ROWS))]
-            writer.write_table(pa.table({"text": texts}))
+    with path.open("w") as file:
+        for row in range(rows):
+            file.write(json.dumps({"text": text(row)}) + "\n")
 
 
 def requests_of(path: Path) -> Iterator[Request]:
-    row = 0
-    for batch in pq.ParquetFile(path).iter_batches(1024):
-        for text in batch["text"].to_pylist():
-            yield Request(text, row=row)
-            row += 1
+    with path.open() as file:
+        for row, line in enumerate(file):
+            yield Request(json.loads(line)["text"], row=row)
 
 
 def sort(path: Path, folder: Path) -> dict[str, Any]:
@@ -101,7 +95,7 @@ def main() -> None:
     runs = []
     for rows in args.rows or [100_000, 1_000_000]:
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "in.parquet"
+            path = Path(folder) / "in.jsonl"
             write_input(path, rows)
             command = [sys.executable, __file__, "--one", str(path)]
             done = subprocess.run(command, check=True, capture_output=True, text=True)

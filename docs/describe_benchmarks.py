@@ -299,6 +299,16 @@ def row_order_shares(d: dict) -> str:
     return "; ".join(map(of_table, d["tables"]))
 
 
+def length_order_sweeps(d: dict) -> str:
+    found = [f"{of['times_fewer_sweeps']:.2f} with {of['seqs']}" for of in d["sizes"]]
+    above = max(of["longest_first"] / of["least"] - 1 for of in d["sizes"])
+    of_input = [of["input_order"] / of["longest_first"] for of in d["sizes"]]
+    return (
+        f"times fewer: {', '.join(found)} in flight ({min(of_input):.2f} to {max(of_input):.2f} against input order);"
+        f" at most {above:.1%} more than any order needs"
+    )
+
+
 def draft_sources(d: dict) -> str:
     names = ("prompt lookup", "prompt lookup and rows that have ended", "prompt lookup and suffix tree")
     found = []
@@ -556,6 +566,13 @@ TABLES: dict[str, list[Row]] = {
             f"drafts-{A}",
             "drafts.py --work-dir DIR --cases 'many rows' --prompt-tokens 100 --output-tokens 48",
             undisturbed_by_drafts,
+        ),
+        Row(
+            "sweeps of jobs with output lengths of the Azure trace, rows ten times what is in flight: longest first,"
+            " against the order of the prompts (layers compute nothing)",
+            "length_order_sweeps",
+            "length_order.py --counts",
+            length_order_sweeps,
         ),
         Row(
             "answers of demo replayed: tokens that a row gains in a sweep, with up to 8 drafts of grammar and prompt"
