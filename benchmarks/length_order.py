@@ -5,7 +5,10 @@ many rows as in flight. Each run is a process of its own, and the checkouts take
 run`, whole. The least possible number of sweeps is all tokens over the rows in flight.
 
     python benchmarks/length_order.py --other ../batchgen-before
-    python benchmarks/length_order.py --simulate    only count sweeps, for several sizes
+    python benchmarks/length_order.py --counts    only count sweeps, for several sizes
+
+With `--counts` layers compute nothing: this checkout's engine has rows in the order of their prompts, and then the
+longest first. Where each sweep takes as long as bringing the weights, the seconds of a job are as its sweeps.
 """
 
 from __future__ import annotations
@@ -23,8 +26,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from peers.workloads import AZURE_SAMPLE
 from recording import result_path, write
+from torch import Tensor
+
+from batchgen.core.request import Request, SamplingParams
+from batchgen.engine.engine import Engine
 
 ROOT = Path(__file__).resolve().parents[1]
 _RUN_LIMIT_S = 3600
@@ -45,14 +53,36 @@ def sweeps(lengths: Iterable[int], seqs: int) -> int:
     return max(ends)
 
 
-def simulated(path: Path, divisor: int) -> list[dict[str, Any]]:
-    """Sweeps in the input's order over those with the longest first."""
+def counted(path: Path, times: int, divisor: int) -> list[dict[str, Any]]:
+    """Sweeps of an engine with rows in the order of their prompts, with the longest first, and those of input order."""
     results = []
     for seqs in (32, 64, 128, 256):
-        for times in (2, 10, 40):
-            lengths = lengths_of(path, seqs * times, divisor)
-            ratio = sweeps(lengths, seqs) / sweeps(sorted(lengths, reverse=True), seqs)
-            results.append({"seqs": seqs, "rows": seqs * times, "times_fewer_sweeps": ratio})
+        lengths = lengths_of(path, seqs * times, divisor)
+        draw = random.Random(1)
+        requests = [
+            Request([draw.randrange(100, 40_000) for _ in range(16)], SamplingParams(max_tokens=n, ignore_eos=True))
+            for n in lengths
+        ]
+        found = {}
+        with Engine("demo", max_num_seqs=seqs, max_model_len=16 + max(lengths)) as loaded:
+            words = torch.zeros(seqs, loaded.parts.config.vocab_size)
+
+            def without_layers(batches: Any, on_logits: Any, words: Tensor = words, **options: Any) -> None:
+                for batch in batches:
+                    if batch.logits_rows:
+                        on_logits(batch.logits_rows, words[: len(batch.logits_rows)], 0)
+
+            loaded.parts.executor.run = without_layers
+            for longest_first in (False, True):
+                engine = Engine.from_parts(loaded.parts, longest_first=longest_first)
+                for _ in engine.generate(requests):
+                    pass
+                found[longest_first] = engine.stats.sweeps
+        least = max(max(lengths), -(-sum(lengths) // seqs))
+        result = {"seqs": seqs, "rows": len(lengths), "input_order": sweeps(lengths, seqs), "least": least}
+        result |= {"prompt_order": found[False], "longest_first": found[True]}
+        results.append(result | {"times_fewer_sweeps": found[False] / found[True]})
+        print(results[-1], flush=True)
     return results
 
 
@@ -81,7 +111,7 @@ def run(checkout: Path, folder: Path, lengths: Sequence[int], args: argparse.Nam
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--other", type=Path, help="a checkout of before rows were put in the order of their lengths")
-    parser.add_argument("--simulate", action="store_true", help="only count sweeps")
+    parser.add_argument("--counts", action="store_true", help="only count sweeps")
     parser.add_argument("--trace", type=Path, default=AZURE_SAMPLE, help="with a column GeneratedTokens")
     parser.add_argument("--divisor", type=int, default=4, help="of the trace's lengths")
     parser.add_argument("--prompt-len", type=int, default=16)
@@ -92,9 +122,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--output", type=Path, help="[default: benchmarks/results/length_order-CPU.json]")
     args = parser.parse_args()
-    if args.simulate:
-        for result in simulated(args.trace, args.divisor):
-            print(result)
+    if args.counts:
+        results = counted(args.trace, args.times, args.divisor)
+        write(args.output or result_path("length_order_sweeps"), {"arguments": vars(args), "sizes": results})
         return
     seqs = args.max_num_seqs
     lengths = lengths_of(args.trace, seqs * args.times, args.divisor)

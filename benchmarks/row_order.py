@@ -79,25 +79,25 @@ with batchgen.Engine("demo", **job["settings"]) as engine:
 
 
 def reviews(draw: random.Random) -> list[str]:
-    products = [f"Product {number}: {_text(draw, 135)}" for number in range(150)]
-    return [f"{text}\nReview: {_text(draw, 30)}\nIs the review positive?" for text in products for _ in range(6)]
+    products = [f"Product {number}: {words_of(draw, 135)}" for number in range(150)]
+    return [f"{text}\nReview: {words_of(draw, 30)}\nIs the review positive?" for text in products for _ in range(6)]
 
 
 def suffix(draw: random.Random) -> list[str]:
-    products = [f"Product {number}: {_text(draw, 135)}" for number in range(150)]
-    return [f"Is the review positive? {_text(draw, 30)}\n{text}" for text in products for _ in range(6)]
+    products = [f"Product {number}: {words_of(draw, 135)}" for number in range(150)]
+    return [f"Is the review positive? {words_of(draw, 30)}\n{text}" for text in products for _ in range(6)]
 
 
 def columns(draw: random.Random) -> list[str]:
     rows = []
     for number in range(200):
-        title, details = f"Item {number} {_text(draw, 8)}", _text(draw, 60)
+        title, details = f"Item {number} {words_of(draw, 8)}", words_of(draw, 60)
         head = f"Title: {title}\nDetails: {details}\nOnce more, the title is {title} and the details are {details}"
-        rows += [f"{head}\nReview: {_text(draw, 20)}\nPositive?" for _ in range(50)]
+        rows += [f"{head}\nReview: {words_of(draw, 20)}\nPositive?" for _ in range(50)]
     return rows
 
 
-def _text(draw: random.Random, words: int) -> str:
+def words_of(draw: random.Random, words: int) -> str:
     return " ".join(draw.choices(_WORDS.split(), k=words))
 
 

@@ -23,7 +23,12 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 RESULTS = ROOT / "benchmarks" / "results"
 HEADER = "| job | machine | result | file | command |\n|---|---|---|---|---|\n"
 # Letters of the page for what is in a file's name or text.
-MACHINES = (("amd-epyc-25-17", "A"), ("amd-epyc-26-2", "B"), ("intel-xeon-processor-6-207", "C"))
+MACHINES = (
+    ("amd-epyc-25-17", "A"),
+    ("amd-epyc-26-2", "B"),
+    ("intel-xeon-processor-6-207", "C"),
+    ("intel-xeon-processor-6-167", "E"),
+)
 
 
 @dataclass(frozen=True)
@@ -285,6 +290,43 @@ def row_order(d: dict) -> str:
     )
 
 
+def row_order_shares(d: dict) -> str:
+    def of_table(name: str) -> str:
+        least = min(run["share_of_tree"]["here"] for run in d["tables"][name])
+        kv = sorted(run["kv_tokens"] for run in d["tables"][name])
+        return f"`{name}` {least:.1%} with KV of {kv[0]:,} to {kv[-1]:,} tokens"
+
+    return "; ".join(map(of_table, d["tables"]))
+
+
+def length_order_sweeps(d: dict) -> str:
+    found = [f"{of['times_fewer_sweeps']:.2f} with {of['seqs']}" for of in d["sizes"]]
+    above = max(of["longest_first"] / of["least"] - 1 for of in d["sizes"])
+    of_input = [of["input_order"] / of["longest_first"] for of in d["sizes"]]
+    return (
+        f"times fewer: {', '.join(found)} in flight ({min(of_input):.2f} to {max(of_input):.2f} against input order);"
+        f" at most {above:.1%} more than any order needs"
+    )
+
+
+def draft_sources(d: dict) -> str:
+    names = ("prompt lookup", "prompt lookup and rows that have ended", "prompt lookup and suffix tree")
+    found = []
+    for task, of in d["tasks"].items():
+        tokens = ", ".join(f"{of[name]['tokens_per_step']:.2f}" for name in names)
+        found.append(f"{task} {tokens}")
+    ended, tree = (d["tasks"]["json"][name]["microseconds_per_step"] for name in names[1:])
+    return f"{'; '.join(found)}; finding them took {ended:.0f} and {tree:.0f} us a row with the last two"
+
+
+def sort_prompts(d: dict) -> str:
+    few, many = d["runs"]
+    return (
+        f"{many['sort_cpu_s']:.0f} CPU seconds, {many['part_of_job']:.2%} of a job of {many['job_s']:,.0f} s;"
+        f" {many['peak_bytes'] / 1e6:.0f} MB against {few['peak_bytes'] / 1e6:.0f} MB"
+    )
+
+
 def drafted(case: str) -> Callable[[dict], str]:
     def words(d: dict) -> str:
         found = d["cases"][case]
@@ -469,6 +511,13 @@ TABLES: dict[str, list[Row]] = {
             "row_order.py --tables reviews --memory 1400MiB --repeats 1 --other CHECKOUT --vllm ENVIRONMENT",
             row_order,
         ),
+        Row(
+            "four shuffled tables, 16 rows in flight, three budgets: the least share of what the prompts' tree can save"
+            " (layers compute nothing)",
+            "row_order_shares",
+            "row_order.py --counts --repeats 1 --tables reviews,suffix --memory 1000MiB,1050MiB,1400MiB",
+            row_order_shares,
+        ),
     ],
     "Larger than memory": [
         Row(f"{OSS} within 8 GiB", f"larger_than_memory-gpt-oss-20b-8GiB-{A}", OSS_COMMAND, larger_than_memory),
@@ -519,6 +568,20 @@ TABLES: dict[str, list[Row]] = {
             f"drafts-{A}",
             "drafts.py --work-dir DIR --cases 'many rows' --prompt-tokens 100 --output-tokens 48",
             undisturbed_by_drafts,
+        ),
+        Row(
+            "sweeps of jobs with output lengths of the Azure trace, rows ten times what is in flight: longest first,"
+            " against the order of the prompts (layers compute nothing)",
+            "length_order_sweeps",
+            "length_order.py --counts",
+            length_order_sweeps,
+        ),
+        Row(
+            "answers of demo replayed: tokens that a row gains in a sweep, with up to 8 drafts of grammar and prompt"
+            " lookup; of these and of rows that have ended; of a suffix tree of these rows instead",
+            "draft_sources",
+            "draft_sources.py",
+            draft_sources,
         ),
     ],
     "Fewer bits": [
@@ -758,6 +821,13 @@ TABLES: dict[str, list[Row]] = {
             "memory_flat",
             "memory_flat.py",
             memory_flat,
+        ),
+        Row(
+            "sorting 1,000,000 prompts of 1,000 bytes, beside their job as predicted for `zen4`; peak memory, against"
+            " that of 100,000",
+            "sort_prompts",
+            "sort_prompts.py",
+            sort_prompts,
         ),
         Row(
             "host time of a million rows of 10 tokens, 4 out, through two layers of 64 columns, reading to joining",

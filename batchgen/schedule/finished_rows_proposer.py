@@ -1,8 +1,8 @@
 """Drafts from rows of the job that have ended, whose outputs resemble one another. No tensors.
 
 SuffixDecoding (Oliaro et al. 2024) keeps a suffix tree of earlier outputs. Here a ring of their last tokens is indexed
-by the hashes of its n-grams of two lengths: memory is bounded, and a match is followed backwards from what the index
-gives.
+by the hashes of its n-grams of a few lengths: memory is bounded, and a match is followed backwards from what the index
+gives. Nearly as many drafts are accepted as with the tree (`benchmarks/draft_sources.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from batchgen.schedule.draft_proposer import Proposal
 from batchgen.schedule.sequence import NOT_FINITE, Sequence
 
 _RING_TOKENS = 1 << 18  # 1 MiB of tokens, and as much for each index
-_LENGTHS = (6, 3)  # tokens of indexed n-grams, the longest first
+_LENGTHS = (6, 3, 2, 1)  # tokens of indexed n-grams, the longest first
 _MOST_MATCHED = 16  # tokens of a match that are looked at
 _END = -1  # after the last token of a row
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)

@@ -255,14 +255,21 @@ def schedules(model, tier):
     return quick_or([turn(model, tier)], list(itertools.product(ADMISSIONS, NUM_BATCHES)))
 
 
+def most_drafts(model, tier):
+    """The most drafts of a sequence in a cell; 0 where the CPU attends beside an accelerator, to one token of each."""
+    return 0 if tier in ("delegated", "deferred") else (list(MODELS).index(model) + list(TIERS).index(tier)) % 4
+
+
 def cells_by_day():
     """All cells in `make test-all`.
 
-    In `make test` so many that every tier has every schedule, and every model has each admission and each number of
-    micro-batches.
+    In `make test` so many that every tier has every schedule, every model has each admission and each number of
+    micro-batches, and every model is run with drafts and without.
     """
     turns = [(*cell, *turn(*cell)) for cell in _CELLS]
-    rows = [(m, tier, (tier, order, n), (m, order), (m, n)) for m, tier, order, n in turns]
+    rows = [
+        (m, tier, (tier, order, n), (m, order), (m, n), (m, most_drafts(m, tier) > 0)) for m, tier, order, n in turns
+    ]
     return [(m, tier) for m, tier, *_ in covering(rows, 0, "identity")]
 
 
@@ -273,9 +280,8 @@ def test_tokens_equal_those_of_transformers(model, tier, kv_format, expected, st
     for admission, num_batches in schedules(model, tier):
         policy = policy_of(path, tier, kv_format, admission, num_batches)
         parts = make_parts(path, TIERS[tier][0], policy, stores, longest_tokens=80)
-        # Drafts of a sequence, of which some are wrong; every model has some on most tiers.
-        most = (list(MODELS).index(model) + list(TIERS).index(tier)) % 4
-        drafts = partly_right(by_prompt(prompts, wanted), most=most) if most else 0
+        most = most_drafts(model, tier)
+        drafts = partly_right(by_prompt(prompts, wanted), most=most) if most else 0  # of which some are wrong
         assert tokens_of(parts, prompts, drafts=drafts) == wanted, (admission, num_batches, most)
 
 
@@ -528,7 +534,7 @@ def test_every_format_and_every_tier_is_drawn(cells):
 
 
 def test_every_schedule_has_its_turn():
-    """On every tier all of them, with every model each admission and each number of micro-batches."""
+    """On every tier all of them, with every model each admission, each number of micro-batches, and drafts."""
     cells = cells_by_day()
     for tier in TIERS:
         on_tier = {schedule for m, other in cells if other == tier for schedule in schedules(m, tier)}
@@ -536,6 +542,7 @@ def test_every_schedule_has_its_turn():
     for model in MODELS:
         of_model = [schedule for m, tier in cells if m == model for schedule in schedules(model, tier)]
         assert [len(set(found)) for found in zip(*of_model, strict=True)] == [len(ADMISSIONS), len(NUM_BATCHES)]
+        assert any(most_drafts(m, tier) for m, tier in cells if m == model), "nothing is drafted"
 
 
 def test_the_table_has_every_family_and_tier(expected, stores):

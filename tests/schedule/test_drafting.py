@@ -62,6 +62,9 @@ def test_rows_that_have_ended_are_found_until_the_ring_is_full():
     proposer.ended(sequence_of([1, 2, 3], [4, 5, 6, 7, 8, 9]))
     assert proposer.propose(sequence_of([90, 91], [4, 5, 6]), 2) == Proposal([7, 8], 3)
     assert proposer.propose(sequence_of([90, 91], [7, 8, 9]), 2) is None, "the row ended there"
+    proposer.ended(sequence_of([1, 2], [30, 6, 40]))
+    assert proposer.propose(sequence_of([90, 91], [4, 5, 6]), 2) == Proposal([7, 8], 3), "not the match of 6 alone"
+    assert proposer.propose(sequence_of([90, 91], [41, 6]), 2) == Proposal([40], 1)
     for row in range(20):
         proposer.ended(sequence_of([100 + row], list(range(1000 * row + 200, 1000 * row + 220))))
     assert proposer.propose(sequence_of([90, 91], [4, 5, 6]), 2) is None
