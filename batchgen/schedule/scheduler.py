@@ -696,8 +696,9 @@ class Scheduler:
         """Give a sequence its placement, slots and first blocks."""
         sequence.kv_placement = kv_placement
         self._take_slots(sequence)
-        num_blocks = self._expected_blocks(sequence, kv_placement.tier)
-        num_reserved = num_blocks - len(allocation.blocks) if self._reserves(kv_placement.tier) else 0
+        num_reserved = 0
+        if self._reserves(kv_placement.tier):
+            num_reserved = self._expected_blocks(sequence, kv_placement.tier) - len(allocation.blocks)
         self.tables.open(sequence, allocation, num_reserved)
 
     def _take_slots(self, sequence: Sequence) -> None:
@@ -713,14 +714,15 @@ class Scheduler:
         Where nobody is in flight the others follow: a row let in under earlier limits may fit only a placement that has
         no quota any more, and another call of the engine may have all exchange slots. It runs all the same.
         """
-        placements = [placement for placement in self._placements if self._is_staged_whole(placement, sequence)]
         tried: list[KVPlacement] = []
-        for placement in placements:
-            if self._has_place(placement) and self._is_open(placement, sequence):
+        for placement in self._placements:
+            is_open = self._has_place(placement) and self._is_open(placement, sequence)
+            if is_open and self._is_staged_whole(placement, sequence):
                 tried.append(placement)
                 yield placement
         if not self.running:
-            rest = [p for p in placements if p not in tried and p is not KVPlacement.DEFERRED]
+            rest = [p for p in self._placements if p not in tried and p is not KVPlacement.DEFERRED]
+            rest = [p for p in rest if self._is_staged_whole(p, sequence)]
             rest = [p for p in rest if p is not KVPlacement.CPU or not self.has_layers_on_device]
             yield from sorted(rest, key=lambda p: p is not KVPlacement.STREAMED) if self._lacks_slots else rest
 
