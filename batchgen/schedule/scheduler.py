@@ -308,10 +308,9 @@ class Scheduler:
     def commit(self, sweep: list[ScheduledSequence]) -> None:
         """The sweep has been launched: its tokens' KV is there for all that is launched after it."""
         shares, has_states = self.tables.share_prefixes, self.tables.have_states
-        for scheduled in sweep:  # each sequence of every sweep
-            sequence = scheduled.sequence
+        for sequence, num_tokens in sweep:  # each sequence of every sweep
             has_prompt = sequence.num_computed < sequence.num_prompt
-            num_keys, num_known = sequence.num_computed + scheduled.num_tokens, len(sequence.tokens)
+            num_keys, num_known = sequence.num_computed + num_tokens, len(sequence.tokens)
             # KV of drafts counts when they are accepted; until then a later token overwrites it.
             sequence.num_computed = num_keys if num_keys < num_known else num_known
             if shares and has_prompt:
