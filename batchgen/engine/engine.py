@@ -742,7 +742,7 @@ class Engine:
         stats.busy_s["compute"] += time.perf_counter() - started_s - sampling_s
         stats.busy_s["sampling"] += sampling_s
         result = handler.end_sweep() if call.sweeps_in_flight == 1 else None
-        for sequence in complete([one.sequence for one in scheduled]):
+        for sequence in complete([sequence for sequence, _ in scheduled]):
             call.scheduler.finish(sequence)
         num_logits = sum(len(batch.logits_rows) for batch in batches)
         return _Sweep(result, wait, started_s, stats.prefilled_tokens > prefilled, num_tokens, num_logits)
@@ -760,7 +760,7 @@ class Engine:
             if one.sequence.num_computed < one.sequence.num_prompt
             or (one.num_tokens != 1 and one.num_tokens - len(one.sequence.drafts) != 1)
         ]
-        keys = sum([one.sequence.num_computed for one in scheduled])
+        keys = sum([sequence.num_computed for sequence, _ in scheduled])
         keys -= sum([one.sequence.num_computed for one in prompts])
         self.stats.decode_keys += keys + len(scheduled) - len(prompts)
         self.stats.drafted_tokens += sum([len(sequence.drafts) for sequence in drafted])

@@ -445,7 +445,7 @@ class Generation:
             self._scorer.take([rows[i] for i in parts.scored], take(logits, parts.scored), start)
         if not parts.sampled:
             return None
-        sequences = [row.sequence for row in take(rows, parts.sampled)]
+        sequences = [sequence for sequence, _ in take(rows, parts.sampled)]
         sampled = self._parts.sample(take(logits, parts.sampled), sequences)
         self._sampled.append((sequences, sampled))
         return spread(sampled.token_ids, parts.sampled, len(rows))

@@ -9,13 +9,13 @@ these walks.
 
 from __future__ import annotations
 
+import sys
 import time
+from array import array
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator
 from typing import Protocol, TypeVar
-
-import numpy as np
 
 from batchgen.engine.prefetch import Prefetch
 
@@ -29,11 +29,11 @@ class Prompted(Protocol):
     """A prepared request.
 
     Attributes:
-        prompt: Token ids of its prompt, an array of int32; None: nothing of it is to be run.
+        prompt: Token ids of its prompt, of four bytes each; None: nothing of it is to be run.
     """
 
     @property
-    def prompt(self) -> np.ndarray | None: ...
+    def prompt(self) -> array[int] | None: ...
 
 
 P = TypeVar("P", bound=Prompted)
@@ -118,8 +118,7 @@ class PromptOrder(Iterator[P]):
         if prompt is None:
             self._at_once.append(request)
             return
-        # As big-endian bytes, prompts are compared in the order of their token ids.
-        self._wait(np.asarray(prompt, dtype=">u4").tobytes(), self._num_arrived, request)
+        self._wait(_comparable(prompt), self._num_arrived, request)
         self._num_arrived += 1
         self._num_tokens += len(prompt)
 
@@ -138,3 +137,12 @@ class PromptOrder(Iterator[P]):
         """The position of the waiting prompt that is the first at or after the last one, or the first of all."""
         position = bisect_left(self._waiting, (self._last, -1))
         return position if position < len(self._waiting) else 0
+
+
+def _comparable(prompt: array[int]) -> bytes:
+    """Token ids as bytes that compare as they do: big-endian ones."""
+    if sys.byteorder == "big":
+        return prompt.tobytes()
+    swapped = prompt[:]
+    swapped.byteswap()
+    return swapped.tobytes()

@@ -128,8 +128,9 @@ class Deduplication:
             self._ready.extend(_for(request, result) for request in first.waiting)
             first.result, first.result_bytes, first.waiting = result, _size_bytes(result), []
             self._result_bytes += first.result_bytes
-            for oldest in list(self._oldest()):
-                self._result_bytes -= self._firsts.pop(oldest).result_bytes
+            if self._result_bytes > _MOST_RESULT_BYTES:
+                for oldest in list(self._oldest()):
+                    self._result_bytes -= self._firsts.pop(oldest).result_bytes
 
     def _oldest(self) -> Iterator[bytes]:
         """Keys of the oldest results, which are dropped so that the others take no more memory than the limit."""

@@ -25,6 +25,7 @@ Array = np.ndarray[Any, Any]
 _MOST_WAITING = 4  # waiting sequences that are simulated, as multiples of those in flight
 _FEW_WAITING = 256  # all of so few are
 _OCTAVES = 32  # of a sweep's tokens
+_MOST_ADDED = 256  # sweeps whose speed is counted together
 _SPEED_PRIOR_FRAC = 0.03  # sweeps of a size count with this part of all sweeps at the speed of all
 _HALF_LIFE_FRAC, _LEAST_HALF_LIFE_S = 0.3, 20.0  # of the time that has passed: older sweeps count half
 _CACHED_PRIOR_FRAC = 0.02  # the planned part of shared prompt tokens counts as this part of all rows
@@ -85,20 +86,33 @@ class Speed:
         self._measured = np.zeros((2, _OCTAVES))  # seconds by kind and size, older ones counted less
         self._planned = np.zeros((2, _OCTAVES))
         self._passed_s = 0.0
+        self._added: list[tuple[float, Sweeps]] = []  # since the speed was last asked for, as few at a time cost more
 
     def add(self, seconds: float, sweep: Sweeps) -> None:
         """Count a sweep. seconds: as measured. sweep: what it had, arrays of length 1."""
-        self._passed_s += seconds
-        half_life_s = max(_LEAST_HALF_LIFE_S, _HALF_LIFE_FRAC * self._passed_s)
-        kept = 0.5 ** (seconds / half_life_s)
-        self._measured *= kept
-        self._planned *= kept
-        kind, octave = (int(values[0]) for values in _kinds_and_octaves(sweep))
-        self._measured[kind, octave] += seconds
-        self._planned[kind, octave] += self._planned_s(sweep)[0]
+        self._added.append((seconds, sweep))
+        if len(self._added) >= _MOST_ADDED:
+            self._count_added()
+
+    def _count_added(self) -> None:
+        """Count the sweeps that were added, in their order."""
+        if not self._added:
+            return
+        sweeps = Sweeps(*map(np.concatenate, zip(*(sweep for _, sweep in self._added), strict=True)))
+        of_sweeps = (*(values.tolist() for values in _kinds_and_octaves(sweeps)), self._planned_s(sweeps).tolist())
+        for (seconds, _), kind, octave, planned_s in zip(self._added, *of_sweeps, strict=True):
+            self._passed_s += seconds
+            half_life_s = max(_LEAST_HALF_LIFE_S, _HALF_LIFE_FRAC * self._passed_s)
+            kept = 0.5 ** (seconds / half_life_s)
+            self._measured *= kept
+            self._planned *= kept
+            self._measured[kind, octave] += seconds
+            self._planned[kind, octave] += planned_s
+        self._added = []
 
     def sweep_s(self, sweeps: Sweeps) -> Array:
         """Predicted seconds of sweeps at the measured speed, [n]."""
+        self._count_added()
         planned = self._planned.sum()
         overall = self._measured.sum() / planned if planned else 1.0
         prior_s = _SPEED_PRIOR_FRAC * planned

@@ -49,14 +49,15 @@ def upload(array: np.ndarray, device: torch.device, out: Tensor | None = None) -
     Returns:
         Tensor on the device. On the CPU a new one shares the array's memory.
     """
-    tensor = torch.from_numpy(array)
     passage = getattr(_of_thread, "passage", None)
     if device.type == "cpu" or passage is None:
+        tensor = torch.from_numpy(array)
         if out is not None:
             return out.copy_(tensor if device.type == "cpu" else tensor.pin_memory(), non_blocking=True)
         return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
-    target = torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if out is None else out
-    return passage.upload(tensor, target)
+    if out is None:
+        out = torch.empty(array.shape, dtype=torch.from_numpy(array).dtype, device=device)
+    return passage.upload(array, out)
 
 
 def download(tensor: Tensor) -> Tensor:
@@ -101,6 +102,7 @@ class Passage:
         up, down = memory.split([len(memory) // 4 * 3, len(memory) - len(memory) // 4 * 3])
         # Uploads go round: a section is filled again when the copies from it are done.
         self._sections = up.split(len(up) // _SECTIONS)[:_SECTIONS]
+        self._section_bytes = [section.numpy() for section in self._sections]
         self._section = self._filled = 0
         self._copied: list[Any] = [None] * _SECTIONS
         # A page of downloads is used again when nobody holds any of them.
@@ -109,28 +111,28 @@ class Passage:
         self._held = [0] * _PAGES
         self._let_go: deque[int] = deque()  # pages, by finalizers of any thread
 
-    def upload(self, source: Tensor, target: Tensor) -> Tensor:
+    def upload(self, source: np.ndarray, target: Tensor) -> Tensor:
         """Start the copy of `source`, on the host, to `target`, on the GPU. `source` may be changed at once.
 
         Args:
-            source: Contiguous tensor on the host.
-            target: Contiguous tensor on the GPU, of the same shape and dtype.
+            source: Contiguous array on the host.
+            target: Contiguous tensor on the GPU, of as many bytes.
 
         Returns:
             `target`.
         """
-        if not source.numel():
+        if not source.size:
             return target
-        source, left = _bytes_of(source), _bytes_of(target)
-        done, num_bytes = 0, source.shape[0]
+        sent, left = source.reshape(-1).view(np.uint8), bytes_of(target)
+        done, num_bytes = 0, len(sent)
         while done < num_bytes:
             section = self._sections[self._section]
             if self._filled >= section.shape[0]:
                 section = self._next_section()
-            count = min(num_bytes - done, section.shape[0] - self._filled)
-            own = section[self._filled : self._filled + count]
-            own.copy_(source[done : done + count])
-            left[done : done + count].copy_(own, non_blocking=True)
+            first, count = self._filled, min(num_bytes - done, section.shape[0] - self._filled)
+            self._section_bytes[self._section][first : first + count] = sent[done : done + count]
+            part = left if count == num_bytes else left[done : done + count]
+            part.copy_(section[first : first + count], non_blocking=True)
             self.num_copies += 1
             done += count
             self._filled += -(-count // _ALIGNED) * _ALIGNED
@@ -181,7 +183,8 @@ class Passage:
         return None
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
+def bytes_of(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's memory, uint8 [bytes]."""
     flat = tensor.reshape(-1)
     # The dimension of a single number may have any stride.
     return (flat.as_strided((1,), (1,)) if len(flat) == 1 else flat).view(torch.uint8)

@@ -31,7 +31,7 @@ from batchgen.planner.startup import least_startup_s
 
 # Predicted times this close count as equal.
 TIE = 1.02
-_EQUALLY_FAST = 1e-4
+_EQUALLY_FAST = 5e-3
 # What is slower than the fastest by more than this factor is not looked at again: the cost model is not that far off.
 _SIMULATED_WITHIN = 1.25
 # A candidate that would be pruned if it were slower by this factor gains nothing from another order of micro-batches.

@@ -20,7 +20,7 @@ from batchgen.ops.dispatch import CPU
 from batchgen.ops.host_copy import upload
 from batchgen.runtime.batch_state import A, BatchPart, BatchState, Plans, for_each
 from batchgen.runtime.deferred import DeferredBatchState
-from batchgen.runtime.graphs import StaticBuffers
+from batchgen.runtime.graphs import LOGITS, PENDING_ROWS, PENDING_SLOTS, TOKEN_IDS, StaticBuffers
 from batchgen.runtime.state_slots import upload_slots
 from batchgen.runtime.steps.context import StepContext
 from batchgen.schedule.packed_batch import PackedBatch, Segment
@@ -39,8 +39,15 @@ def prepare_batches(context: StepContext, batches: Sequence[PackedBatch]) -> lis
 def prepare_in_buffers(context: StepContext, packed: PackedBatch, buffers: StaticBuffers) -> BatchState:
     """A micro-batch whose layers run over the static buffers of a CUDA graph."""
     positions = torch.from_numpy(packed.positions), buffers.positions[: packed.num_tokens]
-    tokens = _tokens(context, packed, False)
-    return BatchState(packed, *positions, parts={}, moves={}, on_host=False, buffers=buffers, **tokens)
+    pending, logits = len(packed.pending_rows), len(packed.logits_rows)
+    return BatchState(
+        packed, *positions, parts={}, moves={}, on_host=False, buffers=buffers,
+        token_ids=buffers.row(TOKEN_IDS, packed.num_tokens)
+        if context.weights.embeds_on_device
+        else torch.from_numpy(packed.token_ids),
+        pending=(buffers.row(PENDING_ROWS, pending), buffers.row(PENDING_SLOTS, pending)) if pending else None,
+        logits_indices=buffers.row(LOGITS, logits) if logits < packed.num_tokens else None,
+    )  # fmt: skip
 
 
 def _tokens(context: StepContext, packed: PackedBatch, on_host: bool) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.plan import PINNED_BYTES
 from batchgen.core.units import format_bytes
 from batchgen.ops import dispatch as ops
-from batchgen.ops.host_copy import Passage, through
+from batchgen.ops.host_copy import Passage, bytes_of, through
 from batchgen.ops.long_steps import LongStep, noted_in
 from batchgen.runtime.memory.transfers import Link, tensor_over
 from batchgen.runtime.streams import STREAMS, Driver
@@ -137,7 +137,8 @@ class CudaDriver:
         held.clear()
 
     def upload(self, tensor: Tensor) -> Tensor:
-        return self._passage.upload(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda"))
+        target = torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda")
+        return self._passage.upload(bytes_of(tensor).numpy(), target)
 
     def borrow(self, tensor: Tensor) -> None:
         if tensor.is_cuda:

@@ -42,6 +42,8 @@ _FEW_PROGRAMS = 64  # so many without work cost nothing
 _REMEMBERED = 256  # sizes of sweeps
 _ALIGNED = 8  # kernels are compiled for rows of indices that begin at multiples of 16 bytes
 NOT_STORED = -1  # slot of a token whose KV, or state, goes nowhere
+# Rows of `StaticBuffers.indices` beside that of positions, which is the first.
+TOKEN_IDS, LOGITS, PENDING_ROWS, PENDING_SLOTS, _SLOTS = range(1, 6)
 
 Replay = Callable[[], None]
 
@@ -86,7 +88,8 @@ class StaticBuffers:
 
     Attributes:
         hidden: [tokens, hidden], the input, and then the result.
-        indices: int64 [1 + windows, tokens or a few more]: positions, then slots of new KV for each window.
+        indices: int64 [5 + windows, tokens or a few more]: positions, token ids, tokens whose logits are made, tokens
+            that only the device knows and their slots in its table, then slots of new KV for each window.
         windows: Sliding windows of the rows of slots.
         plans: by window.
         states: state slots of the sequences, int32 [3 * sequences + 1]: sources, targets and starts; None: the model
@@ -109,7 +112,16 @@ class StaticBuffers:
     @property
     def slots(self) -> dict[int | None, Tensor]:
         """Slots of the tokens' KV by window, int64 [tokens]."""
-        return dict(zip(self.windows, self.indices[1:, : len(self.hidden)], strict=True))
+        return dict(zip(self.windows, self.indices[_SLOTS:, : len(self.hidden)], strict=True))
+
+    def row(self, number: int, count: int) -> Tensor:
+        """The first numbers of a row of indices.
+
+        Args:
+            number: `TOKEN_IDS`, `LOGITS`, `PENDING_ROWS` or `PENDING_SLOTS`.
+            count: How many of them the sweep has.
+        """
+        return self.indices[number, :count]
 
     @property
     def state_slots(self) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -241,7 +253,7 @@ class SweepGraphs:
         aligned = -(-size.tokens // _ALIGNED) * _ALIGNED
         buffers = self._buffers[size] = StaticBuffers(
             hidden=torch.zeros(size.tokens, self._hidden_size, dtype=self._dtype, **where),
-            indices=torch.zeros(1 + len(cuts), aligned, dtype=torch.int64, **where),
+            indices=torch.zeros(_SLOTS + len(cuts), aligned, dtype=torch.int64, **where),
             windows=tuple(cuts),
             plans={window: cuts[window].prepare(self._device, capacity) for window, capacity in size.plans},
             states=states,
@@ -256,11 +268,11 @@ def stays_on_device(packed: PackedBatch) -> bool:
 
 def _indices(packed: PackedBatch, segment: Segment, columns: int) -> np.ndarray:
     """`StaticBuffers.indices` of a batch. KV of tokens beyond those of the sweep is not stored."""
-    rows = (packed.positions, *segment.slots.values())
-    indices = np.full((len(rows), columns), NOT_STORED, np.int64)
-    indices[0, packed.num_tokens :] = 0
-    for row, values in zip(indices, rows, strict=True):
-        row[: packed.num_tokens] = values
+    of_tokens = packed.positions, packed.token_ids, packed.logits_indices, packed.pending_rows, packed.pending_slots
+    indices = np.zeros((_SLOTS + len(segment.slots), columns), np.int64)
+    indices[_SLOTS:, packed.num_tokens :] = NOT_STORED
+    for row, values in zip(indices, (*of_tokens, *segment.slots.values()), strict=True):
+        row[: len(values)] = values
     return indices
 
 

@@ -26,10 +26,10 @@ class LogitsParts(NamedTuple):
     @classmethod
     def of(cls, rows: Sequence[LogitsRow]) -> LogitsParts:
         """The parts of some rows."""
-        scored = [i for i, row in enumerate(rows) if row.sequence.targets]
+        scored = [i for i, (sequence, _) in enumerate(rows) if sequence.targets]
         if not scored:
             return cls(list(range(len(rows))), scored)
-        return cls([i for i, row in enumerate(rows) if not row.sequence.targets], scored)
+        return cls([i for i, (sequence, _) in enumerate(rows) if not sequence.targets], scored)
 
 
 def take(values: Any, indices: list[int]) -> Any:

@@ -27,7 +27,7 @@ def placement_in_sweep(scheduled: ScheduledSequence, compute_tier: str) -> KVPla
 
 def by_placement(sweep: Sequence[ScheduledSequence], compute_tier: str) -> dict[KVPlacement, list[ScheduledSequence]]:
     """Scheduled sequences by the placement of their KV that the sweep's attention sees, in their order."""
-    placements = {scheduled.sequence.kv_placement for scheduled in sweep}
+    placements = {sequence.kv_placement for sequence, _ in sweep}
     if all(placement.tier == compute_tier for placement in placements):
         return {KVPlacement.DEVICE: list(sweep)} if placements else {}
     members: dict[KVPlacement, list[ScheduledSequence]] = {}
@@ -85,9 +85,9 @@ def split_batches(
     """
     assert order in ORDERS, order
     order = "mixed" if mixes and order == "even" else order
-    all_here = all(p.tier == compute_tier for p in {scheduled.sequence.kv_placement for scheduled in sweep})
+    all_here = all(p.tier == compute_tier for p in {sequence.kv_placement for sequence, _ in sweep})
     as_one = all_here and (num_gpu_batches == 1 or balance_tokens is not None) and len(sweep) <= max_seqs
-    if as_one and not pipelines and sum([scheduled.num_tokens for scheduled in sweep]) <= max_tokens:
+    if as_one and not pipelines and sum([num_tokens for _, num_tokens in sweep]) <= max_tokens:
         return [sweep] if sweep else []
     parts: list[_Part] = []
     if all_here:

@@ -216,9 +216,9 @@ class _Members(NamedTuple):
 
     @classmethod
     def of(cls, members: List[ScheduledSequence]) -> _Members:
-        sequences = [one.sequence for one in members]
-        num_tokens = np.array([one.num_tokens for one in members], np.int64)
-        return cls(sequences, num_tokens, np.array([sequence.num_computed for sequence in sequences], np.int64))
+        sequences, num_tokens = zip(*members, strict=True)
+        num_computed = [sequence.num_computed for sequence in sequences]
+        return cls(list(sequences), np.array(num_tokens, np.int64), np.array(num_computed, np.int64))
 
     def in_order(self, order: np.ndarray) -> _Members:
         """These sequences in another order, given as indices."""
@@ -354,7 +354,9 @@ class _Rows:
         # Once for each sequence of every sweep: as little as may be.
         keys, starts = tables.num_keys, tables.starts
         texts = [s.tokens for s in sequences]
-        if any([s.drafts for s in sequences]):
+        lengths = np.array(list(map(len, texts)), np.int64)
+        has_drafts = any([s.drafts for s in sequences])
+        if has_drafts:
             texts = [[*s.tokens, *s.drafts] for s in sequences]
         last = np.array([text[stop - 1] for text, stop in zip(texts, keys.tolist(), strict=True)], np.int64)
         token_ids = np.empty(starts[-1], np.int64)
@@ -369,17 +371,23 @@ class _Rows:
             self._deferred_rows += logits_rows(sequences, tables.num_cached.tolist())
             self._exchange_slots += [in_flight(sequence.exchange_slot) for sequence in sequences]
         else:
-            self._add_logits(sequences, tables)
+            self._add_logits(sequences, tables, lengths, has_drafts=has_drafts)
         self.count += len(token_ids)
         self._positions.append(tables.positions)
 
-    def _add_logits(self, sequences: List[Sequence], tables: SweepTables) -> None:
+    def _add_logits(
+        self, sequences: List[Sequence], tables: SweepTables, lengths: np.ndarray, *, has_drafts: bool
+    ) -> None:
         """Add the rows of logits of some sequences: those from `Sequence.next_logits_position` on.
 
         Rows of drafts belong to the sequence as it will be with the drafts (`after_drafts`).
+
+        Args:
+            sequences: The sequences.
+            tables: Their tables.
+            lengths: Number of tokens of each, without drafts, int64.
+            has_drafts: Whether any of them has drafts.
         """
-        lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
-        has_drafts = any([sequence.drafts for sequence in sequences])
         if not has_drafts and not any([sequence.targets for sequence in sequences]):  # a row where all tokens are run
             owners = (tables.num_keys == lengths).nonzero()[0]
             positions = lengths[owners] - 1

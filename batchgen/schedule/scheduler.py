@@ -308,10 +308,9 @@ class Scheduler:
     def commit(self, sweep: list[ScheduledSequence]) -> None:
         """The sweep has been launched: its tokens' KV is there for all that is launched after it."""
         shares, has_states = self.tables.share_prefixes, self.tables.have_states
-        for scheduled in sweep:  # each sequence of every sweep
-            sequence = scheduled.sequence
+        for sequence, num_tokens in sweep:  # each sequence of every sweep
             has_prompt = sequence.num_computed < sequence.num_prompt
-            num_keys, num_known = sequence.num_computed + scheduled.num_tokens, len(sequence.tokens)
+            num_keys, num_known = sequence.num_computed + num_tokens, len(sequence.tokens)
             # KV of drafts counts when they are accepted; until then a later token overwrites it.
             sequence.num_computed = num_keys if num_keys < num_known else num_known
             if shares and has_prompt:
@@ -696,8 +695,9 @@ class Scheduler:
         """Give a sequence its placement, slots and first blocks."""
         sequence.kv_placement = kv_placement
         self._take_slots(sequence)
-        num_blocks = self._expected_blocks(sequence, kv_placement.tier)
-        num_reserved = num_blocks - len(allocation.blocks) if self._reserves(kv_placement.tier) else 0
+        num_reserved = 0
+        if self._reserves(kv_placement.tier):
+            num_reserved = self._expected_blocks(sequence, kv_placement.tier) - len(allocation.blocks)
         self.tables.open(sequence, allocation, num_reserved)
 
     def _take_slots(self, sequence: Sequence) -> None:
@@ -713,14 +713,15 @@ class Scheduler:
         Where nobody is in flight the others follow: a row let in under earlier limits may fit only a placement that has
         no quota any more, and another call of the engine may have all exchange slots. It runs all the same.
         """
-        placements = [placement for placement in self._placements if self._is_staged_whole(placement, sequence)]
         tried: list[KVPlacement] = []
-        for placement in placements:
-            if self._has_place(placement) and self._is_open(placement, sequence):
+        for placement in self._placements:
+            is_open = self._has_place(placement) and self._is_open(placement, sequence)
+            if is_open and self._is_staged_whole(placement, sequence):
                 tried.append(placement)
                 yield placement
         if not self.running:
-            rest = [p for p in placements if p not in tried and p is not KVPlacement.DEFERRED]
+            rest = [p for p in self._placements if p not in tried and p is not KVPlacement.DEFERRED]
+            rest = [p for p in rest if self._is_staged_whole(p, sequence)]
             rest = [p for p in rest if p is not KVPlacement.CPU or not self.has_layers_on_device]
             yield from sorted(rest, key=lambda p: p is not KVPlacement.STREAMED) if self._lacks_slots else rest
 

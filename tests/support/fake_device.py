@@ -28,7 +28,7 @@ from batchgen.engine.parts import EngineParts
 from batchgen.models import experts
 from batchgen.ops import dispatch as ops
 from batchgen.ops import quant, reference, torch_attention
-from batchgen.ops.host_copy import Passage, upload
+from batchgen.ops.host_copy import Passage, bytes_of, upload
 from batchgen.runtime import batch_preparation, token_table
 from batchgen.runtime.cuda import CudaLink
 from batchgen.runtime.lane_threads import prepare_thread
@@ -174,7 +174,7 @@ class FakeDevice:
     def upload(self, tensor):
         assert self.launching.lane == "compute", "small arrays go with what computes"
         assert not self.memory.is_on_device(tensor), "the host reads what is the device's"
-        return self.passage.upload(tensor, self.empty(tensor.shape, tensor.dtype))
+        return self.passage.upload(bytes_of(tensor).numpy(), self.empty(tensor.shape, tensor.dtype))
 
     def borrow(self, tensor):
         self.memory.borrow(tensor, self.launching.lane)

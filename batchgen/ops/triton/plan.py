@@ -8,10 +8,9 @@ own. A token in several items gets an unnormalised partial result from each. Mer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import accumulate
 from operator import ge
 
 import numpy as np
@@ -118,25 +117,16 @@ class DevicePlan:
     Attributes:
         geometry: Sizes for which the plan is cut.
         capacity: Lengths of the arrays.
-        host: Buffer on the host; it is pinned if other plans are to be copied through it.
         buffer: Buffer on the device.
-        copied: Event after the last copy, before which `host` must not be changed; None: there was none.
     """
 
     geometry: Geometry
     capacity: Capacity
-    host: Tensor  # pinned, where other plans are to be written into it
     buffer: Tensor
-    copied: torch.cuda.Event | None = None  # the host's copy may be written again after this
 
     def __post_init__(self) -> None:
         views = _views(self.buffer, self.capacity)
         self.few, self.many, self.table, self.merge_tokens, self.merge_starts, self.merge_rows = views
-
-    @cached_property
-    def _on_host(self) -> list[Tensor]:
-        """The arrays as views of the host's buffer."""
-        return _views(self.host, self.capacity)
 
     def with_table(self, table: Tensor) -> DevicePlan:
         """The plan with other block tables of the same lengths."""
@@ -152,17 +142,7 @@ class DevicePlan:
         """
         if not self.capacity.holds(cut.capacity):
             raise ValueError(f"a plan of {cut.capacity} does not fit {self.capacity}")
-        if self.copied is not None:
-            self.copied.synchronize()
-        _write(self._on_host, cut.arrays)
-        if self.buffer is not self.host:
-            self.buffer.copy_(self.host, non_blocking=True)
-            self.mark_copied()
-
-    def mark_copied(self) -> None:
-        if self.buffer.device.type == "cuda":
-            self.copied = self.copied or torch.cuda.Event()
-            self.copied.record(torch.cuda.current_stream(self.buffer.device))
+        upload(_in_one(cut.arrays, self.capacity), self.buffer.device, self.buffer)
 
 
 @dataclass(frozen=True)
@@ -190,24 +170,12 @@ class CutPlan:
             capacity: Lengths of the arrays, if other plans are to be copied into the same memory (`DevicePlan.fill`).
                 None: the lengths of this plan.
         """
-        again = capacity is not None
         capacity = capacity or self.capacity
-        host = torch.empty(_starts(capacity)[-1], dtype=torch.int32, pin_memory=again and device.type == "cuda")
-        _write(_views(host, capacity), self.arrays)
-        if not again:
-            return DevicePlan(self.geometry, capacity, host, upload(host.numpy(), device))
-        prepared = DevicePlan(self.geometry, capacity, host, to_device(host, device))
-        prepared.mark_copied()
-        return prepared
+        return DevicePlan(self.geometry, capacity, upload(_in_one(self.arrays, capacity), device))
 
 
 def cut(plan: AttentionPlan, geometry: Geometry) -> CutPlan:
     return CutPlan(geometry, _cut(plan, geometry))
-
-
-def to_device(host_buffer: Tensor, device: torch.device) -> Tensor:
-    """Start the copy of a pinned buffer to a device. On the CPU the buffer itself is returned."""
-    return host_buffer if device.type == "cpu" else host_buffer.to(device, non_blocking=True)
 
 
 # Arrays in a buffer.
@@ -221,8 +189,8 @@ def _sizes(capacity: Capacity) -> tuple[int, ...]:
 
 
 def _starts(capacity: Capacity) -> list[int]:
-    rounded = [max(_ALIGNED, -(-size // _ALIGNED) * _ALIGNED) for size in _sizes(capacity)]
-    return np.concatenate([[0], np.cumsum(rounded)]).tolist()
+    """Place of each array in a buffer, and then the buffer's length."""
+    return [0, *accumulate(max(_ALIGNED, -(-size // _ALIGNED) * _ALIGNED) for size in _sizes(capacity))]
 
 
 def _views(buffer: Tensor, capacity: Capacity) -> list[Tensor]:
@@ -236,11 +204,14 @@ def _lengths(arrays: _Arrays) -> Capacity:
     return Capacity(few, many, table, tokens, rows)
 
 
-def _write(views: Sequence[Tensor], arrays: _Arrays) -> None:
-    """Write arrays into the views of a buffer, and fill the rest of its capacity with empty items and merges."""
-    for view, array, rest in zip((view.numpy() for view in views), arrays, (0, 0, 0, -1, 0, 0), strict=True):
-        view[: len(array)] = array
-        view[len(array) :] = rest
+def _in_one(arrays: _Arrays, capacity: Capacity) -> np.ndarray:
+    """The arrays in a buffer, int32, and empty items and merges in the rest of its capacity."""
+    starts, tokens = _starts(capacity), arrays[3]
+    buffer = np.zeros(starts[-1], np.int32)
+    for start, array in zip(starts, arrays, strict=False):
+        buffer[start : start + array.size] = array.reshape(-1)
+    buffer[starts[3] + len(tokens) : starts[3] + capacity.merges] = -1
+    return buffer
 
 
 # Cutting.

@@ -168,7 +168,7 @@ class StepContext:
         with contextlib.nullcontext() if core is None else core.hosts():
             chosen = self.on_logits(rows, logits, start)
         if chosen is not None and self.tokens is not None:
-            self.tokens.keep(np.array([row.sequence.token_slot for row in rows], np.int64), chosen)
+            self.tokens.keep(np.array([sequence.token_slot for sequence, _ in rows], np.int64), chosen)
 
     def logits_buffer(self, x: Tensor, rows: ops.Weight) -> Tensor:
         """Memory for the logits of x, always the same: some that is new to the process costs more than filling it."""
