@@ -285,6 +285,8 @@ class MemoryPlan:
         batch_tokens: The most tokens of one micro-batch.
         logit_rows: Rows of logits (one per token that is sampled or scored) that are computed at once; None: all rows
             of a micro-batch.
+        held_logit_rows: The most rows of a sweep, where logits are held until all chunks of the vocabulary have come;
+            None: none are held.
         window: Tokens of the sliding window, where KV blocks before the window are freed; None: no block is freed
             before its sequence ends.
         window_blocks: KV blocks, by tier, of the pools of layers with a sliding window. `kv_blocks` then counts those
@@ -305,6 +307,7 @@ class MemoryPlan:
     staging_blocks: int
     batch_tokens: int
     logit_rows: int | None = None
+    held_logit_rows: int | None = None
     window: int | None = None
     window_blocks: Mapping[str, int] = field(default_factory=dict)
     stream_bytes: Mapping[str, int] = field(default_factory=dict)

@@ -255,9 +255,11 @@ def _plan_stages(request: LoadRequest, stages: Sequence[Stage]) -> list[tuple[Lo
     slots = _fewest([memory.state_slots for memory in of_states])
     staged = min((memory.staging_states for memory in of_states), default=0)
 
+    held = loads[-1][1].held_logit_rows  # of the stage that has the head
+
     def as_in_all(memory: MemoryPlan) -> MemoryPlan:
         pools = replace(memory, kv_blocks=fewest, window=window, window_blocks=window_blocks)
-        return replace(pools, state_slots=slots, staging_states=staged)
+        return replace(pools, state_slots=slots, staging_states=staged, held_logit_rows=held)
 
     return [(load, as_in_all(memory)) for load, memory in loads]
 

@@ -20,6 +20,7 @@ from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Placement
 from batchgen.planner.problem import CostInputs
 from batchgen.planner.search import Candidate
+from batchgen.planner.sizes import held_logit_rows
 
 # Numbers of drafts that are looked at; between them seconds change little.
 _COUNTS = (1, 2, 3, 4, 6, 8, 12, MOST_DRAFTS)
@@ -53,7 +54,9 @@ def drafted_phases(s: CostInputs, phases: Sequence[Phase], at: Placement) -> tup
         return tuple(phases)
     if s.model.state:
         rates = replace(rates, proposed=rates.proposed * s.draft_state_share)
-    return tuple(_fastest(s, phase, at, rates) for phase in phases)
+    holds_logits = s.on_gpu and number(at.head_cpu) > 0
+    most_rows = held_logit_rows(s.model, int(s.element_bytes), s) if holds_logits else math.inf
+    return tuple(_fastest(s, phase, at, rates, most_rows) for phase in phases)
 
 
 def drafts_by_seqs(phases: Sequence[Phase]) -> tuple[tuple[int, int], ...]:
@@ -92,14 +95,18 @@ def _takes_drafts(s: CostInputs, at: Placement, rates: DraftRates) -> bool:
     return takes_drafts(s.attention_budget)
 
 
-def _fastest(s: CostInputs, phase: Phase, at: Placement, rates: DraftRates) -> Phase:
-    """A phase with the number of drafts that makes it shortest; without any where the gain is small."""
+def _fastest(s: CostInputs, phase: Phase, at: Placement, rates: DraftRates, most_rows: float) -> Phase:
+    """A phase with the number of drafts that makes it shortest; without any where the gain is small.
+
+    Args:
+        most_rows: Most rows of logits of a sweep.
+    """
     if not phase.decode_seqs:
         return phase
     seconds = {phase: job_seconds(s, (phase,), at) / _LEAST_GAIN}
     for count in {min(count, rates.most) for count in _COUNTS}:
         drafted = _drafted(phase, count, rates, s.max_num_batched_tokens)
-        if drafted is not None:
+        if drafted is not None and phase.decode_seqs * (1 + drafted.drafts) <= most_rows:
             seconds[drafted] = job_seconds(s, (drafted,), at)
     return min(seconds, key=lambda each: seconds[each])
 

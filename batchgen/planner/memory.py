@@ -32,6 +32,7 @@ from batchgen.planner.sizes import (
     deferred_bytes,
     exchanged_values,
     group_bytes_of_layers,
+    held_logit_rows,
     most_captured_tokens,
     planned_logit_rows,
     sent_bytes,
@@ -145,7 +146,7 @@ def _weight_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
         chunk = -(-s.model.output_size // VOCABULARY_CHUNKS) * s.output_row_bytes
         yield Item("gpu", "weights in transit", held.head_cpu * (HEAD_SLOTS * chunk))
         if held.task != "score":  # to choose tokens, all of the vocabulary has to be there
-            logits = batches.max_num_seqs * s.model.output_size * 4
+            logits = held_logit_rows(s.model, int(s.element_bytes), batches) * s.model.output_size * 4
             yield Item("gpu", "logits", held.head_cpu * logits, "compute")
 
 
@@ -352,6 +353,7 @@ def plan_memory(
     for tier, num_bytes in pools.tier_bytes.items():
         if num_bytes:
             parts[tier]["KV"] = num_bytes
+    held_rows = held_logit_rows(config, int(sizes.element_bytes), policy)
     return MemoryPlan(
         budgets=dict(budgets),
         parts=parts,
@@ -361,6 +363,7 @@ def plan_memory(
         logit_rows=planned_logit_rows(
             config, int(sizes.element_bytes), policy.batch_tokens, policy.batch_seqs, demand.task
         ),
+        held_logit_rows=held_rows if "logits" in parts.get("gpu", ()) else None,
         window=pools.window,
         window_blocks=pools.window_blocks,
         state_slots={tier: int(number(slots)) for tier, slots in held.state_slots.items()},

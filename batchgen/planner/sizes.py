@@ -202,6 +202,10 @@ class Batches(Protocol):
         """Most sequences in flight."""
 
     @property
+    def max_num_batched_tokens(self) -> int:
+        """Most tokens of a sweep."""
+
+    @property
     def captured_tokens(self) -> int:
         """Most tokens of a sweep that a GPU runs as a CUDA graph, if it may have more than one for each sequence."""
 
@@ -307,6 +311,14 @@ def planned_logit_rows(
     """
     rows = batch_seqs if task == "generate" else max(batch_seqs, batch_tokens)
     return min(rows, logit_rows(config, dtype_bytes)) if config.has_head else 0
+
+
+def held_logit_rows(config: ModelConfig, dtype_bytes: int, batches: Batches) -> int:
+    """The most rows of a sweep whose logits are all held, where the output matrix comes over in vocabulary chunks.
+
+    There is a row for each sequence, and some for drafts and for tokens of prompts that are scored.
+    """
+    return batches.max_num_seqs + min(batches.max_num_batched_tokens, logit_rows(config, dtype_bytes))
 
 
 @lru_cache(maxsize=64)

@@ -65,6 +65,7 @@ def scheduler_limits(
         compute_tier=compute_tier,
         deferred_rows=policy.deferred_rows,
         most_staged_tokens=policy.kv_block_size * max(1, memory.staging_blocks),
+        max_logit_rows=memory.held_logit_rows,
         sweeps_in_flight=sweeps_in_flight,
     )
 

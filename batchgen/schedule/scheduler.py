@@ -133,6 +133,7 @@ class Scheduler:
         self._reserving = {KVPlacement.DEFERRED.tier} if num_deferred else set()
         self._exchange_slots = (num_deferred and exchange_slots) or TokenSlots(num_deferred)
         self._admitted_deferred = 0
+        self._spare_logit_rows = 0  # that the sweep being scheduled may have beside one for each sequence
         # Sequences whose KV comes to the device or goes to the host in the sweep, and the blocks that they still hold.
         self._swapped: list[tuple[Sequence, array[int]]] = []
 
@@ -185,6 +186,7 @@ class Scheduler:
         self._settle_states()
         self._free_before_windows()
         sweep: list[ScheduledSequence] = []
+        self._spare_logit_rows = (self.limits.max_logit_rows or 0) - self.limits.max_num_seqs
         most, max_tokens = self._most_in_sweep(), self.limits.max_num_batched_tokens
         # Decodes go first, all of them unless `sweep_choice` leaves some out; prefills share the rest of the budget.
         self._decode(sweep, most)
@@ -207,7 +209,10 @@ class Scheduler:
         if not drafting.begin(num_tokens, len(sweep)):
             return sweep
         rooms = {s.sequence: self._room_for_drafts(s) for s in sweep if self._takes_drafts(s)}
-        chosen = drafting.choose(rooms, max(0, self.limits.max_num_batched_tokens - num_tokens))
+        budget = self.limits.max_num_batched_tokens - num_tokens
+        if self.limits.max_logit_rows is not None:
+            budget = min(budget, self._spare_logit_rows + self.limits.max_num_seqs - len(self.running))
+        chosen = drafting.choose(rooms, max(0, budget))
         for sequence, drafts in chosen.items():
             keeps_state = self.tables.can_keep_state(sequence)
             if keeps_state and self.tables.grow(sequence, sequence.num_remaining + len(drafts)):
@@ -300,9 +305,8 @@ class Scheduler:
             capacity = min(self.tables.capacity(sequence), self.tables.window_capacity(sequence))
             count = min(self._chunk(sequence, budget), capacity)
             if count > 0:
-                self._grow(sequence, count)
+                self._put(sequence, count, sweep)
                 budget -= count
-                sweep.append(ScheduledSequence(sequence, count))
         return budget
 
     def commit(self, sweep: list[ScheduledSequence]) -> None:
@@ -435,6 +439,8 @@ class Scheduler:
     def _chunk(self, sequence: Sequence, budget: int) -> int:
         """The tokens of a prompt that the next sweep may have."""
         chunk = min(sequence.num_remaining, budget, self.limits.max_chunk_tokens or budget)
+        if sequence.targets and self.limits.max_logit_rows is not None:
+            chunk = min(chunk, self._spare_logit_rows)
         if sequence.is_whole:
             return chunk if chunk == sequence.num_remaining else 0
         fork = self.tables.next_fork(sequence)
@@ -588,7 +594,7 @@ class Scheduler:
             if self._follows_one_in_flight(sequence):
                 self.waiting.popleft()
                 continue
-            if sequence.is_whole and not self._chunk(sequence, budget):
+            if (sequence.is_whole or sequence.targets) and not self._chunk(sequence, budget):
                 return
             is_full = len(self.running) >= self.limits.max_num_seqs
             if is_full or not self._admit_to_placement(sequence, admission, self._chunk(sequence, budget)):
@@ -606,9 +612,15 @@ class Scheduler:
         if self.waiting and self.tables.have_states:
             self.tables.fork_before(sequence, self.waiting[0])
         count = min(self._chunk(sequence, budget), self.tables.window_capacity(sequence))
+        self._put(sequence, count, sweep)
+        return count
+
+    def _put(self, sequence: Sequence, count: int, sweep: list[ScheduledSequence]) -> None:
+        """Put tokens of a prompt in a sweep."""
         self._grow(sequence, count)
         sweep.append(ScheduledSequence(sequence, count))
-        return count
+        if sequence.targets:  # perhaps a row of logits for each
+            self._spare_logit_rows -= count
 
     def _follows_one_in_flight(self, sequence: Sequence) -> bool:
         """Put a sequence aside if one in flight is computing a prefix of its prompt; False: none is.

@@ -23,6 +23,8 @@ class SchedulerLimits:
             near its end would be in flight long after all others.
         most_staged_tokens: most tokens of a sequence whose KV passes through a staging buffer, as that of prompts does
             wherever it is not in the compute device's own memory; None: no limit.
+        max_logit_rows: most rows of logits of a sweep; None: no limit. Those beyond one for each sequence are for
+            drafts and for prompts that are scored.
         sweeps_in_flight: most sweeps under way at once, each in another stage of a pipeline; each has its part of the
             sequences.
     """
@@ -35,10 +37,12 @@ class SchedulerLimits:
     compute_tier: str = "cpu"
     deferred_rows: int | None = None
     most_staged_tokens: int | None = None
+    max_logit_rows: int | None = None
     sweeps_in_flight: int = 1
 
     def __post_init__(self) -> None:
         counts = (self.max_num_seqs, self.max_num_batched_tokens, self.max_chunk_tokens)
+        assert self.max_logit_rows is None or self.max_logit_rows > self.max_num_seqs, "no prompt could be scored"
         assert all(count is None or count >= 1 for count in counts), f"nothing could ever run: {self}"
 
     @property

@@ -15,6 +15,7 @@ import test_pipeline as pipelines
 import test_token_identity as identity
 import torch
 from model_tables import DELTA_NETS, GGUF_FAMILIES, MODELS
+from played_counts import counts
 from stages import make_pipeline
 from test_token_identity import (
     DTYPE,
@@ -74,6 +75,14 @@ def steps_launch_no_more_than_is_counted(monkeypatch):
     monkeypatch.setattr(StreamLanes, "_launch", checked)
     # All that are noted, not those that are in the queue at once.
     monkeypatch.setattr(LongStep, "most_queued", property(lambda step: step._total))
+
+
+@pytest.fixture(autouse=True)
+def products_are_never_in_fp64():
+    """On a played card, which counts them: cards for inference multiply so at 1/32 to 1/64 of their rate."""
+    yield
+    if hasattr(ctypes.CDLL("libcuda.so.1"), "played_report"):
+        assert "product in fp64" not in counts()
 
 
 @pytest.fixture(autouse=True)

@@ -25,6 +25,8 @@ from batchgen.models.files import resolve_model
 from batchgen.models.kept_stores import find_or_convert
 from batchgen.planner.sizes import DEVICE_WORKSPACE_BYTES, WORKSPACE_BYTES
 from batchgen.runtime.memory.transfers import Arena
+from batchgen.schedule.draft_proposer import Proposal
+from batchgen.schedule.drafting import Drafting
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -106,8 +108,7 @@ def test_what_is_reserved_bounds_what_a_sweep_makes(tiny_models, tmp_path, monke
         peak += parts.executor.context.activations.num_bytes
     reserved = parts.memory.parts["gpu"]["activations"] - DEVICE_WORKSPACE_BYTES
     reserved += parts.memory.parts["cpu"]["activations"] - WORKSPACE_BYTES - PINNED_BYTES
-    if policy.head_tier == "cpu":
-        reserved += policy.max_num_seqs * parts.config.vocab_size * 4
+    reserved += parts.memory.parts["gpu"].get("logits", 0)
     assert peak <= reserved + ATTENTION_BYTES
     assert peak > (1 if chunk else 2) * ATTENTION_BYTES, "too small to tell"
 
@@ -137,6 +138,47 @@ def test_what_is_reserved_bounds_what_scoring_makes(tiny_models, tmp_path, monke
     reserved += parts.memory.parts["cpu"]["activations"] - WORKSPACE_BYTES - PINNED_BYTES
     assert "logits" not in parts.memory.parts["gpu"] and parts.memory.logit_rows == 200
     assert ATTENTION_BYTES < peak <= reserved + ATTENTION_BYTES
+
+
+class Guesses:
+    """Drafts as many tokens as a sequence may have."""
+
+    def begin(self, sequences):
+        pass
+
+    def propose(self, sequence, most):
+        return Proposal([5] * most, 0)
+
+    def ended(self, sequence):
+        pass
+
+
+@pytest.mark.parametrize("what", ["drafts", "scored prompts"])
+@pytest.mark.parametrize("num_gpu_batches", [1, 2])
+def test_what_is_reserved_bounds_logits_of_all_chunks_of_the_vocabulary(
+    tiny_models, tmp_path, monkeypatch, what, num_gpu_batches
+):
+    """They are held for all rows of a sweep, which has more of them than sequences."""
+    monkeypatch.setattr("batchgen.planner.sizes.logit_rows", lambda *_: 4)
+    model = tiny_models("llama", num_hidden_layers=2, vocab_size=16000)[0]
+    fields = {"num_gpu_batches": num_gpu_batches, "gpu_batch_size": 12 // num_gpu_batches, "kv_seqs": {"gpu": 12}}
+    policy = make_policy(model, EMULATED, max_num_batched_tokens=500, head_tier="cpu", share_prefixes=False, **fields)
+    parts = make_parts(
+        model, EMULATED, policy, tmp_path, serial=True, longest_tokens=128, most_kv_tokens=128 * 12, task=None
+    )
+    rows = make_requests(prompts_of(20, 50), [16] * 20)
+    if what == "scored prompts":
+        rows = [replace(row, sampling=replace(row.sampling, prompt_logprobs=1)) for row in rows]
+    drafts = (lambda: Drafting([Guesses()], always=12)) if what == "drafts" else 0
+    with Engine.from_parts(parts, drafts=drafts) as engine:
+        peak = peak_of_tensors(lambda: list(engine.generate(rows)))
+        assert engine.stats.generated_tokens == 16 * len(rows)
+        assert engine.stats.drafted_tokens > 20 or what != "drafts"
+    of_a_row = parts.config.vocab_size * 4
+    assert parts.memory.held_logit_rows == 12 + 4
+    assert parts.memory.parts["gpu"]["logits"] == 16 * of_a_row
+    others = parts.memory.parts["gpu"]["activations"] - DEVICE_WORKSPACE_BYTES
+    assert 4 * of_a_row < peak <= 16 * of_a_row + others + MIB
 
 
 TIERED = {
@@ -226,7 +268,7 @@ def test_what_is_planned_is_what_is_allocated(tiny_models, tmp_path, family, kin
         planned, arenas = parts.memory.parts, parts.executor.weights.arenas
         on_gpu = sum(planned["gpu"].values())
         if parts.policy.head_tier == "cpu":  # the result of its chunks is made when it is needed
-            on_gpu -= parts.policy.max_num_seqs * parts.config.vocab_size * 4
+            on_gpu -= planned["gpu"]["logits"]
         unused = on_gpu - arenas["gpu"].allocated_bytes
         assert 0 <= unused <= 0.03 * planned["gpu"].get("expanded weights", 0)
         on_host = sum(planned["cpu"].values()) - planned["cpu"]["process"] - planned["cpu"]["activations"]

@@ -5,15 +5,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from planner_cases import inputs
 
 from batchgen.core.draft_rates import NO_RATES, DraftRates, expected_accepted
 from batchgen.core.plan import Plan
 from batchgen.core.workload import Workload
 from batchgen.models.hf.config import config_of_hf
+from batchgen.planner.drafts import drafted_phases
 from batchgen.planner.explain import explain
+from batchgen.planner.phases import Phase
+from batchgen.planner.placement import Counts
 from batchgen.planner.plan_selection import plan_problem
 from batchgen.planner.problem import problem_of
 from batchgen.planner.simulation import simulate_job
+from batchgen.planner.sizes import held_logit_rows
 from batchgen.profiler.shipped import shipped_profile
 
 SHAPES = Path(__file__).parents[2] / "recipes" / "throughput" / "shapes"
@@ -128,3 +133,16 @@ def test_a_plan_whose_weights_do_not_fit_keeps_state_slots_for_drafts_that_are_a
     run = simulate_job(plan, config, hardware)
     assert sweeps_s(plan) == pytest.approx(run.total_s, rel=0.15)
     assert sweeps_s(plan) < sweeps_s(without) / 2
+
+
+@pytest.mark.parametrize("head_on_gpu", [0, 1])
+def test_drafts_have_rows_of_logits_where_these_are_held_for_all_chunks_of_the_vocabulary(head_on_gpu):
+    """Streamed weights have many drafts; a head in host memory lets a sweep have fewer."""
+    rates = replace(NEARLY_ALL, proposed=1.0)
+    s = inputs(max_num_seqs=64, weight_format="bfloat16", workload=replace(Workload.uniform(64, 160, 96), drafts=rates))
+    streamed = dict.fromkeys(s.model.layer_tensors, (0, s.model.num_layers, 0))
+    at = Counts(streamed, {"gpu": s.max_num_seqs}, (s.num_gpu_batches, 0), head_on_gpu).placement(s)
+    (phase,) = drafted_phases(s, [Phase(96.0, 0.0, 0.0, 64.0, 200.0)], at)
+    most = held_logit_rows(s.model, int(s.element_bytes), s)
+    assert 64 < most < s.max_num_batched_tokens
+    assert (phase.decode_tokens > most) == bool(head_on_gpu) and phase.most_drafts

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from planner_cases import llama_8b
+from played_counts import counts
 from thorough import some_of
 from tiered import before_each_step, everything_moves, make_parts, make_policy, make_requests
 
@@ -49,14 +50,6 @@ STEPS = {
 def pinned_bytes():
     gc.collect()
     return played.played_pinned_bytes()
-
-
-def counts():
-    """The card's counts by name, from when it was last told to forget them."""
-    text = ctypes.create_string_buffer(1 << 16)
-    played.played_report(text, len(text))
-    lines = (line.partition(" ") for line in text.value.decode().splitlines() if not line.startswith("FAULT"))
-    return {what: int(number) for number, _, what in lines}
 
 
 @pytest.fixture

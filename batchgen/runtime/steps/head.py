@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from batchgen.models import layers
@@ -37,22 +39,30 @@ def head(context: StepContext, step: Step, batch: BatchState) -> None:
     stop = start + rows.shape[0]
     bias = weights.head_bias(start, stop)
     wanted = _wanted(batch)
+    count = context.options.logit_rows or len(wanted) or 1
     if rows.shape[0] == config.vocab_size or context.vocabulary_chunks:
-        count = context.options.logit_rows or len(wanted) or 1
-        for i in range(0, len(wanted), count):
+        for i in _parts(len(wanted), count):
             part = batch.hidden[i : i + count]
             logits = layers.logits(config, part, rows, context.logits_buffer(part, rows), bias)
             context.take_logits(wanted[i : i + count], logits, start)
-            if i:  # as many as for the first part every Step may have
-                note(_PART_OPERATIONS)
     else:
         if start == 0:
             batch.logits = torch.empty(len(wanted), config.vocab_size, device=context.device)
-        batch.logits[:, start:stop] = layers.logits(config, batch.hidden, rows, bias=bias)
-        if stop == config.vocab_size:
-            context.take_logits(wanted, batch.logits, 0)
+        for i in _parts(len(wanted), count):
+            part = slice(i, i + count)
+            batch.logits[part, start:stop] = layers.logits(config, batch.hidden[part], rows, bias=bias)
+            if stop == config.vocab_size:
+                context.take_logits(wanted[part], batch.logits[part], 0)
     if stop == config.vocab_size:
         batch.hidden = batch.logits = RELEASED
+
+
+def _parts(num_rows: int, count: int) -> Iterator[int]:
+    """Yield the first row of each part of so many rows, and note what is launched for it."""
+    for first in range(0, num_rows, count):
+        yield first
+        if first:  # as many as for the first part every Step may have
+            note(_PART_OPERATIONS)
 
 
 def _wanted(batch: BatchState) -> list[LogitsRow]:

@@ -50,16 +50,21 @@ PLAYED_API int cublasSetSmCountTarget(Handle*, int) { return kSuccess; }
 
 #define PRODUCT(name) \
     PLAYED_API int name(Handle* handle) { return launch(handle->stream); }
+#define FP64_PRODUCT(name)                \
+    PLAYED_API int name(Handle* handle) { \
+        played::count("product in fp64"); \
+        return launch(handle->stream);    \
+    }
 PRODUCT(cublasSgemm_v2)
-PRODUCT(cublasDgemm_v2)
+FP64_PRODUCT(cublasDgemm_v2)
 PRODUCT(cublasSgemv_v2)
-PRODUCT(cublasDgemv_v2)
+FP64_PRODUCT(cublasDgemv_v2)
 PRODUCT(cublasSdot_v2)
 PRODUCT(cublasGemmEx)
 PRODUCT(cublasSgemmEx)
 PRODUCT(cublasGemmStridedBatchedEx)
 PRODUCT(cublasSgemmStridedBatched)
-PRODUCT(cublasDgemmStridedBatched)
+FP64_PRODUCT(cublasDgemmStridedBatched)
 
 PLAYED_API int cublasLtMatmulDescCreate(void** object) { return made(object); }
 PLAYED_API int cublasLtMatmulPreferenceCreate(void** object) { return made(object); }
