@@ -23,7 +23,7 @@ from batchgen.job.format_pinning import in_formats
 from batchgen.job.job import resolve_job
 from batchgen.job.loading import load_engine, tracing
 from batchgen.job.options import BenchOptions, JobOptions
-from batchgen.job.planning import make_plan
+from batchgen.job.planning import make_plan, make_plan_of_strategy
 from batchgen.job.progress import Counts, Progress
 from batchgen.job.report import engine_report, write_report
 from batchgen.job.workload import EstimatedWorkload
@@ -57,12 +57,16 @@ def run_bench(options: BenchOptions) -> dict[str, Any]:
             options.num_prompts, options.input_len, options.output_len, job.options.sampling.n, job.context
         )
         tokenizer: Any = NoText() if job.files.kind == "dummy" else load_tokenizer(job.files)
-        plan = make_plan(job, lambda: EstimatedWorkload(workload, True), started_s=started_s)
+        estimated = EstimatedWorkload(workload, True)
+        if options.strategy is None:
+            plan = make_plan(job, lambda: estimated, started_s=started_s)
+        else:
+            plan = make_plan_of_strategy(options.strategy, job, estimated, started_s=started_s)
         job = in_formats(job, *formats_of(plan.policy))
         for line in headline(plan):
             progress.say(line)
         with tracing(job) as on_step:
-            engine = load_engine(job, plan, lambda: tokenizer, progress, on_step, group)
+            engine = load_engine(job, plan, lambda: tokenizer, progress, on_step, group, serial=options.serial)
             with engine:
                 loaded_s = time.monotonic()
                 _generate(engine, _requests(options, job.config.vocab_size), options.num_prompts, progress)
@@ -120,6 +124,8 @@ def _report(
         "num_prompts": options.num_prompts,
         "input_len": options.input_len,
         "output_len": options.output_len,
+        "strategy": options.strategy,
+        "serial": options.serial,
         "generation_s": generation_s,
         "predicted_generation_s": predicted.total_s - predicted.startup_s,
         "generation_tokens_per_s": engine.stats.generated_tokens / generation_s,

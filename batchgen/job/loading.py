@@ -42,6 +42,8 @@ def load_engine(
     progress: Progress,
     on_step: OnStep | None,
     group: Group | None = None,
+    *,
+    serial: bool = False,
 ) -> Engine:
     """Load the model of a job as its plan says, from a weight store where the plan needs one.
 
@@ -52,6 +54,7 @@ def load_engine(
         progress: Display of the number of loaded layers.
         on_step: Function called for every Step of the run, as `tracing` yields it; None: no timeline is written.
         group: Group of ranks that a launcher has started; None: this function starts ranks where the job has any.
+        serial: Whether the Steps of a sweep run one after the other.
 
     Raises:
         BatchgenError: The model is broken, or memory or disk do not suffice.
@@ -91,6 +94,7 @@ def load_engine(
         planned_process_bytes=process_share(plan),
         offload_dir=job.offload_dir,
         store=store,
+        serial=serial,
         kernels=plan.kernels,
         on_step=on_step,
         shard=job.shard,

@@ -110,6 +110,7 @@ OF_VECTORS = (EMBED, CLASSIFY, RERANK)  # tasks of models without an output matr
 POOLINGS = ("mean", "cls", "last")
 VECTOR_DTYPES = ("float32", "float16", "int8")
 LOG_FORMATS = ("text", "json")
+STRATEGIES = ("GPU-only", "NEO", "APEX", "Pie", "FlexGen", "streamed", "in memory")  # as `planner.strategies` has them
 _MODEL_HELP = (
     "Hugging Face directory or hub id (org/name, org/name@revision, org/name:Q4_K_M), .gguf file, weight store, or"
     " 'demo' (SmolLM2-135M-Instruct)."
@@ -813,6 +814,8 @@ class BenchOptions:
     Attributes:
         job: The options that `batchgen run` has too, under its names.
         load_format: "dummy" for random weights of the shape in `job.model`, which is a config.json or its directory.
+        strategy: Name of the strategy that the plan keeps to; None: the fastest plan of all.
+        serial: Whether each Step runs by itself, so that nothing overlaps.
     """
 
     job: JobOptions
@@ -825,6 +828,19 @@ class BenchOptions:
         default="auto",
         choices=("auto", "dummy"),
         help="dummy: random weights for a config.json, or its directory, given as --model.",
+    )
+    strategy: str | None = _option(
+        RESOURCES,
+        "bench",
+        choices=STRATEGIES,
+        help="The fastest plan of this strategy of the papers, instead of the fastest of all.",
+    )
+    serial: bool = _option(
+        RUN,
+        "bench",
+        default=False,
+        type=bool,
+        help="Steps run one after the other, and nothing overlaps; the prediction is for Steps that overlap.",
     )
 
 

@@ -27,13 +27,15 @@ from batchgen.job.weight_choice import with_faster_weights
 from batchgen.job.workload import EstimatedWorkload
 from batchgen.models.mtp import mtp_bytes
 from batchgen.planner.format_choice import with_quality
+from batchgen.planner.format_search import in_best_formats
 from batchgen.planner.other_quality import other_quality, quality_line
 from batchgen.planner.pipeline import over_stages
 from batchgen.planner.plan_selection import plan_problem
 from batchgen.planner.problem import Loading, Problem, problem_of
 from batchgen.planner.sizes import store_bytes
 from batchgen.planner.startup import loading_s
-from batchgen.planner.strategy_times import with_strategies
+from batchgen.planner.strategies import NotApplicable, strategies_for
+from batchgen.planner.strategy_times import best_plan, with_strategies
 
 # A run of so many seconds may take the time of planning to say what another quality would give.
 _WORTH_S = 600.0
@@ -61,6 +63,32 @@ def make_plan(
         plan = runnable(read_plan(job.options.plan), job)
     else:
         plan = plan_job(*problem_here(job, estimate(), started_s=started_s), worth_s=_WORTH_S)
+    return replace(plan, kernels=kernels_here(plan.kernels))
+
+
+def make_plan_of_strategy(name: str, job: Job, estimated: EstimatedWorkload, *, started_s: float) -> Plan:
+    """The fastest plan of one strategy for this machine.
+
+    Args:
+        name: Name of the strategy.
+        job: The job.
+        estimated: The job's workload.
+        started_s: Time of time.monotonic at which the command started.
+
+    Raises:
+        InputError: The strategy is not known or does not apply, the options name a plan or a pipeline, or no plan fits.
+    """
+    for flag, given in (("--plan", job.options.plan is not None), ("--pipeline", job.options.pipeline > 1)):
+        if given:
+            raise InputError(f"--strategy makes a plan for one engine: leave out {flag}")
+    _, problem = problem_here(job, estimated, started_s=started_s)
+    strategies = {strategy.name: strategy for strategy in strategies_for(problem)}
+    if name not in strategies:
+        raise InputError(f"--strategy must be one of {', '.join(strategies)} on this device, not {name!r}")
+    try:
+        plan = best_plan(strategies[name], in_best_formats(problem))
+    except NotApplicable as error:
+        raise InputError(f"--strategy {name} does not apply: {error}") from error
     return replace(plan, kernels=kernels_here(plan.kernels))
 
 

@@ -181,7 +181,7 @@ def load_of(
     on_host = [s for s in staged if not _on_disk(s)]
     host_blocks = _history_blocks(on_host, kv_block_size, windowed=False)
     windowed_host_blocks = _history_blocks(on_host, kv_block_size, windowed=True) if windows else host_blocks
-    of_disk = _disk_load(on_disk, kv_block_size)
+    of_disk = _disk_load(on_disk, kv_block_size, all_runs=reuses_kv)
     writes: list[tuple[int, int]] = []
     for s in on_disk:
         table = s.sequence.block_table[: _blocks(s.num_keys, kv_block_size)]
@@ -200,7 +200,7 @@ def load_of(
         ),
         disk_reads=of_disk.reads,
         disk_writes=_blocks_and_runs(writes),
-        all_disk=of_disk.all_reads if reuses_kv else (of_disk.all_reads[0], 0),
+        all_disk=of_disk.all_reads,
         states=StagedStates(_begun(on_host), len(on_host), _begun(on_disk), len(on_disk)),
         hidden_on_host=hidden_on_host,
         swapped_in=(sum(run.count for run in swaps_in), len(swaps_in)),
@@ -226,7 +226,7 @@ def _chosen(
     """
     if not choosers:
         return None
-    dense = _disk_load([s for s in on_disk if s.sequence not in choosers], kv_block_size)
+    dense = _disk_load([s for s in on_disk if s.sequence not in choosers], kv_block_size, all_runs=True)
     host_blocks = _history_blocks([s for s in on_host if s.sequence not in choosers], kv_block_size, windowed=False)
     read, read_runs, used, used_runs, pages = *dense.reads, *dense.all_reads, 0
     for s in (*on_host, *on_disk):
@@ -254,18 +254,28 @@ class _DiskLoad(NamedTuple):
     all_reads: tuple[int, int]
 
 
-def _disk_load(on_disk: Sequence[ScheduledSequence], kv_block_size: int) -> _DiskLoad:
-    """The blocks of sequences on disk; a prefix that several share counts once."""
+def _disk_load(on_disk: Sequence[ScheduledSequence], kv_block_size: int, *, all_runs: bool) -> _DiskLoad:
+    """The blocks of sequences on disk; a prefix that several share counts once.
+
+    Args:
+        on_disk: Sequences on disk.
+        kv_block_size: Tokens of a KV block.
+        all_runs: Whether runs of all blocks are counted too; they are 0 otherwise.
+    """
     reads: list[tuple[int, int]] = []
     all_reads: list[tuple[int, int]] = []
     read: set[int] = set()
+    shares = any(s.sequence.num_matched_blocks for s in on_disk)
+    num_blocks = 0
     for s in on_disk:
-        table = s.sequence.block_table[: _blocks(s.num_keys, kv_block_size)]
-        first = num_shared(table, read)
-        read.update(table[first:])
+        table, first = s.sequence.block_table[: _blocks(s.num_keys, kv_block_size)], 0
+        if shares:
+            first = num_shared(table, read)
+            read.update(table[first:])
+        num_blocks += len(table) - first
         reads += runs_of(table[first : _blocks(s.sequence.num_computed, kv_block_size)])
-        all_reads += runs_of(table[first:])
-    return _DiskLoad(_blocks_and_runs(reads), _blocks_and_runs(all_reads))
+        all_reads += runs_of(table[first:]) if all_runs else ()
+    return _DiskLoad(_blocks_and_runs(reads), (num_blocks, len(all_reads)))
 
 
 def _blocks_and_runs(runs: Sequence[tuple[int, int]]) -> tuple[int, int]:
@@ -308,6 +318,12 @@ def _attended(members: Sequence[ScheduledSequence], kv_block_size: int, *, shari
             shared.append((sum(members[i].num_tokens for i in group.members), group.num_blocks * kv_block_size))
             for i in group.members:
                 shared_tokens[i] = group.num_blocks * kv_block_size
+    if not shared:  # looks at each sequence of a sweep, so without a call for each
+        ends = [(s.num_tokens, s.sequence.num_computed) for s in members]
+        return Attended(
+            tuple([1 + computed for count, computed in ends if count == 1]),
+            tuple([one for one in ends if one[0] > 1]),
+        )
     unshared = list(zip(members, shared_tokens, strict=True))
     return Attended(
         tuple(s.num_keys - skip for s, skip in unshared if s.num_tokens == 1),

@@ -488,8 +488,13 @@ def _sampling(max_tokens: int) -> SamplingParams:
 
 
 def _phase_of(sweep: list[ScheduledSequence], workload: Workload) -> Phase:
-    prompts = [s for s in sweep if s.sequence.num_computed < s.sequence.num_prompt]
-    decodes = [s for s in sweep if s.sequence.num_computed >= s.sequence.num_prompt and not s.defers]
+    prompts: list[ScheduledSequence] = []
+    decodes: list[ScheduledSequence] = []
+    for scheduled in sweep:
+        if scheduled.sequence.num_computed < scheduled.sequence.num_prompt:
+            prompts.append(scheduled)
+        elif scheduled.sequence.kv_placement is not KVPlacement.DEFERRED or not scheduled.defers:
+            decodes.append(scheduled)
     contexts = [s.num_keys for s in decodes]
     drafts = [s.num_drafts for s in decodes if s.num_drafts]
     accepted = 0.0

@@ -17,7 +17,14 @@ import pulp
 
 from batchgen.planner.linear import Expression, Linear, total
 
-_OPTIONS = {"output_flag": False, "threads": 1}
+# The MIPs are small: their solutions come from the LP and its branches sooner than from a search for feasible ones, and
+# to presolve once more takes longer than it saves.
+_OPTIONS = {
+    "output_flag": False,
+    "threads": 1,
+    "mip_heuristic_run_feasibility_jump": False,
+    "mip_allow_restart": False,
+}
 # Without integers there is less to solve than presolving takes.
 _WITH_INTEGERS, _WITHOUT = {"presolve": "choose", "solver": "choose"}, {"presolve": "off", "solver": "simplex"}
 # Each thread keeps its solver, as to make one takes longer than to solve a small MIP.

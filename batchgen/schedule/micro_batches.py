@@ -25,14 +25,26 @@ def placement_in_sweep(scheduled: ScheduledSequence, compute_tier: str) -> KVPla
     return placement.in_sweep(compute_tier, decodes)
 
 
+def placements_in_sweep(sweep: Sequence[ScheduledSequence], compute_tier: str) -> list[KVPlacement]:
+    """`placement_in_sweep` of each scheduled sequence; without a call for those whose tokens do not matter."""
+    fixed = {
+        placement: placement.in_sweep(compute_tier, False)
+        for placement in {scheduled.sequence.kv_placement for scheduled in sweep}
+        if placement.in_sweep(compute_tier, False) is placement.in_sweep(compute_tier, True)
+    }
+    return [
+        fixed.get(scheduled.sequence.kv_placement) or placement_in_sweep(scheduled, compute_tier) for scheduled in sweep
+    ]
+
+
 def by_placement(sweep: Sequence[ScheduledSequence], compute_tier: str) -> dict[KVPlacement, list[ScheduledSequence]]:
     """Scheduled sequences by the placement of their KV that the sweep's attention sees, in their order."""
     placements = {sequence.kv_placement for sequence, _ in sweep}
     if all(placement.tier == compute_tier for placement in placements):
         return {KVPlacement.DEVICE: list(sweep)} if placements else {}
     members: dict[KVPlacement, list[ScheduledSequence]] = {}
-    for scheduled in sweep:
-        members.setdefault(placement_in_sweep(scheduled, compute_tier), []).append(scheduled)
+    for scheduled, placement in zip(sweep, placements_in_sweep(sweep, compute_tier), strict=True):
+        members.setdefault(placement, []).append(scheduled)
     return members
 
 
@@ -92,8 +104,8 @@ def split_batches(
     parts: list[_Part] = []
     if all_here:
         parts = [_Part(scheduled, KVPlacement.DEVICE, (scheduled.num_tokens, 1, 0, 0)) for scheduled in sweep]
-    for scheduled in sweep if not all_here else ():
-        placement = placement_in_sweep(scheduled, compute_tier)
+    placed = () if all_here else zip(sweep, placements_in_sweep(sweep, compute_tier), strict=True)
+    for scheduled, placement in placed:
         staged = placement is KVPlacement.STREAMED
         blocks = staged_blocks(scheduled, kv_block_size) if staged else 0
         assert blocks <= max_staged_blocks, (

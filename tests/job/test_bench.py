@@ -9,15 +9,20 @@ from click.testing import CliRunner
 from batchgen.cli.commands import cli
 from batchgen.core.errors import InputError
 from batchgen.core.request import SamplingParams
+from batchgen.job import loading
 from batchgen.job.bench import BenchOptions, run_bench
-from batchgen.job.options import JobOptions
+from batchgen.job.options import STRATEGIES, JobOptions
 from batchgen.models.files import read_config, without_weights
 from batchgen.models.identity import model_identity
+from batchgen.planner.strategies import ON_CPU, WITH_GPU
 
 
-def options(path, tmp_path, *, load_format="dummy", num_prompts=6, input_len=12, output_len=5, **job):
-    job = {"dtype": "float32", "progress": "none", "cpu_memory": "3GiB", "offload_dir": tmp_path} | job
-    return BenchOptions(JobOptions(str(path), None, None, **job), num_prompts, input_len, output_len, load_format)
+def options(path, tmp_path, *, load_format="dummy", num_prompts=6, input_len=12, output_len=5, **given):
+    own = {name: given.pop(name) for name in ("strategy", "serial") if name in given}
+    job = {"dtype": "float32", "progress": "none", "cpu_memory": "3GiB", "offload_dir": tmp_path} | given
+    return BenchOptions(
+        JobOptions(str(path), None, None, **job), num_prompts, input_len, output_len, load_format, **own
+    )
 
 
 def test_every_row_is_as_long_as_asked_for(tiny_models, tmp_path):
@@ -68,12 +73,34 @@ def test_identity_of_a_shape_is_that_of_its_config(tiny_models, tmp_path):
     assert model_identity(without_weights(str(path))) != first
 
 
+def test_the_option_has_all_strategies_of_the_planner():
+    assert tuple(strategy.name for strategy in (*WITH_GPU, *ON_CPU)) == STRATEGIES
+
+
+def test_steps_run_by_themselves_under_a_strategy(tiny_models, tmp_path, monkeypatch):
+    """The engine is loaded with both, and the report says so."""
+    requests = []
+
+    def load(request, *rest):
+        requests.append(request)
+        return loading_on_ranks(request, *rest)
+
+    loading_on_ranks = loading.load_on_ranks
+    monkeypatch.setattr(loading, "load_on_ranks", load)
+    report = run_bench(options(tiny_models("llama")[0], tmp_path, strategy="in memory", serial=True))
+    assert requests[0].serial
+    assert (report["strategy"], report["serial"], report["generated_tokens"]) == ("in memory", True, 30)
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"num_prompts": 0}, "--num-prompts must be at least 1"),
         ({"input_len": 10_000}, "exceed the context"),
         ({"load_format": "nothing"}, "--load-format must be auto or dummy"),
+        ({"strategy": "NEO"}, "--strategy must be one of streamed, in memory on this device, not 'NEO'"),
+        ({"strategy": "streamed"}, "--strategy streamed does not apply: all of it is in memory"),
+        ({"strategy": "in memory", "plan": "plan.json"}, "--strategy makes a plan for one engine: leave out --plan"),
     ],
 )
 def test_bad_input_is_refused(tiny_models, tmp_path, changed, message):
