@@ -480,7 +480,7 @@ def test_a_row_does_not_depend_on_those_beside_it(dtype):
         assert torch.equal(kernels.linear(x[rows], w), whole[rows])
 
 
-@pytest.mark.parametrize("depth", [40, 96, 1120])
+@pytest.mark.parametrize("depth", [40, 96, 2120])
 def test_a_row_is_the_same_alone_and_in_any_number(depth):
     x, w = random(0, 70, depth, dtype=torch.bfloat16), random(1, 48, depth, dtype=torch.bfloat16, scale=depth**-0.5)
     packed = kernels.pack(w)
@@ -605,7 +605,14 @@ def test_products_in_tile_registers_are_those_of_the_plain_twin(sizes, instructi
     elif sizes == "huge products":
         a, b = a * 1e20, b * 1e20
     else:
-        a[0, 3], a[1, 4], a[2, 5], b[3, 7], c[4, 4], c[5, 5] = math.inf, math.nan, -math.inf, math.inf, math.nan, math.inf
+        a[0, 3], a[1, 4], a[2, 5], b[3, 7], c[4, 4], c[5, 5] = (
+            math.inf,
+            math.nan,
+            -math.inf,
+            math.inf,
+            math.nan,
+            math.inf,
+        )
         a[6] = 0
     a, b = a.bfloat16(), b.bfloat16()
     of_each = []
@@ -617,6 +624,17 @@ def test_products_in_tile_registers_are_those_of_the_plain_twin(sizes, instructi
     numbers = [out.masked_fill(out.isnan(), 0).view(torch.int32) for out in of_each]
     assert torch.equal(of_each[0].isnan(), of_each[1].isnan())
     assert torch.equal(*numbers)
+
+
+def test_layers_in_tile_registers_have_the_bits_of_the_plain_twin(instruction_set):
+    if instruction_set != "amx_plain" or "amx" not in kernels.instruction_sets():
+        pytest.skip("compares the hardware with its twin")
+    x, weight = random(1, 70, 1100, dtype=torch.bfloat16), random(2, 40, 1100, dtype=torch.bfloat16)
+    of_each = []
+    for name in ("amx", "amx_plain"):
+        with kernels.using(name):
+            of_each.append(kernels.linear(x, weight, out_dtype=torch.float32))
+    assert torch.equal(*of_each)
 
 
 # Weights of 8 bits: bit for bit what torch makes of them, on every instruction set.
