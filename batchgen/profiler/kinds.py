@@ -38,7 +38,6 @@ from batchgen.ops.instruction_set import instruction_set
 _FOLDER = resources.files("batchgen.profiler") / "kinds"
 # The table that stands in for an instruction set without one, and the part of its speed.
 _STAND_INS = {
-    "amx": ("avx512_bf16", 1.0),
     "avx512_vnni": ("avx512", 1.0),
     "avx_vnni": ("avx2", 1.0),
     "neon": ("avx2", 0.5),

@@ -258,7 +258,7 @@ struct Attend {
 #ifdef BATCHGEN_TILES
         if constexpr (uses_tiles<Mma>() && !kCodes) {
             tiles.configure(count);
-            ahead.spread(left * (whole / W));
+            ahead.spread(left * (whole / Mma::kPerWord));
             for (int i = 0; i < whole; i += W) {
                 ahead.fetch();
                 tile_scores(tiles, keys + i, args.kv.row_bytes, count, s.transposed + h * s.depth * W, s.depth / W,

@@ -25,7 +25,7 @@ constexpr int kKeyStep = uses_tiles<Mma>() ? 32 : W;
 
 constexpr int kMaxSmallM = 8;  // the most rows for which K and V are not packed
 // The rows for which tile registers load K as it lies.
-constexpr int kMinSmallMInTiles = 4, kMaxSmallMInTiles = 16;
+constexpr int kMinSmallMInTiles = 6, kMaxSmallMInTiles = 16;
 // Bytes of a row that is split into high and then low bytes, at constant offsets, which addresses can hold.
 constexpr int kFixedRow = 2 * kMaxHeadDim, kFixedWeights = 2 * kSmallMKeys;
 

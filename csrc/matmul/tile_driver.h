@@ -1,9 +1,9 @@
 // The loop over rows and panels of a linear layer in tile registers, of bf16 or int8, over the panels of
 // matmul/layout.h.
 //
-// K is cut into blocks whose rows of x stay in the second-level cache while several panels pass. A block is cut into
-// parts, so that a panel's part stays in the first-level cache while rows pass. Sums wait in memory between parts,
-// which does not change them: each is a sum of steps in the order of K.
+// K is cut into blocks whose rows of x stay in the second-level cache while several panels pass. Rows pass a panel in
+// groups whose sums stay in the first-level cache, and for each group K is cut into parts, so that a panel's part stays
+// there too. Sums wait in memory between parts, which does not change them: each is a sum of steps in the order of K.
 #pragma once
 
 #include <stdint.h>
@@ -19,10 +19,12 @@ namespace batchgen {
 namespace {
 
 #ifdef BATCHGEN_TILES
-constexpr int64_t kBlockSteps = 32;  // steps of a block, at most: 1,024 numbers of bf16
-constexpr int64_t kNearSteps = 12;   // steps of a part: 24 KiB of a panel
-constexpr int64_t kBlockPanels = 8;  // panels that share a block's rows, where there are several blocks
-constexpr int64_t kMostRows = 512;   // rows of a block: 1 MiB of x, and half as much of sums
+constexpr int64_t kBlockSteps = 64;      // steps of a block, at most: 2,048 numbers of bf16
+constexpr int64_t kNearSteps = 10;       // steps of a part: 20 KiB of a panel
+constexpr int64_t kGroupRows = 64;       // rows whose sums stay in the first-level cache while K passes
+constexpr int64_t kBlockPanels = 8;      // panels that share a block's rows, where there are several blocks
+constexpr int64_t kMostRows = 512;       // rows of a call
+constexpr int64_t kMostBytes = 1 << 20;  // of x in a block of K, for all rows of a call
 constexpr int64_t kRegisterBytes = 1024;
 
 // Values of x in a step.
@@ -36,6 +38,11 @@ struct KBlocking {
     explicit KBlocking(const Linear& args) : steps((args.k + kStepValues<Mma> - 1) / kStepValues<Mma>) {
         const int64_t blocks = (steps + kBlockSteps - 1) / kBlockSteps;
         block = (steps + blocks - 1) / blocks;
+    }
+    bool is_one() const { return block == steps; }
+    // Rows of a call, at most.
+    int64_t rows() const {
+        return smaller(kMostRows, kMostBytes / (block * kRegisterBytes) * kStep / kGroupRows * kGroupRows);
     }
 };
 
@@ -56,11 +63,10 @@ inline LinearCut tile_cut(const Linear& args) {
     const KBlocking<Mma> cut(args);
     const int64_t packed =
         row_groups(args) * cut.steps * kRegisterBytes + (kIsInt8<Mma> ? QuantizedX::bytes_beside(args) : 0);
-    const bool one = cut.block == cut.steps;
     return {2 * kStep,
-            kMostRows,
-            one ? 1 : kBlockPanels,
-            one ? INT32_MAX : kBlockPanels,
+            cut.rows(),
+            cut.is_one() ? 1 : kBlockPanels,
+            cut.is_one() ? INT32_MAX : kBlockPanels,
             packs_rows<Mma>(args) ? packed : 0,
             kStep,
             false};
@@ -118,27 +124,44 @@ inline TileOperand rows_of(const Linear& args, int64_t row, int64_t from, int64_
 template <class Mma>
 constexpr TileProduct kTileProduct = kIsInt8<Mma> ? TileProduct::I8 : TileProduct::BF16;
 
-// c [rows, kPanelN] = a b, or c + a b with `add`. ahead: steps of another panel to prefetch, or null.
+// Part of another panel, which is prefetched beside the products: of each step the cache lines from `line` on, `lines`
+// of them with every 32 rows, until all are.
+struct PanelAhead {
+    const uint8_t* at;  // or null
+    int64_t line, lines;
+
+    TileAhead of_block(int64_t row, int64_t step) const {
+        const int64_t first = line + row / (2 * kStep) * lines;
+        if (!at || first >= kStepLines) return kNothingAhead;
+        return {at + (step * kStepLines + first) * 64, int(lines)};
+    }
+};
+
+// c [rows, kPanelN] = a b, or c + a b with `add`, of at most kGroupRows rows.
 template <class Mma>
 inline void tile_panel(Tiles& tiles, int64_t rows, TileOperand a, TileOperand b, int64_t steps, float* c, bool add,
-                       const uint8_t* ahead) {
-    const int64_t at_once = 2 * kStep, whole = rows / at_once * at_once, turns = (rows + at_once - 1) / at_once;
-    const int64_t lines = (kStepLines + turns - 1) / turns;  // of a step that every 32 rows prefetch, until all are
+                       PanelAhead ahead) {
+    const int64_t at_once = 2 * kStep, whole = rows / at_once * at_once;
     auto block = [&](int64_t row, int64_t count, int64_t from, int64_t stop) {
-        TileAhead fetched = kNothingAhead;
-        const int64_t line = row / at_once * lines;
-        if (ahead && line < kStepLines) fetched = {ahead + (from * kStepLines + line) * 64, int(lines)};
         tiles.configure(int(count));
         const TileOperand left{a.at + row / kStep * a.half + from * a.step, a.half, a.step, a.stride};
         const TileOperand right{b.at + from * b.step, b.half, b.step, b.stride};
         tile_block<kTileProduct<Mma>>(tiles, count, kPanelN, left, right, stop - from, c + row * kPanelN, kPanelN,
-                                      add || from, fetched);
+                                      add || from, ahead.of_block(row, from));
     };
     const int64_t parts = whole > at_once ? (steps + kNearSteps - 1) / kNearSteps : 1,
                   part = (steps + parts - 1) / parts;
     for (int64_t from = 0; from < steps; from += part)
         for (int64_t row = 0; row < whole; row += at_once) block(row, at_once, from, smaller(steps, from + part));
     if (whole < rows) block(whole, rows - whole, 0, steps);
+}
+
+// Prefetches what `finish` writes of a panel: rows far apart, which hardware does not foresee.
+template <class O>
+inline void prefetch_out(const Linear& args, int64_t row, int64_t panel, int64_t rows) {
+    const int64_t columns = is_gated(args.activation) ? W : kPanelN;
+    const O* out = (const O*)args.out + row * args.out_stride + panel * columns;
+    for (int64_t r = 0; r < rows; r++, out += args.out_stride) __builtin_prefetch(out, 1, 2);
 }
 
 // The scratch memory of a call: a block of a panel, and sums.
@@ -149,7 +172,7 @@ struct TileScratch {
     TileScratch(const Linear& args, int64_t rows, int64_t panels, Carve& carve) {
         const KBlocking<Mma> cut(args);
         b = carve.take<uint32_t>(cut.block * kStep * kPanelN);
-        c = carve.take<float>((cut.block == cut.steps ? 1 : panels) * rows * kPanelN);
+        c = carve.take<float>((cut.is_one() ? smaller(rows, kGroupRows) : panels * rows) * kPanelN);
     }
 };
 
@@ -165,12 +188,12 @@ inline void linear_tiles(const Linear& args, int64_t row, int64_t row_stop, int6
     const auto operand = [](const uint32_t* b) {
         return TileOperand{(const uint8_t*)b, 64, kStep * kPanelN * 4, kPanelN * 4};
     };
+    const int64_t turns = (rows + 2 * kStep - 1) / (2 * kStep), lines = (kStepLines + turns - 1) / turns;
     Tiles tiles;
     for (int64_t from = 0; from < cut.steps; from += cut.block) {
         const int64_t stop = smaller(cut.steps, from + cut.block), end = smaller(stop * kStep, k);
-        const TileOperand a = rows_of<Mma>(args, row, from, stop);
+        const bool last = stop == cut.steps;
         for (int64_t p = panel; p < panel_stop; p++) {
-            float* c = s.c + (cut.block == cut.steps ? 0 : (p - panel) * rows * kPanelN);
             // `whole` steps are read from the panel; those after them are in s.b, padded with zeros where K ends within
             // a step.
             const int64_t whole = is_operand(args) ? end / kStep - from : 0, begin = (from + whole) * kStep;
@@ -181,13 +204,21 @@ inline void linear_tiles(const Linear& args, int64_t row, int64_t row_stop, int6
             const uint8_t* ahead = nullptr;
             if (args.packing != BlockType::F32) ahead = nullptr;  // the next panel is not unpacked yet
             else if (p + 1 < panel_stop) ahead = (const uint8_t*)packed(p + 1, from);
-            else ahead = (const uint8_t*)(stop < cut.steps ? packed(panel, stop) : packed(next_panel, 0));
-            if (whole) tile_panel<Mma>(tiles, rows, a, operand(packed(p, from)), whole, c, from, ahead);
-            if (begin < end) {
-                const TileOperand rest{a.at + whole * a.step, a.half, a.step, a.stride};
-                tile_panel<Mma>(tiles, rows, rest, operand(s.b), stop - from - whole, c, from || whole, nullptr);
+            else ahead = (const uint8_t*)(last ? packed(next_panel, 0) : packed(panel, stop));
+            for (int64_t first = 0; first < rows; first += kGroupRows) {
+                const int64_t count = smaller(kGroupRows, rows - first);
+                float* c = s.c + (cut.is_one() ? 0 : ((p - panel) * rows + first) * kPanelN);
+                const TileOperand a = rows_of<Mma>(args, row + first, from, stop);
+                if (last) prefetch_out<O>(args, row + first, p, count);
+                if (whole)
+                    tile_panel<Mma>(tiles, count, a, operand(packed(p, from)), whole, c, from,
+                                    {ahead, first / (2 * kStep) * lines, lines});
+                if (begin < end) {
+                    const TileOperand rest{a.at + whole * a.step, a.half, a.step, a.stride};
+                    tile_panel<Mma>(tiles, count, rest, operand(s.b), stop - from - whole, c, from || whole, {});
+                }
+                if (last) finish<Mma, T, O>(args, row + first, p, count, c);
             }
-            if (stop == cut.steps) finish<Mma, T, O>(args, row, p, rows, c);
         }
     }
 }

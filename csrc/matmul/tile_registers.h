@@ -45,8 +45,12 @@ inline void dot(Tiles& tiles) {
 
 // c [16 Rows, 16 Columns] = a b, or c + a b with `add`, in Rows x Columns registers.
 template <int Rows, int Columns, TileProduct Kind>
-inline void tile_block(Tiles& tiles, TileOperand a, TileOperand b, int64_t steps, float* c, int64_t c_stride, bool add,
-                       TileAhead ahead) {
+inline void tile_block(Tiles& tiles, const TileOperand& left, const TileOperand& right, int64_t steps, float* c,
+                       int64_t c_stride, bool add, TileAhead ahead) {
+    // In registers: what a step loads from memory waits behind its loads of tiles, and the next step for it.
+    const uint8_t *a = left.at, *b = right.at;
+    const int64_t a_half = left.half, a_step = left.step, a_stride = left.stride;
+    const int64_t b_half = right.half, b_step = right.step, b_stride = right.stride;
     const int64_t stride = c_stride * 4;
     float* lower = c + kStep * c_stride;
     if (add) {
@@ -63,24 +67,24 @@ inline void tile_block(Tiles& tiles, TileOperand a, TileOperand b, int64_t steps
     int64_t step = 0;
     auto advance = [&] {
         fetch(ahead, step++);
-        a.at += a.step, b.at += b.step;
+        a += a_step, b += b_step;
     };
     // Two rows of registers share B. With one row, every other step loads B into other registers, so that loads run
     // ahead.
     for (; step < steps; advance()) {
-        tiles.load<4>(a.at, a.stride);
-        tiles.load<6>(b.at, b.stride);
+        tiles.load<4>(a, a_stride);
+        tiles.load<6>(b, b_stride);
         dot<Kind, 0, 4, 6>(tiles);
-        if constexpr (Columns == 2) tiles.load<7>(b.at + b.half, b.stride), dot<Kind, 1, 4, 7>(tiles);
-        if constexpr (Rows == 2) tiles.load<5>(a.at + a.half, a.stride), dot<Kind, 2, 5, 6>(tiles);
+        if constexpr (Columns == 2) tiles.load<7>(b + b_half, b_stride), dot<Kind, 1, 4, 7>(tiles);
+        if constexpr (Rows == 2) tiles.load<5>(a + a_half, a_stride), dot<Kind, 2, 5, 6>(tiles);
         if constexpr (Rows == 2 && Columns == 2) dot<Kind, 3, 5, 7>(tiles);
         if constexpr (Rows == 1) {
             advance();
             if (step == steps) break;
-            tiles.load<5>(a.at, a.stride);
-            tiles.load<2>(b.at, b.stride);
+            tiles.load<5>(a, a_stride);
+            tiles.load<2>(b, b_stride);
             dot<Kind, 0, 5, 2>(tiles);
-            if constexpr (Columns == 2) tiles.load<3>(b.at + b.half, b.stride), dot<Kind, 1, 5, 3>(tiles);
+            if constexpr (Columns == 2) tiles.load<3>(b + b_half, b_stride), dot<Kind, 1, 5, 3>(tiles);
         }
     }
     tiles.store<0>(c, stride);

@@ -4,9 +4,9 @@
 //   dot_bf16 (TDPBF16PS): the even and the odd values of a row of A have a sum each, which starts at zero and takes
 //     products in the order of K, with one rounding to nearest even a step; the two sums are added, and the result is
 //     added to C. So the product of a tile is a sum by itself, of 32 values of K: which tiles a sum is made of changes
-//     its bits; the rows beside it do not. The hardware takes operands and sums below 2^-126 for zero whatever MXCSR
-//     says; here they are numbers. A product of two bf16 is exact in fp32, so a product and a sum round as the
-//     hardware's one step does.
+//     its bits; the rows beside it do not. Whatever MXCSR says, operands, C among them, and results below 2^-126 are
+//     zeros with their signs. A product is not rounded before it is added, so it may be beyond all floats; in doubles
+//     it is exact, and the sum rounds to the same float as at once.
 //   dot_i8, dot_u8 (TDPBSSD, TDPBUSD): signed or unsigned bytes of A times signed bytes of B; sums are modulo 2^32.
 #pragma once
 
@@ -57,20 +57,25 @@ struct Tiles {
     template <int C, int A, int B>
     void dot_bf16() {
         check<C, A, B>();
+        double b[2][16][16];  // the even and the odd values of K
+        for (int d = 0; d < 16; d++) {
+            uint32_t words[16];
+            memcpy(words, tile[B][d], 64);
+            for (int n = 0; n < 16; n++)
+                b[0][d][n] = number(words[n] << 16), b[1][d][n] = number(words[n] & 0xffff0000);
+        }
         for (int r = 0; r < rows(C); r++) {
-            uint32_t a[16], b[16];
-            float even[16] = {}, odd[16] = {}, c[16];
+            uint32_t a[16];
+            float sums[2][16] = {}, c[16];
             memcpy(a, tile[A][r], 64);
             for (int d = 0; d < 16; d++) {
-                memcpy(b, tile[B][d], 64);
-                const float a_even = number(a[d] << 16), a_odd = number(a[d] & 0xffff0000);
-                for (int n = 0; n < 16; n++) {
-                    even[n] += a_even * number(b[n] << 16);
-                    odd[n] += a_odd * number(b[n] & 0xffff0000);
-                }
+                const double values[2] = {number(a[d] << 16), number(a[d] & 0xffff0000)};
+                for (int odd = 0; odd < 2; odd++)
+                    for (int n = 0; n < 16; n++)
+                        sums[odd][n] = flushed(float(sums[odd][n] + values[odd] * b[odd][d][n]));
             }
             memcpy(c, tile[C][r], 64);
-            for (int n = 0; n < 16; n++) c[n] += even[n] + odd[n];
+            for (int n = 0; n < 16; n++) c[n] = flushed(flushed(c[n]) + flushed(sums[0][n] + sums[1][n]));
             memcpy(tile[C][r], c, 64);
         }
     }
@@ -84,10 +89,14 @@ struct Tiles {
     }
 
   private:
+    // Zero for what is below 2^-126.
+    __attribute__((always_inline)) static float flushed(float x) {
+        return __builtin_fabsf(x) < 0x1p-126f ? __builtin_copysignf(0, x) : x;
+    }
     __attribute__((always_inline)) static float number(uint32_t bits) {
         float x;
         memcpy(&x, &bits, 4);
-        return x;
+        return flushed(x);
     }
     template <int C, int A, int B, class T>
     void dot_bytes_of() {

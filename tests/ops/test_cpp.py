@@ -480,7 +480,7 @@ def test_a_row_does_not_depend_on_those_beside_it(dtype):
         assert torch.equal(kernels.linear(x[rows], w), whole[rows])
 
 
-@pytest.mark.parametrize("depth", [40, 96, 1120])
+@pytest.mark.parametrize("depth", [40, 96, 2120])
 def test_a_row_is_the_same_alone_and_in_any_number(depth):
     x, w = random(0, 70, depth, dtype=torch.bfloat16), random(1, 48, depth, dtype=torch.bfloat16, scale=depth**-0.5)
     packed = kernels.pack(w)
@@ -586,6 +586,55 @@ def test_products_in_tile_registers(kind, rows, instruction_set):
     tolerance = 1e-5 if kind == "bf16" else 0
     torch.testing.assert_close(c[:rows].double(), expected, atol=tolerance, rtol=tolerance)
     assert torch.equal(c[rows:], before[rows:])
+
+
+@pytest.mark.parametrize("sizes", ["all", "tiny products", "tiny operands", "tiny sums", "huge products", "not finite"])
+def test_products_in_tile_registers_are_those_of_the_plain_twin(sizes, instruction_set):
+    """Bit for bit, whatever the numbers: both take what is below 2^-126 for zero, and round a sum once."""
+    if instruction_set != "amx_plain" or "amx" not in kernels.instruction_sets():
+        pytest.skip("compares the hardware with its twin")
+    a, b, c = random(1, 16, 32), random(2, 16, 32), random(3, 16, 16)
+    if sizes == "all":
+        a, b, c = (x * torch.exp(20 * random(seed, *x.shape)) for seed, x in enumerate((a, b, c), 4))
+    elif sizes == "tiny products":
+        a, b, c = a * 1e-20, b * 1e-20, c * 1e-39
+    elif sizes == "tiny operands":
+        a, b, c = a * 1e-39, b * 1e30, c * 1e-39
+    elif sizes == "tiny sums":
+        a, b, c = a * 1e-19, b * 1e-19, c * 1e-38
+    elif sizes == "huge products":
+        a, b = a * 1e20, b * 1e20
+    else:
+        a[0, 3], a[1, 4], a[2, 5], b[3, 7], c[4, 4], c[5, 5] = (
+            math.inf,
+            math.nan,
+            -math.inf,
+            math.inf,
+            math.nan,
+            math.inf,
+        )
+        a[6] = 0
+    a, b = a.bfloat16(), b.bfloat16()
+    of_each = []
+    for name in ("amx", "amx_plain"):
+        out = c.clone()
+        with kernels.using(name):
+            assert kernels._kernels.tile_dot(0, 16, a.data_ptr(), b.data_ptr(), out.data_ptr())
+        of_each.append(out)
+    numbers = [out.masked_fill(out.isnan(), 0).view(torch.int32) for out in of_each]
+    assert torch.equal(of_each[0].isnan(), of_each[1].isnan())
+    assert torch.equal(*numbers)
+
+
+def test_layers_in_tile_registers_have_the_bits_of_the_plain_twin(instruction_set):
+    if instruction_set != "amx_plain" or "amx" not in kernels.instruction_sets():
+        pytest.skip("compares the hardware with its twin")
+    x, weight = random(1, 70, 1100, dtype=torch.bfloat16), random(2, 40, 1100, dtype=torch.bfloat16)
+    of_each = []
+    for name in ("amx", "amx_plain"):
+        with kernels.using(name):
+            of_each.append(kernels.linear(x, weight, out_dtype=torch.float32))
+    assert torch.equal(*of_each)
 
 
 # Weights of 8 bits: bit for bit what torch makes of them, on every instruction set.
