@@ -34,8 +34,8 @@ def quickly_made(cls: type[T]) -> type[T]:
     namespace: dict[str, Any] = {"_defaults": defaults}
     exec("\n".join(lines), namespace)
     constructor = namespace["__init__"]
-    before = cls.__init__  # type: ignore[misc]
+    before = cls.__init__
     constructor.__qualname__, constructor.__module__ = before.__qualname__, cls.__module__
     constructor.__annotations__ = before.__annotations__
-    cls.__init__ = constructor  # type: ignore[misc]
+    cls.__init__ = constructor  # type: ignore[method-assign]
     return cls

@@ -119,7 +119,7 @@ class StaticBuffers:
 
         Args:
             number: `TOKEN_IDS`, `LOGITS`, `PENDING_ROWS` or `PENDING_SLOTS`.
-            count: How many of them the sweep has.
+            count: Number of them in the sweep.
         """
         return self.indices[number, :count]
 

@@ -157,6 +157,16 @@ def test_where_all_is_in_memory_sweeps_are_short():
     assert plan.policy.max_num_batched_tokens <= 8192 < 48 * 1100
 
 
+def test_kv_stays_off_the_disk_where_that_saves_no_more_than_touching_memory_first():
+    """Each Step of KV on disk takes the host's time, which the cost model does not see."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    small = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "vocab_size": 1024, **sizes}
+    model = config_of_hf(small | {"max_position_embeddings": 2048})
+    hardware = cpu_box(first_touch_bytes_per_s=1e9)
+    problem = problem_with(hardware, model, Workload.uniform(10_000, 10, 4), cpu_memory=3 << 30)
+    assert not plan_problem(problem).policy.kv_seqs.get("disk")
+
+
 def test_of_equal_candidates_the_one_whose_first_rows_are_done_first_is_chosen():
     problem = problem_with(cpu_box(), opt(1024, 12, 16), Workload.uniform(48, 1100, 2), disk_memory=0)
     short, long = (next(candidates(replace(problem, max_num_batched_tokens=tokens), 1)) for tokens in (2048, 48 * 1100))
