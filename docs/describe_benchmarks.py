@@ -315,8 +315,7 @@ def draft_sources(d: dict) -> str:
     for task, of in d["tasks"].items():
         tokens = ", ".join(f"{of[name]['tokens_per_step']:.2f}" for name in names)
         found.append(f"{task} {tokens}")
-    ended, tree = (d["tasks"]["json"][name]["microseconds_per_step"] for name in names[1:])
-    return f"{'; '.join(found)}; finding them took {ended:.0f} and {tree:.0f} us a row with the last two"
+    return "; ".join(found)
 
 
 def sort_prompts(d: dict) -> str:
