@@ -293,8 +293,8 @@ def row_order(d: dict) -> str:
 def row_order_shares(d: dict) -> str:
     def of_table(name: str) -> str:
         least = min(run["share_of_tree"]["here"] for run in d["tables"][name])
-        kv = sorted(run["kv_tokens"] for run in d["tables"][name])
-        return f"`{name}` {least:.1%} with KV of {kv[0]:,} to {kv[-1]:,} tokens"
+        kv = sorted({run["kv_tokens"] for run in d["tables"][name]})
+        return f"`{name}` {least:.1%} with KV of {' to '.join(f'{tokens:,}' for tokens in kv[:: max(1, len(kv) - 1)])} tokens"
 
     return "; ".join(map(of_table, d["tables"]))
 
@@ -512,7 +512,7 @@ TABLES: dict[str, list[Row]] = {
             "four shuffled tables, 16 rows in flight, three budgets: the least share of what the prompts' tree can save"
             " (layers compute nothing)",
             "row_order_shares",
-            "row_order.py --counts --repeats 1 --tables columns --memory 1070MiB,1100MiB,1400MiB",
+            "row_order.py --counts --repeats 1 --tables columns --memory 1150MiB,1250MiB,1400MiB",
             row_order_shares,
         ),
     ],
