@@ -294,7 +294,8 @@ def row_order_shares(d: dict) -> str:
     def of_table(name: str) -> str:
         least = min(run["share_of_tree"]["here"] for run in d["tables"][name])
         kv = sorted({run["kv_tokens"] for run in d["tables"][name]})
-        return f"`{name}` {least:.1%} with KV of {' to '.join(f'{tokens:,}' for tokens in kv[:: max(1, len(kv) - 1)])} tokens"
+        sizes = " to ".join(f"{tokens:,}" for tokens in kv[:: max(1, len(kv) - 1)])
+        return f"`{name}` {least:.1%} with KV of {sizes} tokens"
 
     return "; ".join(map(of_table, d["tables"]))
 
