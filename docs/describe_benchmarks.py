@@ -513,7 +513,7 @@ TABLES: dict[str, list[Row]] = {
             "four shuffled tables, 16 rows in flight, three budgets: the least share of what the prompts' tree can save"
             " (layers compute nothing)",
             "row_order_shares",
-            "row_order.py --counts --repeats 1 --tables columns --memory 1150MiB,1250MiB,1400MiB",
+            "row_order.py --counts --repeats 1 --tables columns --memory 1070MiB,1100MiB,1400MiB",
             row_order_shares,
         ),
     ],
