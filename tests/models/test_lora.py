@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from lora_adapters import save_adapter
 from safetensors.torch import load_file, save_file
+from thorough import quick_or
 from tiny_gguf import round_as_gguf, write_tiny_gguf
 from tiny_tokenizers import make_tiny_tokenizer
 
@@ -110,6 +112,31 @@ def test_tokens_are_those_of_the_model_that_peft_merges(tiny_models, tmp_path, n
     wanted = adapted.tokens()
     assert engine_tokens(path, adapted.lora) == wanted
     assert engine_tokens(path, None) != wanted
+
+
+def drawn_adapter(rng):
+    """Fields of a random adapter, of those that PEFT's users set: ranks, alphas, and the modules of some layers."""
+    modules = rng.choice(
+        ("all-linear", ATTENTION, ["q_proj", "v_proj"], r".*\.(up|down)_proj", ["gate_proj", "o_proj"])
+    )
+    drawn = {"r": rng.choice((1, 3, 8)), "lora_alpha": rng.choice((1, 7, 16)), "target_modules": modules}
+    drawn |= {"use_rslora": rng.random() < 0.5, "lora_dropout": rng.choice((0.0, 0.1))}
+    if isinstance(modules, list) and rng.random() < 0.5:
+        drawn |= {"layers_to_transform": rng.choice((0, [1], [0, 1])), "layers_pattern": "layers"}
+    elif not isinstance(modules, str) and rng.random() < 0.5:
+        drawn["exclude_modules"] = [modules[0]]
+    patterns = {modules[-1]: 2} if isinstance(modules, list) else {"down_proj": 2, r".*layers\.1\..*up_proj": 5}
+    drawn |= {name: patterns for name in ("rank_pattern", "alpha_pattern") if rng.random() < 0.5}
+    drawn["init_lora_weights"] = rng.choice((True, "gaussian", False))
+    return drawn
+
+
+@pytest.mark.parametrize("seed", quick_or(range(3), range(30)))
+def test_drawn_adapters_are_merged_as_peft_merges_them(tiny_models, tmp_path, seed):
+    rng = random.Random(seed)
+    path, model = tiny_models(rng.choice(("llama", "qwen3", "gemma3")))
+    adapted = adapt(path, model, tmp_path / "lora", seed, **drawn_adapter(rng))
+    assert engine_tokens(path, adapted.lora) == adapted.tokens()
 
 
 # Files have rows of queries and keys interleaved, and queries with their gate.
