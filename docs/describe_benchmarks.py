@@ -23,7 +23,12 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 RESULTS = ROOT / "benchmarks" / "results"
 HEADER = "| job | machine | result | file | command |\n|---|---|---|---|---|\n"
 # Letters of the page for what is in a file's name or text.
-MACHINES = (("amd-epyc-25-17", "A"), ("amd-epyc-26-2", "B"), ("intel-xeon-processor-6-207", "C"))
+MACHINES = (
+    ("amd-epyc-25-17", "A"),
+    ("amd-epyc-26-2", "B"),
+    ("intel-xeon-processor-6-207", "C"),
+    ("intel-xeon-processor-6-167", "E"),
+)
 
 
 @dataclass(frozen=True)
