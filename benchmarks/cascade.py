@@ -3,7 +3,8 @@
 Planted cases have confidences and differences of known kinds. With --data, which has folders of record pairs (the
 files of Ditto's entity matching sets: left, right and label between tabs), a small and a large model score yes and no
 for all pairs, and then 200 samples are drawn of their answers. `planted` as the large model answers with the labels.
-Of two models a cascade is run too, beside the job of the large model alone, and what was planned beforehand.
+With --time a cascade of the two is run too, beside the job of the large model alone, and what was planned beforehand.
+Each data set is written when it is done, and the same command goes on with the others.
 
     python benchmarks/cascade.py
     python benchmarks/cascade.py --data DIR --small demo --large gemma-3-270m-q4_k_m.gguf --work-dir DIR
@@ -134,27 +135,22 @@ def cascaded(args: argparse.Namespace, pairs: Path, others: list[int], alone_s: 
     }
 
 
-def of_data(args: argparse.Namespace, target: Target) -> dict[str, Any]:
-    """The figures of each data set, by its name."""
-    found = {}
-    for folder in sorted(path for path in args.data.iterdir() if path.is_dir()):
-        table = pairs_of(folder)
-        pairs = args.work_dir / f"{folder.name}.parquet"
-        pq.write_table(table, pairs)
-        plan = None if args.large == PLANTED else planned(args, pairs)
-        confidences, answers, _ = scored(args.small, pairs, args.work_dir / f"{folder.name}.small.parquet")
-        if args.large == PLANTED:
-            others = table["label"].to_pylist()
-        else:
-            started = time.perf_counter()
-            _, others, _ = scored(args.large, pairs, args.work_dir / f"{folder.name}.large.parquet")
-            alone_s = time.perf_counter() - started
-        differs = np.array([a != b for a, b in zip(answers, others, strict=True)])
-        found[folder.name] = measured(confidences, differs, target)
-        if plan is not None:
-            found[folder.name]["job"] = cascaded(args, pairs, others, alone_s, plan)
-        print(folder.name, json.dumps(found[folder.name]), flush=True)
-    return found
+def of_data(args: argparse.Namespace, target: Target, folder: Path) -> dict[str, Any]:
+    """The figures of a data set. folder: the folder of its files."""
+    pairs = args.work_dir / f"{folder.name}.parquet"
+    table = pairs_of(folder)
+    pq.write_table(table, pairs)
+    plan = planned(args, pairs) if args.time else None
+    confidences, answers, _ = scored(args.small, pairs, args.work_dir / f"{folder.name}.small.parquet")
+    started = time.perf_counter()
+    if args.large == PLANTED:
+        others = table["label"].to_pylist()
+    else:
+        _, others, _ = scored(args.large, pairs, args.work_dir / f"{folder.name}.large.parquet")
+    alone_s = time.perf_counter() - started
+    differs = np.array([a != b for a, b in zip(answers, others, strict=True)])
+    found = measured(confidences, differs, target)
+    return found if plan is None else found | {"job": cascaded(args, pairs, others, alone_s, plan)}
 
 
 def _parse() -> argparse.Namespace:
@@ -164,25 +160,35 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="folder with a folder of files for each data set")
     parser.add_argument("--small", default="demo")
     parser.add_argument("--large", default=PLANTED, help="a model, or planted [default: planted]")
+    parser.add_argument("--time", action="store_true", help="run a cascade of the two models too, and time it")
     parser.add_argument("--work-dir", type=Path, default=Path("."))
     parser.add_argument("--output", type=Path, default=result_path("cascade"))
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.time and args.large == PLANTED:
+        parser.error("--time is for two models: give --large")
+    return args
 
 
 def main() -> None:
     args = _parse()
     target = Target(args.agree, args.confidence)
-    result = json.loads(args.output.read_text()) if args.output.exists() else {"planted": {}, "data": {}}
+    before = json.loads(args.output.read_text()) if args.output.exists() else {}
+    result: dict[str, Any] = {name: before.get(name, {}) for name in ("planted", "data")}
     for rows in _ROWS:
         for name, (confidences, differs) in planted(rows).items():
             result["planted"][f"{name}, {rows:,} rows"] = measured(confidences, differs, target)
+    stated = {"target": {"agree": target.agree, "confidence": target.confidence}}
     if args.data is not None:
         args.work_dir.mkdir(parents=True, exist_ok=True)
         models = f"{Path(args.small).stem} before {Path(args.large).stem}"
-        result["data"][models] = of_data(args, target)
-    kept = {name: result[name] for name in ("planted", "data")}
-    write(args.output, {"target": {"agree": target.agree, "confidence": target.confidence}} | kept)
-    print(json.dumps(kept, indent=1))
+        sets = result["data"].setdefault(models, {})
+        for folder in sorted(path for path in args.data.iterdir() if path.is_dir()):
+            if folder.name not in sets:
+                sets[folder.name] = of_data(args, target, folder)
+                print(folder.name, json.dumps(sets[folder.name]), flush=True)
+                write(args.output, stated | result)
+    write(args.output, stated | result)
+    print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

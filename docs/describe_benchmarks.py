@@ -143,9 +143,11 @@ def cascade_planted(d: dict) -> str:
 
 
 def cascade_data(d: dict) -> str:
-    cases = [case | {"name": name} for sets in d["data"].values() for name, case in sets.items()]
-    shown = [f"{case['name']} {case['broken']} and {case['large_share']:.0%}" for case in cases]
-    return f"broken samples, and rows of the large model: {', '.join(shown)}"
+    def shown(sets: dict) -> str:
+        return ", ".join(f"{name} {case['broken']} and {case['large_share']:.0%}" for name, case in sets.items())
+
+    of_models = "; ".join(f"{models}: {shown(sets)}" for models, sets in d["data"].items())
+    return f"broken samples, and rows of the large model: {of_models}"
 
 
 def perplexities(*names: str) -> Callable[[dict], str]:

@@ -1,0 +1,58 @@
+"""The ladder of memory: how tokens of other engines are judged."""
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from peers.token_accuracy import load_fp32, token_accuracy
+
+PROMPTS = [[5, 9, 31, 7], [12, 40, 3]]
+COUNT = 6
+
+
+@pytest.fixture(scope="module")
+def fp32(tiny_models):
+    return load_fp32(tiny_models("llama")[0])
+
+
+def logits_after(fp32, ids):
+    with torch.inference_mode():
+        return fp32(torch.tensor([ids])).logits[0, -1]
+
+
+def greedy(fp32, ids, count):
+    """The greedy tokens after some tokens."""
+    tokens = []
+    for _ in range(count):
+        tokens.append(int(logits_after(fp32, ids + tokens).argmax()))
+    return tokens
+
+
+def test_a_token_is_judged_after_the_tokens_before_it_and_a_text_may_go_another_way(fp32):
+    rows = [(ids, COUNT) for ids in PROMPTS]
+    generated = [greedy(fp32, ids, COUNT) for ids in PROMPTS]
+    whole = token_accuracy(fp32, rows, generated)
+    assert whole.accuracy == pytest.approx(1.0, abs=1e-5) and whole.length == 1.0
+
+    logits = logits_after(fp32, PROMPTS[0] + generated[0][:2])
+    second = int(logits.topk(2).indices[1])
+    other = [*generated[0][:2], second]
+    other += greedy(fp32, PROMPTS[0] + other, COUNT - 3)
+    judged = token_accuracy(fp32, rows, [other, generated[1]])
+    behind = float(logits.max() - logits[second])
+    assert judged.accuracy == pytest.approx(math.exp(-behind / (2 * COUNT)), abs=1e-5)
+    assert judged.same == pytest.approx((2 * COUNT - 1) / (2 * COUNT))
+
+    wrong = token_accuracy(fp32, rows, [[token + 1 for token in tokens] for tokens in generated])
+    assert wrong.accuracy < 0.99 and wrong.same < 0.5
+
+
+def test_tokens_that_are_missing_count_in_the_length(fp32):
+    rows = [(ids, COUNT) for ids in PROMPTS]
+    judged = token_accuracy(fp32, rows, [greedy(fp32, PROMPTS[0], 3), []])
+    assert judged.accuracy == pytest.approx(1.0, abs=1e-5) and judged.length == 3 / 12
+    assert token_accuracy(fp32, rows, [[], []]).accuracy == 0.0
