@@ -6,7 +6,6 @@ that a missing one would be noticed.
 
 import time
 
-import played_operations
 import pytest
 import test_token_identity as identity
 from card_checks import NEVER, are_those, captured_sweeps, parts_of
@@ -56,6 +55,8 @@ def test_tokens_do_not_depend_on_orders(
 @pytest.mark.parametrize("wait", ["wait", "wait_for_host"])
 def test_a_missing_wait_changes_tokens(wait, expected, stores, monkeypatch):
     """Or operations fail of what they find, as of an index that has not come yet."""
+    import played_operations  # torch imports it first, to change it
+
     failures = []
     monkeypatch.setattr(played_operations, "on_failure", failures.append)
     path, prompts, wanted = expected(MODEL)
