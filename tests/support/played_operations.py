@@ -81,13 +81,22 @@ def _run(number: int) -> None:
         with torch.inference_mode():
             (_jobs[number] if number in _captured else _jobs.pop(number))()
     except BaseException as error:
-        traceback.print_exc()
-        print("played CUDA: an operation failed", file=sys.stderr, flush=True)
-        if report := os.environ.get("PLAYED_CUDA_REPORT"):  # what is printed may be pytest's
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            with open(report, "a") as file:
-                print(f"FAULT 1 an operation failed: {error!r} in {where.name}, line {where.lineno}", file=file)
-        os._exit(70)
+        on_failure(error)
+
+
+def end_process(error: BaseException) -> None:
+    """End the process for an operation that failed, as a card has no further use for one; says which it was."""
+    traceback.print_exception(error)
+    print("played CUDA: an operation failed", file=sys.stderr, flush=True)
+    if report := os.environ.get("PLAYED_CUDA_REPORT"):  # what is printed may be pytest's
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        with open(report, "a") as file:
+            print(f"FAULT 1 an operation failed: {error!r} in {where.name}, line {where.lineno}", file=file)
+    os._exit(70)
+
+
+# Called with the error of an operation that fails on a stream.
+on_failure: Callable[[BaseException], object] = end_process
 
 
 def current_stream() -> int:
