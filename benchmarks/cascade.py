@@ -104,7 +104,7 @@ def planned(args: argparse.Namespace, pairs: Path) -> dict[str, Any]:
 
 
 def cascaded(args: argparse.Namespace, pairs: Path, others: list[int], alone_s: float, plan: dict) -> dict[str, Any]:
-    """What a cascade has done over the pairs.
+    """The report of a cascade over the pairs.
 
     Args:
         args: The arguments.

@@ -115,7 +115,7 @@ def differences(folder: Path, engines: list[str]) -> dict[str, dict[str, float]]
 
 
 def settings_of(engines: list[str], job: dict[str, Any], folder: Path) -> dict[str, dict[str, Any]]:
-    """What each other engine gets beside the job: its graph, exported here, and the fastest of its settings."""
+    """The further inputs of each other engine: its graph, which is exported here, and the fastest of its settings."""
     more: dict[str, dict[str, Any]] = {}
     for engine in engines:
         given = {}

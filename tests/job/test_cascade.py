@@ -73,7 +73,7 @@ def test_a_threshold_by_the_mean_of_the_sample_alone_would_break_the_promise(pla
 
 
 def _rare_choice(rng, rows):
-    """Whether a choice is each row's answer by the small and by the large model, a rare one, and the confidence."""
+    """Confidences, and of each row whether the small and the large model answer with a rare choice."""
     chance = rng.beta(0.15, 0.9, rows)
     small = chance > 0.5
     return np.where(small, chance, 1 - chance), small, rng.random(rows) < chance

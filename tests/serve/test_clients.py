@@ -39,7 +39,7 @@ def server(tmp_path_factory):
 
 
 def said_by(client: str, server, folder: Path) -> dict:
-    """What a script in tests/support/clients prints at its end."""
+    """The values that a script in tests/support/clients prints at its end."""
     tokenizers = next(VENV.glob("lib/python*/site-packages/litellm/litellm_core_utils/tokenizers"))
     environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")} | {
         "OPENAI_BASE_URL": server.endpoint.url,

@@ -1,4 +1,4 @@
-"""What a played card has counted in this process so far."""
+"""Counts of the operations that a played card has executed in this process."""
 
 import ctypes
 
