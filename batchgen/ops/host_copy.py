@@ -186,5 +186,5 @@ class Passage:
 def bytes_of(tensor: Tensor) -> Tensor:
     """A contiguous tensor's memory, uint8 [bytes]."""
     flat = tensor.reshape(-1)
-    # The dimension of a single number may have any stride.
-    return (flat.as_strided((1,), (1,)) if len(flat) == 1 else flat).view(torch.uint8)
+    # The dimension of a single number, or of none, may have any stride.
+    return (flat if len(flat) > 1 else flat.as_strided((len(flat),), (1,))).view(torch.uint8)

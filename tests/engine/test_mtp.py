@@ -135,16 +135,17 @@ def test_a_module_that_knows_the_model_saves_sweeps_and_changes_no_sample(family
         assert stats.sweeps < 0.8 * found[False][1].sweeps
 
 
-def test_an_engine_whose_weights_stream_drafts_with_the_module(tmp_path):
+@pytest.mark.parametrize("drafts", [None, 4])
+def test_an_engine_whose_weights_stream_keeps_the_module_where_drafts_are_asked_for(tmp_path, drafts):
     path = tmp_path / "model"
     checkpoint("qwen3_5", path, planted=True)
     parts = make_parts(
         path, CPU, policy_of(path, "memory and disk", "float32", "continuous", 1), tmp_path, longest_tokens=80,
-        drafts=None,
+        drafts=drafts,
     )  # fmt: skip
-    with Engine.from_parts(parts, drafts=None) as engine:
+    with Engine.from_parts(parts, drafts=drafts) as engine:
         undisturbed(engine, requests_of(prompts_of(), SAMPLING["greedy"]))
-        assert parts.executor.context.take_hidden is not None
+        assert (parts.executor.context.take_hidden is None) == (drafts is None)
 
 
 def test_checkpoints_without_a_module_have_none(tmp_path):

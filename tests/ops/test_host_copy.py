@@ -8,7 +8,7 @@ import pytest
 import torch
 from fake_device import ORDERS, FakeDevice
 
-from batchgen.ops.host_copy import Passage
+from batchgen.ops.host_copy import Passage, bytes_of
 
 
 @pytest.mark.parametrize("order", ORDERS[::9])
@@ -74,3 +74,9 @@ def test_more_than_there_is_room_for_comes_down_too():
     gc.collect()
     passage.download(sources[0])
     assert passage.num_copies == copies + 1, "what nobody holds is not used again"
+
+
+@pytest.mark.parametrize("numbers", [0, 1, 3])
+def test_memory_is_seen_as_bytes_whatever_stride_few_numbers_have(numbers):
+    tensor = torch.arange(numbers) if numbers > 1 else torch.arange(1).as_strided((numbers,), (0,))
+    assert bytes_of(tensor).tolist() == list(tensor.numpy().tobytes())
