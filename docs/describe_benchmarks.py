@@ -490,6 +490,15 @@ TABLES: dict[str, list[Row]] = {
         ),
         *(
             Row(
+                f"`{name}`, against OpenVINO GenAI; one round",
+                "cpu_engines-intel-xeon-processor-6-167-amx",
+                "cpu_engines.py --engines batchgen,openvino --repeats 1",
+                over_peers(name, ["openvino"]),
+            )
+            for name in WORKLOADS
+        ),
+        *(
+            Row(
                 f"`{name}`, weights and KV in 8 bits, against OpenVINO GenAI's defaults on the model in 8 bits",
                 f"cpu_engines_int8-{B}",
                 "cpu_engines.py --bits 8",
