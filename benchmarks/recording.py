@@ -20,7 +20,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def machine() -> dict[str, Any]:
-    """The kind of CPU, with what the kernels use of it."""
+    """The kind of CPU, with the instruction sets that the kernels can use of it: the same in every process on it."""
     info = Path("/proc/cpuinfo")
     text = info.read_text() if info.exists() else ""
 
@@ -33,8 +33,6 @@ def machine() -> dict[str, Any]:
         "family": field("cpu family"),
         "model": field("model"),
         "cores": available_cores(),
-        "threads": kernels.num_threads(),
-        "clock": "of the thread" if kernels.num_threads() == 1 else "of the wall",
         "instruction_sets": kernels.instruction_sets(),
         "unavailable": unavailable(),
     }
@@ -61,9 +59,11 @@ def result_path(name: str, *, by_cpu: bool = False) -> Path:
 
 
 def write(path: Path, result: dict[str, Any]) -> None:
-    """Writes a result with the command, without paths, the machine and the versions that it is of."""
+    """Writes a result with the command, without paths, the machine, the threads and the versions that it is of."""
     command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *_without_paths(sys.argv[1:])])
-    about = {"command": command, "machine": machine(), "versions": versions()}
+    threads = kernels.num_threads()
+    clock = "of the thread" if threads == 1 else "of the wall"
+    about = {"command": command, "machine": machine(), "threads": threads, "clock": clock, "versions": versions()}
     if "arguments" in result:
         result = result | {"arguments": _without_paths(result["arguments"])}
     path.write_text(json.dumps(about | result, indent=1) + "\n")

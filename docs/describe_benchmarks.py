@@ -60,11 +60,11 @@ def read(file: str) -> dict:
 
 def machine_of(file: str) -> str:
     """The page's letter for the machine that a result is of; D where the file does not name the kind of its EPYC."""
-    on = read(file).get("machine")
+    on, named = read(file).get("machine"), file
     if isinstance(on, dict) and "family" in on:
         name = f"{on['cpu']} {on['family']} {on['model']}"
-        file = re.sub(r"[^a-z0-9]+", "-", re.sub(r"\(.*?\)", " ", name).lower())
-    letters = [letter for part, letter in MACHINES if part in file]
+        named = re.sub(r"[^a-z0-9]+", "-", re.sub(r"\(.*?\)", " ", name).lower())
+    letters = [letter for part, letter in MACHINES if part in named]
     return letters[0] if letters else "D" if "EPYC" in (RESULTS / f"{file}.json").read_text() else "-"
 
 

@@ -1,4 +1,4 @@
-"""What a run reports of its time, and that BUDGET.md names tests that there are."""
+"""What a run reports of its time, that BUDGET.md names tests that there are, and that tests find their own modules."""
 
 import sys
 from collections import Counter
@@ -18,6 +18,13 @@ def test_every_line_of_the_budget_names_a_test():
     for test in read_budget():
         path, _, name = test.partition("[")[0].partition("::")
         assert f"def {name.rpartition('::')[2]}(" in (TESTS.parent / path).read_text(), test
+
+
+def test_no_script_of_the_benchmarks_has_the_name_of_a_module_of_the_tests():
+    """Both folders are on the path, and the one that comes first would hide the other's module."""
+    folders = TESTS.parent / "benchmarks", *(TESTS / name for name in ("support", "models", "engine"))
+    names = Counter(path.stem for folder in folders for path in folder.glob("*.py"))
+    assert names["recording"] and names["tiny_models"] and max(names.values()) == 1, names.most_common(3)
 
 
 @pytest.fixture

@@ -179,6 +179,15 @@ def test_the_tables_of_benchmarks_are_those_of_their_files():
     assert (DOCS / "benchmarks.md").read_text() == described, "run python docs/describe_benchmarks.py"
 
 
+def test_a_result_of_a_machine_without_a_letter_is_shown_too(tmp_path, monkeypatch):
+    pages = load(DOCS / "describe_benchmarks.py")
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    for cpu, letter in (("AMD EPYC 9V74", "D"), ("Some CPU", "-"), ("Intel(R) Xeon(R) Processor", "E")):
+        on = {"cpu": cpu, "family": "6", "model": "167"}
+        (tmp_path / "result.json").write_text(json.dumps({"machine": on}))
+        assert pages.machine_of("result") == letter
+
+
 def test_figures_that_other_pages_repeat_are_those_of_their_files():
     for page, words in load(DOCS / "describe_benchmarks.py").quotes():
         assert words in page.read_text(), f"{page.name} does not say {words!r}"

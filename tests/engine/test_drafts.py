@@ -3,7 +3,7 @@
 from functools import cache
 
 import pytest
-from drafts import partly_right
+from known_drafts import partly_right
 from rank_threads import make_parts_on_ranks
 from stages import make_pipeline
 from test_partials import SAMPLING, assert_same, prompts_of, requests_of, undisturbed

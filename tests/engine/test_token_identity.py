@@ -14,7 +14,7 @@ from functools import cache
 
 import pytest
 import torch
-from drafts import by_prompt, partly_right
+from known_drafts import by_prompt, partly_right
 from fake_device import FIRST_USES, ORDERS, FakeDevice, as_on_a_device, run_on
 from model_tables import FAMILIES, GGUF_FAMILIES, GGUF_MODELS, MIXED_SIZES, MIXTURES, MODELS
 from quantized_checkpoints import awq, fp8, gptq, in_mxfp4, pack_quantized, requantize

@@ -1,13 +1,16 @@
-"""The ladder of memory: how tokens of other engines are judged."""
+"""The ladder of memory: how tokens of other engines are judged, and how it goes on."""
 
 import math
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import recording
+from ladder import Ladder
 from peers.token_accuracy import load_fp32, token_accuracy
 
 PROMPTS = [[5, 9, 31, 7], [12, 40, 3]]
@@ -56,3 +59,13 @@ def test_tokens_that_are_missing_count_in_the_length(fp32):
     judged = token_accuracy(fp32, rows, [greedy(fp32, PROMPTS[0], 3), []])
     assert judged.accuracy == pytest.approx(1.0, abs=1e-5) and judged.length == 3 / 12
     assert token_accuracy(fp32, rows, [[], []]).accuracy == 0.0
+
+
+def test_a_process_with_other_threads_goes_on_with_the_file_and_another_job_does_not(tmp_path, monkeypatch):
+    args = Namespace(output=tmp_path / "ladder.json", rows=4, prompt_tokens=8, output_tokens=2, beside=0, limit_s=10)
+    for threads in (2, 1):
+        monkeypatch.setattr(recording.kernels, "num_threads", lambda threads=threads: threads)
+        recording.write(args.output, Ladder(args).result | {"models": {"demo": {"threads": threads}}})
+    args.rows = 5
+    with pytest.raises(SystemExit, match="another job"):
+        Ladder(args)
