@@ -35,6 +35,7 @@ def format_response(
     """
     asked: dict[str, Any] = json.loads(body) if isinstance(body, str) else body
     chat = "messages" in asked
+    function = forced_function(asked) if chat and asked.get("tools") else None
     digest = _digest(custom_id, row_index)
     samples, prompts = completion_row["samples"], completion_row["prompts"]
     prompt_tokens = completion_row["prompt_tokens"]
@@ -48,7 +49,7 @@ def format_response(
         "created": 0,
         "model": model_name,
         "choices": [
-            (_chat_choice(index, sample, asked) if chat else _text_choice(index, sample))
+            (_chat_choice(index, sample, asked, function) if chat else _text_choice(index, sample))
             | _token_ids("token_ids", sample)
             for index, sample in enumerate(samples)
         ],
@@ -136,12 +137,15 @@ def _digest(custom_id: str | None, row_index: int) -> str:
     return json_sha256([custom_id, row_index])[:24]
 
 
-def _chat_choice(index: int, sample: dict[str, Any], asked: dict[str, Any]) -> dict[str, Any]:
+def _chat_choice(
+    index: int, sample: dict[str, Any], asked: dict[str, Any], function: dict[str, Any] | None
+) -> dict[str, Any]:
+    """A choice of a chat's answer. function: the function that the request makes the model call; None: none."""
     logprobs = sample.get("logprobs")
     positions = None if logprobs is None else {"content": [_position(p) for p in logprobs], "refusal": None}
     reasoning = sample.get("reasoning")
     thoughts = {} if reasoning is None else {"reasoning_content": reasoning}
-    content, calls = _content_and_calls(sample["text"], index, asked)
+    content, calls = _content_and_calls(sample["text"], index, asked, function)
     made = {"tool_calls": calls} if calls else {}
     # OpenAI's reason for a named function is that of any text.
     made_by_choice = calls and sample["finish_reason"] == "stop" and not isinstance(asked.get("tool_choice"), dict)
@@ -153,17 +157,20 @@ def _chat_choice(index: int, sample: dict[str, Any], asked: dict[str, Any]) -> d
     }
 
 
-def _content_and_calls(text: str, index: int, asked: dict[str, Any]) -> tuple[str | None, list[dict[str, Any]]]:
+def _content_and_calls(
+    text: str, index: int, asked: dict[str, Any], function: dict[str, Any] | None
+) -> tuple[str | None, list[dict[str, Any]]]:
     """The content of a chat's answer, and the calls of tools in it.
 
     Args:
         text: The answer as the model wrote it; the arguments alone where the request names the function to call.
         index: Number of the choice, which is in the ids of its calls.
         asked: The request's body.
+        function: The function that the request makes the model call; None: none.
     """
     if not asked.get("tools"):
         return text, []
-    if (function := forced_function(asked)) is not None:
+    if function is not None:
         return None, [_call(index, 0, function["name"], text)]
     return _tool_calls(text, index)
 

@@ -1,17 +1,19 @@
 """OpenAI batch lines: every parameter honoured or refused by name; responses and errors in OpenAI's shape."""
 
 import json
+from unittest import mock
 
 import pyarrow as pa
 import pytest
 
 from batchgen.core.errors import RowError
 from batchgen.core.request import ChatOptions, SamplingParams
-from batchgen.dataset import open_dataset
+from batchgen.dataset import open_dataset, openai_response
 from batchgen.dataset.openai_batch import (
     CHAT_URL,
     COLUMNS,
     COMPLETIONS_URL,
+    forced_function,
     line_to_row,
     parse_body,
     parse_row,
@@ -188,9 +190,14 @@ def test_a_function_that_has_to_be_called_gets_arguments_of_its_schema():
     add, other = ({"type": "function", "function": {"name": name, "parameters": schema}} for name in ("add", "other"))
     for fields in ({"tools": [other, add], "tool_choice": NAMED}, {"tools": [add], "tool_choice": "required"}):
         assert json.loads(chat(**fields)[1].json_schema) == schema
-        row = ROW | {"samples": [{"text": '{"a": 2}', "finish_reason": "stop", "logprobs": None}]}
-        body = format_response("id-1", {"messages": MESSAGES, **fields}, row, "demo", 3)["response"]["body"]
-        (choice,) = body["choices"]
+        row = ROW | {"samples": [{"text": '{"a": 2}', "finish_reason": "stop", "logprobs": None}] * 3}
+        with mock.patch.object(openai_response, "forced_function", wraps=forced_function) as looked_up:
+            body = format_response("id-1", {"messages": MESSAGES, **fields}, row, "demo", 3)["response"]["body"]
+        assert looked_up.call_count == 1, "once, however many choices there are"
+        assert [choice["message"]["tool_calls"][0]["id"] for choice in body["choices"]] == [
+            "call_0_0", "call_1_0", "call_2_0",
+        ]  # fmt: skip
+        choice = body["choices"][0]
         assert choice["message"]["content"] is None
         assert choice["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 2}'}
         assert choice["finish_reason"] == ("stop" if fields["tool_choice"] == NAMED else "tool_calls")
