@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, overload
 
 from batchgen.core.errors import JobStopped
 from batchgen.core.request import SamplingParams
-from batchgen.job.options import JobOptions, check_names, options_of
+from batchgen.job.option_table import check_names, options_of
+from batchgen.job.options import JobOptions
 from batchgen.job.run_options import RunOptions
 from batchgen.job.step_tables import steps_of
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 from batchgen.core.errors import InputError, one_line
 from batchgen.core.request import Completion, PositionLogprobs, Request, SamplingParams
 from batchgen.dataset.prompts import CompiledPrompts, PromptSpec, compile_prompts
-from batchgen.job.options import check_names, names_of, options_of
+from batchgen.job.option_table import check_names, names_of, options_of
 from batchgen.models.files import resolve_model
 from batchgen.models.identity import model_identity
 from batchgen.models.tokenizers.thinking import gives_reasoning

@@ -14,14 +14,16 @@ from dataclasses import fields
 from pathlib import Path
 
 from batchgen.core.request import SamplingParams
-from batchgen.job.options import JobOptions, Option, options_of
+from batchgen.job.option import Option
+from batchgen.job.option_table import options_of
+from batchgen.job.options import JobOptions
 
 OUTPUT = Path(__file__).parents[1] / "batchgen" / "job" / "run_options.py"
 WIDTH = 120
 HEADER = '''\
 """`RunOptions`, the keyword options of `batchgen.run` as types.
 
-`docs/describe_options.py` makes this module from the table of options in `batchgen/job/options.py`.
+`docs/describe_options.py` makes this module from the table of options in `batchgen/job/option_table.py`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from questions import FEATURES, OPTIONS, QUESTIONS, rows
 import batchgen
 from batchgen.core.errors import InputError
 from batchgen.job import cached_outputs
-from batchgen.job.options import options_of
+from batchgen.job.option_table import options_of
 
 ROOT = Path(__file__).parents[1]
 KINDS = np.arange(len(QUESTIONS), dtype=np.int64) % 2

@@ -22,18 +22,10 @@ from batchgen.core.request import SamplingParams
 from batchgen.core.screen import ProductLost, Screen, put, say
 from batchgen.core.text import without_credentials
 from batchgen.core.text_file import read_text
-from batchgen.job.options import (
-    RUN,
-    TEXT_OF_FILE,
-    BenchOptions,
-    ConvertOptions,
-    JobOptions,
-    Option,
-    PlanOptions,
-    ProfileOptions,
-    ServeOptions,
-    options_of,
-)
+from batchgen.job.command_options import BenchOptions, ConvertOptions, PlanOptions, ProfileOptions, ServeOptions
+from batchgen.job.option import RUN, TEXT_OF_FILE, Option
+from batchgen.job.option_table import options_of
+from batchgen.job.options import JobOptions
 from batchgen.job.step_tables import steps_of
 
 

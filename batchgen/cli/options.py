@@ -17,17 +17,8 @@ from click.core import ParameterSource
 from batchgen.core.errors import InputError
 from batchgen.core.text import repair_surrogates, typed
 from batchgen.core.text_file import read_text
-from batchgen.job.options import (
-    AT_FILE,
-    FILE,
-    FILE_OR_NAME,
-    GROUPS,
-    MODEL,
-    TEXT_OF_FILE,
-    Option,
-    names_of,
-    options_of,
-)
+from batchgen.job.option import AT_FILE, FILE, FILE_OR_NAME, GROUPS, MODEL, TEXT_OF_FILE, Option
+from batchgen.job.option_table import names_of, options_of
 from batchgen.job.step_tables import STEP_OPTIONS
 
 STEPS = "batchgen.steps"  # key of a context's `meta` under which the tables of steps are

@@ -20,7 +20,7 @@ from batchgen.helm.jobs import IN_PROCESS, Jobs
 from batchgen.helm.live import LiveEngine, live_engine
 from batchgen.helm.rows import Answer, Wanted, answers, wanted
 from batchgen.helm.tokenizer import PromptTokens
-from batchgen.job.options import options_of
+from batchgen.job.option_table import options_of
 
 ENGINE_VARIABLE = "BATCHGEN_HELM_ENGINE"
 

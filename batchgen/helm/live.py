@@ -16,7 +16,7 @@ from typing import Any
 from batchgen.core.errors import InputError
 from batchgen.core.request import SamplingParams
 from batchgen.helm.rows import GENERATE, SCORE, Row
-from batchgen.job.options import names_of
+from batchgen.job.option_table import names_of
 
 _engines: dict[str, LiveEngine] = {}
 _making = Lock()

@@ -18,11 +18,12 @@ from batchgen.distributed.launch import own_share
 from batchgen.engine.engine import Engine
 from batchgen.engine.parts import EngineStats
 from batchgen.job.checks import check_options
+from batchgen.job.command_options import BenchOptions
 from batchgen.job.files import check_files
 from batchgen.job.format_pinning import in_formats
 from batchgen.job.job import resolve_job
 from batchgen.job.loading import load_engine, tracing
-from batchgen.job.options import BenchOptions, JobOptions
+from batchgen.job.options import JobOptions
 from batchgen.job.planning import make_plan, make_plan_of_strategy
 from batchgen.job.progress import Counts, Progress
 from batchgen.job.report import engine_report, write_report

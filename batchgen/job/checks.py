@@ -17,7 +17,8 @@ from batchgen.distributed.launch import rank_of_environment
 from batchgen.job.destination import STANDARD_OUTPUT, Destination
 from batchgen.job.failures import FailureLimit
 from batchgen.job.files import check_files, is_device
-from batchgen.job.options import CLASSIFY, EMBED, OF_VECTORS, RERANK, JobOptions, flag_of, options_of, seconds
+from batchgen.job.option_table import flag_of, options_of
+from batchgen.job.options import CLASSIFY, EMBED, OF_VECTORS, RERANK, JobOptions, seconds
 from batchgen.job.standard_input import is_standard_input
 from batchgen.output.run_directory import JOINT_STATE, check_output, joint_directory, target_path
 from batchgen.runtime.grammar import check_grammar

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from batchgen.core.dtypes import weight_format_of
 from batchgen.core.units import format_bytes, format_seconds
+from batchgen.job.command_options import ConvertOptions
 from batchgen.job.job import merged_line, resolve_job
-from batchgen.job.options import ConvertOptions, JobOptions
+from batchgen.job.options import JobOptions
 from batchgen.job.progress import Progress
 from batchgen.models.convert import convert
 from batchgen.models.files import resolve_model, resolve_weights

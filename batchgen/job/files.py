@@ -13,7 +13,9 @@ from batchgen.core.atomic_file import write_atomically
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HARDWARE_VARIABLE
 from batchgen.dataset.paths import InputPaths, is_in, same_file
-from batchgen.job.options import AT_FILE, TEXT_OF_FILE, JobOptions, options_of
+from batchgen.job.option import AT_FILE, TEXT_OF_FILE
+from batchgen.job.option_table import options_of
+from batchgen.job.options import JobOptions
 from batchgen.output.formats import FORMATS
 from batchgen.output.run_directory import RUN_FILES, errors_path, run_directory, target_path
 

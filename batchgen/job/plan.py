@@ -21,6 +21,7 @@ from batchgen.distributed.launch import own_share, ranks_of_host
 from batchgen.engine.embedding import num_pooled
 from batchgen.engine.loader import choose_weights, resolve_context
 from batchgen.job.checks import check_options, check_path
+from batchgen.job.command_options import PlanOptions, ProfileOptions
 from batchgen.job.devices import (
     Comparison,
     Devices,
@@ -44,7 +45,7 @@ from batchgen.job.machine_profile import (
     wanted_of,
     weight_formats_measured,
 )
-from batchgen.job.options import OF_VECTORS, JobOptions, PlanOptions, ProfileOptions, seconds
+from batchgen.job.options import OF_VECTORS, JobOptions, seconds
 from batchgen.job.pages.plan_page import plan_page
 from batchgen.job.planning import plan_job, problem_here, problem_of_job
 from batchgen.job.progress import Progress

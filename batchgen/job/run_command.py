@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.text import as_typed, without_credentials
-from batchgen.job.options import AT_FILE, JobOptions, Option, options_of
+from batchgen.job.option import AT_FILE, Option
+from batchgen.job.option_table import options_of
+from batchgen.job.options import JobOptions
 
 # Options that are left to the machine where the job is run.
 _OF_THE_PLAN = frozenset({"hardware", "trace", "progress"})

@@ -1,6 +1,6 @@
 """`RunOptions`, the keyword options of `batchgen.run` as types.
 
-`docs/describe_options.py` makes this module from the table of options in `batchgen/job/options.py`.
+`docs/describe_options.py` makes this module from the table of options in `batchgen/job/option_table.py`.
 """
 
 from __future__ import annotations

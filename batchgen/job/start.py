@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from batchgen.job.options import JobOptions, PlanOptions
+from batchgen.job.command_options import PlanOptions
+from batchgen.job.options import JobOptions
 
 
 def start_job(options: JobOptions) -> dict[str, Any]:

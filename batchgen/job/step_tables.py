@@ -10,7 +10,9 @@ from typing import Any
 
 from batchgen.core.errors import InputError
 from batchgen.core.request import GRAMMARS, SamplingParams
-from batchgen.job.options import INPUT, SAMPLING, JobOptions, options_of
+from batchgen.job.option import INPUT, SAMPLING
+from batchgen.job.option_table import options_of
+from batchgen.job.options import JobOptions
 from batchgen.job.step import Step
 
 _PROMPTS = ("prompt_column", "prompt_template", "messages_column")  # sources of prompts, of which a step has one

@@ -22,7 +22,8 @@ from batchgen.core.digest import json_sha256
 from batchgen.core.errors import InputError, RowError, one_line
 from batchgen.core.request import ChatOptions
 from batchgen.job.job import resolve_job
-from batchgen.job.options import JobOptions, names_of
+from batchgen.job.option_table import names_of
+from batchgen.job.options import JobOptions
 from batchgen.lmeval.generation import generation
 from batchgen.lmeval.jobs import Workplace, nested_token_lists, token_lists
 from batchgen.lmeval.texts import Texts

@@ -14,7 +14,7 @@ from batchgen.core.errors import InputError
 from batchgen.core.request import Completion, SamplingParams
 from batchgen.dataset.prompts import PromptSpec, compile_prompts, rows_to_requests
 from batchgen.dataset.sampling_column import RowSampling
-from batchgen.job.options import names_of
+from batchgen.job.option_table import names_of
 from batchgen.models.tokenizers.thinking import gives_reasoning
 from batchgen.output.columns import SampleColumns
 from batchgen.output.join import output_schema

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from batchgen.core.atomic_file import storage_error, write_atomically
 from batchgen.core.errors import BatchgenError, InputError
-from batchgen.job.options import options_of
+from batchgen.job.option_table import options_of
 from batchgen.models.files import resolve_model
 from batchgen.models.identity import model_identity
 from batchgen.output.manifest import describe_changes

@@ -30,7 +30,7 @@ from typing import Any
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.request import Completion, Request, SamplingParams
 from batchgen.dataset.openai_batch import VLLM_GRAMMARS
-from batchgen.job.options import names_of
+from batchgen.job.option_table import names_of
 from batchgen.ray.loading import load_stream
 from batchgen.ray.stream import EngineStream
 

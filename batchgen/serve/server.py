@@ -8,8 +8,8 @@ from pathlib import Path
 from batchgen.core.cache_folder import cache_dir
 from batchgen.core.errors import InputError, naming_files
 from batchgen.core.screen import say
+from batchgen.job.command_options import ServeOptions
 from batchgen.job.job import resolve_job
-from batchgen.job.options import ServeOptions
 from batchgen.models.files import resolve_model
 from batchgen.serve.storage import Storage
 from batchgen.serve.worker import Worker

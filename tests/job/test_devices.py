@@ -19,7 +19,8 @@ from batchgen.core.workload import Workload
 from batchgen.job import devices, machine_profile, planning
 from batchgen.job.devices import Devices, Outcome
 from batchgen.job.mixed_devices import Part, _sequences_of_each, share_out
-from batchgen.job.options import JobOptions, options_of
+from batchgen.job.option_table import options_of
+from batchgen.job.options import JobOptions
 from batchgen.job.run_command import run_command, torchrun_command
 from batchgen.planner.problem import problem_of
 from batchgen.profiler.shipped import shipped_profile

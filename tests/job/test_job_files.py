@@ -16,7 +16,9 @@ from batchgen.cli.commands import cli
 from batchgen.core.errors import InputError
 from batchgen.dataset.paths import InputPaths
 from batchgen.job.files import check_files
-from batchgen.job.options import AT_FILE, TEXT_OF_FILE, JobOptions, options_of
+from batchgen.job.option import AT_FILE, TEXT_OF_FILE
+from batchgen.job.option_table import options_of
+from batchgen.job.options import JobOptions
 from batchgen.job.report import write_report
 from batchgen.lmeval.jobs import Workplace
 from batchgen.models.convert import convert

@@ -16,9 +16,10 @@ from batchgen.core.knowledge import DISK, MANY, MEASURED, SPEED, Knowledge
 from batchgen.core.workload import Workload
 from batchgen.engine.loader import TYPICAL_PROCESS_BYTES
 from batchgen.job import machine_profile, plan
+from batchgen.job.command_options import ProfileOptions
 from batchgen.job.job import Job
 from batchgen.job.machine_profile import knowledge_of_table, profile_here, record_of_machine
-from batchgen.job.options import JobOptions, ProfileOptions
+from batchgen.job.options import JobOptions
 from batchgen.models.files import ModelFiles
 from batchgen.planner.sizes import store_bytes
 from batchgen.profiler import kinds

@@ -16,19 +16,10 @@ from batchgen.core.request import SamplingParams
 from batchgen.dataset.source import FORMATS
 from batchgen.engine.engine import ON_OVERLONG, Engine
 from batchgen.job.checks import check_options
-from batchgen.job.options import (
-    GROUPS,
-    OPTIONS,
-    TAKERS,
-    BenchOptions,
-    ConvertOptions,
-    JobOptions,
-    PlanOptions,
-    ProfileOptions,
-    ServeOptions,
-    names_of,
-    options_of,
-)
+from batchgen.job.command_options import BenchOptions, ConvertOptions, PlanOptions, ProfileOptions, ServeOptions
+from batchgen.job.option import GROUPS, TAKERS
+from batchgen.job.option_table import OPTIONS, names_of, options_of
+from batchgen.job.options import JobOptions
 
 COMMANDS = {
     "run": (JobOptions,),

@@ -15,7 +15,7 @@ from batchgen.core.text import without_credentials
 from batchgen.core.units import format_seconds
 from batchgen.job.cascade.bound import Target
 from batchgen.job.checks import check_options
-from batchgen.job.options import PlanOptions
+from batchgen.job.command_options import PlanOptions
 from batchgen.job.plan import predicted_s
 from batchgen.job.progress import Progress
 from batchgen.job.source import open_input

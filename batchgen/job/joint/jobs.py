@@ -26,7 +26,8 @@ from batchgen.job.checks import check_job
 from batchgen.job.destination import Destination
 from batchgen.job.failures import FailureLimit
 from batchgen.job.log_format import LogFormat
-from batchgen.job.options import JobOptions, options_of, seconds
+from batchgen.job.option_table import options_of
+from batchgen.job.options import JobOptions, seconds
 from batchgen.job.progress import Progress
 from batchgen.job.report import Origin, versions, write_report
 from batchgen.job.run import run_job
