@@ -112,7 +112,9 @@ def _offload(engine: str) -> Part:
 
 
 _ENGINE = "tests/engine/test_gpu_engine.py"
-_KERNELS = tuple(f"tests/ops/{name}_checks.py" for name in ("triton", "triton_state", "graph"))
+_KERNELS = tuple(
+    f"tests/ops/{name}_checks.py" for name in ("triton_attention", "triton_product", "triton", "triton_state", "graph")
+)
 _SWEEP = ("python", "benchmarks/gpu_smoke.py", "sweep", "--output", "{output}")
 
 

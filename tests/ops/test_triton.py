@@ -29,9 +29,9 @@ def run(*command, **environment):
     return done.stdout
 
 
-def check(which, tmp_path, checks="triton_checks.py"):
+def check(tmp_path, *checks):
     told = run(
-        *("-m", "pytest", "--tb=short", "-p", "no:cacheprovider", "-k", which, HERE / checks),
+        *("-m", "pytest", "--tb=short", "-p", "no:cacheprovider", *(HERE / name for name in checks)),
         *quick_or(("--part", "0.25"), ()),
         BATCHGEN_CHECK_DEVICE="cpu",
         TRITON_CACHE_DIR=str(tmp_path),
@@ -39,24 +39,23 @@ def check(which, tmp_path, checks="triton_checks.py"):
     assert " passed" in told
 
 
-ATTENTION = "attention or context or prompts or sweep or items or plan or key or scores or queries or prefix or twice"
-CHECKS = {"attention": ATTENTION, "the rest": f"not ({ATTENTION})"}
+CHECKS = {"attention": ["triton_attention_checks.py"], "the rest": ["triton_product_checks.py", "triton_checks.py"]}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", CHECKS)
 def test_under_the_interpreter(which, tmp_path):
-    check(CHECKS[which], tmp_path)
+    check(tmp_path, *CHECKS[which])
 
 
 @pytest.mark.slow
 def test_captured_sweeps_under_the_interpreter(tmp_path):
-    check("", tmp_path, "graph_checks.py")
+    check(tmp_path, "graph_checks.py")
 
 
 @pytest.mark.slow
 def test_state_layers_under_the_interpreter(tmp_path):
-    check("", tmp_path, "triton_state_checks.py")
+    check(tmp_path, "triton_state_checks.py")
 
 
 @pytest.mark.slow
