@@ -132,7 +132,7 @@ def test_an_address_that_a_stranger_writes_into_the_launchers_store_is_not_belie
     group.send(values, 1)
     came[0].receive(received := torch.zeros(2), 0)
     assert received.tolist() == values.tolist()
-    group.close()
+    group.close(done=False)
 
 
 def test_who_poses_as_a_rank_is_turned_away_with_one_line_and_the_rank_still_comes(capfd):
@@ -267,7 +267,7 @@ def test_a_launcher_on_one_host_needs_no_secret_from_the_user(monkeypatch, tmp_p
     assert came[0].rank == 1
     (folder,) = tmp_path.iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700 and not list(folder.iterdir()), "the secret is gone with the start"
-    group.close()
+    group.close(done=False)
 
 
 def test_a_folder_of_another_user_holds_no_secret(monkeypatch, tmp_path):

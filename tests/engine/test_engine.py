@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
+from greedy_tokens import greedy_tokens
 from model_tables import FAMILIES
 from thorough import covering, quick_or, some_of
 
@@ -44,12 +45,7 @@ def reference(model, ids, max_tokens=MAX_TOKENS):
 
 @functools.cache  # many tests ask for the same rows
 def _greedy(model, ids, max_tokens):
-    with torch.inference_mode():
-        out = model.generate(
-            torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), max_new_tokens=max_tokens, do_sample=False,
-            repetition_penalty=1.0, pad_token_id=3,
-        )  # fmt: skip
-    return out[0, len(ids) :].tolist()
+    return greedy_tokens(model, list(ids), max_tokens)
 
 
 def generate(path, rows, **options):

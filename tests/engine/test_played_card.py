@@ -159,7 +159,7 @@ def test_gpu_check_runs_to_its_end(play, tmp_path, call):
 
 @of_the_table
 def test_the_identity_table_on_a_card_without_triton_products(play, which):
-    check(play(*pytest_on(which), capability=75))
+    check(play(*pytest_on(*quick_or(("--part", "0.4"), ()), which), capability=75))
 
 
 def test_what_the_runtime_is_relied_on_for(play):

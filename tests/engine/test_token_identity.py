@@ -14,8 +14,9 @@ from functools import cache
 
 import pytest
 import torch
-from known_drafts import by_prompt, partly_right
 from fake_device import FIRST_USES, ORDERS, FakeDevice, as_on_a_device, run_on
+from greedy_tokens import greedy_tokens
+from known_drafts import by_prompt, partly_right
 from model_tables import FAMILIES, GGUF_FAMILIES, GGUF_MODELS, MIXED_SIZES, MIXTURES, MODELS
 from quantized_checkpoints import awq, fp8, gptq, in_mxfp4, pack_quantized, requantize
 from rank_threads import make_parts_on_ranks
@@ -142,7 +143,7 @@ def expected(tiny_models):
             prefix = [rng.randrange(4, 500) for _ in range(36)]
             lengths = (1, 3, 16, 17, 9, 30, 5, 2)
             prompts = [prefix * (i % 2) + [rng.randrange(4, 500) for _ in range(n)] for i, n in enumerate(lengths)]
-            made[name] = path, prompts, [greedy(model, prompt) for prompt in prompts]
+            made[name] = path, prompts, [greedy_tokens(model, prompt, MAX_TOKENS) for prompt in prompts]
         return made[name]
 
     return get
@@ -157,7 +158,7 @@ def expected_of_many(tiny_models):
         family, overrides = MODELS[name]
         path, model = tiny_models(family, **overrides)
         prompts = prompts_of(*(1 + i % 5 for i in range(_MANY)))
-        return path, prompts, [greedy(model, prompt) for prompt in prompts]
+        return path, prompts, [greedy_tokens(model, prompt, MAX_TOKENS) for prompt in prompts]
 
     return get
 
@@ -165,15 +166,6 @@ def expected_of_many(tiny_models):
 def prompts_of(*lengths):
     rng = random.Random(7)
     return [[rng.randrange(4, 250) for _ in range(n)] for n in lengths]
-
-
-def greedy(model, prompt):
-    with torch.inference_mode():
-        out = model.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=MAX_TOKENS,
-            do_sample=False, repetition_penalty=1.0, pad_token_id=3,
-        )  # fmt: skip
-    return tuple(out[0, len(prompt) :].tolist())
 
 
 def tokens_of(parts, prompts, **options):
@@ -434,7 +426,7 @@ def test_a_gguf_gives_the_tokens_of_transformers(name, tensor_type, tmp_path):
     if "longrope" in name:  # of which 64 positions have factors of their own
         cases.append((128, prompts_of(70, 90)))
     for context, prompts in cases:
-        wanted = [greedy(model, prompt) for prompt in prompts]
+        wanted = [greedy_tokens(model, prompt, MAX_TOKENS) for prompt in prompts]
         assert len(set(wanted)) > 1
         for weight_format in (DTYPE,) if tensor_type == "F32" else (DTYPE, tensor_type.lower()):
             policy = policy_of(path, "memory", DTYPE, "continuous", 1, weight_format)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tiered import once_all_rows_are_there
 
 import batchgen.job.run as run_module
 from batchgen import run
@@ -41,6 +42,18 @@ def job(tiny_models, tmp_path_factory):
 def clock(monkeypatch):
     """The job's clock goes on by a second whenever it is read, which it is before every sweep."""
     ticks = itertools.count()
+
+    def monotonic():
+        once_all_rows_are_there()  # or else it is read more often where the machine is busy
+        return float(next(ticks))
+
+    monkeypatch.setattr(run_module, "time", SimpleNamespace(monotonic=monotonic))
+
+
+@pytest.fixture
+def shared_clock(monkeypatch):
+    """The same for a worker of a shared job, whose rows are never all there."""
+    ticks = itertools.count()
     monkeypatch.setattr(run_module, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
 
 
@@ -74,11 +87,11 @@ def _without_logprobs(row):
     return {name: value for name, value in row.items() if name != "logprobs"}
 
 
-def test_a_shared_job_goes_on_from_the_tokens_of_workers_that_left(job, tmp_path, clock):
+def test_a_shared_job_goes_on_from_the_tokens_of_workers_that_left(job, tmp_path, shared_clock):
     alone, shared = tmp_path / "alone.parquet", tmp_path / "shared.parquet"
     job(alone)
     stops = 0
-    while job(shared, share=True, max_time="12s")["state"] == "stopped":
+    while job(shared, share=True, share_lease="2s", max_time="12s")["state"] == "stopped":
         stops += 1
         assert stops < 200
     assert stops >= 4

@@ -86,10 +86,10 @@ def test_integer_plans_fit_and_come_close_to_the_bound(name):
     assert best.seconds == pytest.approx(job_seconds(best.inputs, best.phases, best.counts.placement(best.inputs)))
 
 
-@pytest.mark.parametrize("prompt_len", [70, 200_000])
-def test_kv_of_a_job_that_generates_nothing_goes_to_disk_only_for_want_of_memory(prompt_len):
+@pytest.mark.parametrize(("num_prompts", "prompt_len"), [(2000, 70), (16, 200_000)])
+def test_kv_of_a_job_that_generates_nothing_goes_to_disk_only_for_want_of_memory(num_prompts, prompt_len):
     """By the cost model KV on disk would be faster: memory is slow where it is used for the first time."""
-    workload = replace(Workload.uniform(2000, prompt_len, 1), scored_len=1.0)
+    workload = replace(Workload.uniform(num_prompts, prompt_len, 1), scored_len=1.0)
     hardware = cpu_box(cpu_memory_bytes=3 * GIB // 2, first_touch_bytes_per_s=1e9)
     kv_seqs = search(problem(hardware, opt(384, 6, 12), workload)).counts.kv_seqs
     assert (kv_seqs["disk"] > 0) == (prompt_len > 1000)

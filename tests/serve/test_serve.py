@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +23,7 @@ from processes import start_batchgen
 import batchgen
 from batchgen.core.atomic_file import storage_error
 from batchgen.core.errors import InputError
+from batchgen.job import run as run_module
 from batchgen.output import part_writer
 from batchgen.serve import worker as work
 from batchgen.serve.endpoint import Endpoint
@@ -480,15 +482,24 @@ def test_a_batch_that_another_model_has_begun_waits_for_it_and_others_run(
     tiny_models, model, tmp_path, caplog, monkeypatch
 ):
     monkeypatch.setitem(OPTIONS, "flush_interval", "0.1s")
+    make_result, stopped = run_module._row_result, threading.Event()
+
+    def one_by_one(*args):
+        stopped.wait(0.02)  # so that the batch has not ended when its first rows are saved
+        return make_result(*args)
+
+    monkeypatch.setattr(run_module, "_row_result", one_by_one)
     with serving(model, tmp_path / "served") as server:
-        lines = [line(number, max_tokens=200, ignore_eos=True) for number in range(1500)]
+        lines = [line(number, max_tokens=1 + number % 50, ignore_eos=True) for number in range(200)]
         begun = server.batch(server.upload(lines)).id
         while not list((tmp_path / "served" / "batches" / begun).glob("output.jsonl.batchgen/parts/*")):
             time.sleep(0.02)
+        server.worker.close()
+        stopped.set()
     with serving(tiny_models("llama", seed=1)[0], tmp_path / "served") as server:
         assert server.ended(server.batch(server.upload([line(1)])).id).status == "completed"
         assert server.client.batches.retrieve(begun).status == "in_progress"
         assert "start the server with the old settings" in caplog.text
     with serving(model, tmp_path / "served") as server:
         batch = server.ended(begun)
-        assert batch.status == "completed" and batch.request_counts.completed == 1500
+        assert batch.status == "completed" and batch.request_counts.completed == 200
