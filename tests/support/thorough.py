@@ -23,8 +23,8 @@ def quick_or(quick, thorough):
 
 
 def some_draws(count: int) -> int:
-    """How many examples Hypothesis draws: all of them in `make test-all`, a third in `make test`."""
-    return quick_or(-(-count // 3), count)
+    """How many examples Hypothesis draws: all of them in `make test-all`, a quarter in `make test`."""
+    return quick_or(-(-count // 4), count)
 
 
 def same_draws_in_every_process() -> None:
