@@ -774,6 +774,13 @@ TABLES: dict[str, list[Row]] = {
             " --dtype bfloat16",
             embeddings,
         ),
+        Row(
+            "the same shape in bf16: 60 paragraphs, 6,693 tokens, against sentence-transformers; one round",
+            "embeddings-qwen3-embedding-0.6b-bfloat16-intel-xeon-processor-6-167-amx",
+            "embeddings.py --shape qwen3-embedding-0.6b --tokenizer DIR --packages DIR --engines sentence-transformers"
+            " --rows 60 --repeats 1 --sweep-rows 6 --dtype bfloat16",
+            embeddings,
+        ),
     ],
     "Kernels": [
         Row(
