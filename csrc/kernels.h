@@ -183,6 +183,7 @@ struct LinearCut {
     int64_t panels, most_panels;  // panels of a call where there is enough for all threads, and at most
     int64_t packed_bytes;         // bytes of x as `pack_rows` makes it before all calls; 0: x is read as it lies
     int64_t group;                // rows of a group of `pack_rows`
+    bool by_rows;                 // threads take parts of many rows, which each packs for itself
     bool keeps_quants;            // panels that are unpacked for many rows stay quantized (matmul/quant_panels.h)
 };
 

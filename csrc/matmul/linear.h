@@ -9,6 +9,7 @@
 
 #include "kernels.h"
 #include "matmul/prepack.h"
+#include "matmul/split_floats.h"
 #include "matmul/tile_driver.h"
 #include "matmul/vector_driver.h"
 #include "simd/carve.h"
@@ -18,6 +19,7 @@ namespace {
 
 // The best cut of a layer into calls.
 inline LinearCut linear_cut(const Linear& args) {
+    if (splits_floats(args)) return split_cut(args);
     return with_mma(args, [&]<class Mma, class T>() {
         if constexpr (uses_tiles<Mma>()) return tile_cut<Mma>(args);
         // As many rows as stay in a core's cache beside a panel, 384 KiB, but enough for a panel to be worth loading.
@@ -27,13 +29,15 @@ inline LinearCut linear_cut(const Linear& args) {
         if (kIsInt8<Mma>) packed = QuantizedX::bytes_beside(args) + tiled;
         else if (splits_bytes(args)) packed = args.m * args.k * 2 + 4 * num_run_factors(args);
         else if (multiplies_pairs(args)) packed = tiled + 4 * num_run_sums(args);
-        return LinearCut{kTileM, rows > 480 ? 480 : rows < 192 ? 192 : rows,  1, INT32_MAX, packed,
-                         kTileM, splits_bytes(args) || multiplies_pairs(args)};
+        const int64_t most = rows > 480 ? 480 : rows < 192 ? 192 : rows;
+        return LinearCut{kTileM, most,   1,     INT32_MAX,
+                         packed, kTileM, false, splits_bytes(args) || multiplies_pairs(args)};
     });
 }
 
 // Packs groups [group, stop) of rows of x, each to its place among all of them.
 inline void pack_rows(const Linear& args, int64_t group, int64_t stop, void* out) {
+    if (splits_floats(args)) return pack_split_rows(args, group, stop, out);
     with_mma(args, [&]<class Mma, class T>() {
         if constexpr (uses_tiles<Mma>()) pack_tile_rows<Mma, T>(args, group, stop, out);
         else if constexpr (kIsInt8<Mma>) pack_quantized_x<T>(args, group, stop, out);
@@ -45,8 +49,12 @@ inline void pack_rows(const Linear& args, int64_t group, int64_t stop, void* out
 
 // Bytes of scratch memory of a call.
 inline int64_t linear_scratch(const Linear& args, int64_t rows, int64_t panels) {
+    Carve carve{nullptr};
+    if (splits_floats(args)) {
+        SplitScratch(args, rows, panels, carve);
+        return carve.used;
+    }
     return with_mma(args, [&]<class Mma, class T>() {
-        Carve carve{nullptr};
         if constexpr (uses_tiles<Mma>()) TileScratch<Mma>(args, rows, panels, carve);
         else LinearScratch<Mma>(packed_k<Mma>(args), rows, carve);
         return carve.used;
@@ -64,6 +72,7 @@ inline void linear_of(const Linear& args, int64_t row, int64_t row_stop, int64_t
 // Rows [row, row_stop) times panels [panel, panel_stop); next_panel is what the thread probably works on then.
 inline void linear(const Linear& args, int64_t row, int64_t row_stop, int64_t panel, int64_t panel_stop,
                    int64_t next_panel, void* scratch) {
+    if (splits_floats(args)) return linear_split(args, row, row_stop, panel, panel_stop, next_panel, scratch);
     with_mma(args, [&]<class Mma, class T>() {
         if (args.out_type == Type::F32)
             linear_of<Mma, T, float>(args, row, row_stop, panel, panel_stop, next_panel, scratch);

@@ -7,6 +7,8 @@
 namespace batchgen {
 namespace {
 
+constexpr int64_t kManyRows = 64;  // of each thread: with fewer, threads take panels
+
 // The calls of the kernels that the panels [first, stop) of a linear layer take.
 struct PanelCalls {
     const Kernels& kernels;
@@ -80,6 +82,27 @@ void run_linear_rows(const Kernels& kernels, const Linear& args, const LinearCut
     }
 }
 
+// Each thread packs parts of the rows for itself and multiplies them with all panels: what it has packed stays in its
+// cache, and threads do not wait for one another before the end.
+void run_linear_parts(const Kernels& kernels, const Linear& args, const LinearCut& cut) {
+    const int64_t threads = num_threads(), most = (args.m + cut.rows - 1) / cut.rows;
+    const int64_t parts = (most + threads - 1) / threads * threads;
+    const int64_t rows = ((args.m + parts - 1) / parts + cut.group - 1) / cut.group * cut.group;
+    run((args.m + rows - 1) / rows, [&](int64_t i) {
+        Linear part = slice_rows(args, i * rows, std::min(rows, args.m - i * rows));
+        const LinearCut own = kernels.linear_cut(part);
+        const int64_t panels = num_panels(kernels, args), some = std::min(own.most_panels, panels);
+        void* packed = scratch(own.packed_bytes, 1);
+        kernels.pack_rows(part, 0, (part.m + own.group - 1) / own.group, packed);
+        part.packed_x = packed;
+        void* space = scratch(kernels.linear_scratch(part, part.m, some));
+        for (int64_t panel = 0; panel < panels; panel += some) {
+            const int64_t stop = std::min(panels, panel + some);
+            kernels.linear(part, 0, part.m, panel, stop, stop < panels ? stop : 0, space);
+        }
+    });
+}
+
 // Bytes of packed x, at most: more rows go a part at a time, which is still in a cache when products come to it.
 int64_t most_packed_bytes() {
     constexpr int64_t kMost = 16 << 20, kOfThread = 1 << 20;
@@ -136,6 +159,7 @@ Linear slice_rows(const Linear& args, int64_t row, int64_t count) {
 void run_linear(const Kernels& kernels, const Linear& args) {
     if (!args.m) return;
     const LinearCut cut = kernels.linear_cut(args);
+    if (cut.by_rows && args.m >= kManyRows * num_threads()) return run_linear_parts(kernels, args, cut);
     const int64_t most_packed = most_packed_bytes();
     if (cut.packed_bytes <= most_packed) return run_linear_rows(kernels, args, cut);
     const int64_t most =

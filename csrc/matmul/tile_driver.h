@@ -69,6 +69,7 @@ inline LinearCut tile_cut(const Linear& args) {
             cut.is_one() ? INT32_MAX : kBlockPanels,
             packs_rows<Mma>(args) ? packed : 0,
             kStep,
+            false,
             false};
 }
 

@@ -235,6 +235,7 @@ inline void interleave(vi a, vi b, vi& first, vi& second) {
 inline vi pair_bytes(vi a, vi b) { return _mm512_or_si512(a, _mm512_slli_epi32(b, 16)); }
 
 inline vi and_bits(vi a, vi b) { return _mm512_and_si512(a, b); }
+inline vi or_bits(vi a, vi b) { return _mm512_or_si512(a, b); }
 inline vi add_int(vi a, vi b) { return _mm512_add_epi32(a, b); }
 template <int N>
 inline vi shift_left(vi a) {

@@ -306,6 +306,7 @@ inline void interleave(vi a, vi b, vi& first, vi& second) {
 }
 inline vi pair_bytes(vi a, vi b) { return a | b << 16; }
 inline vi and_bits(vi a, vi b) { return a & b; }
+inline vi or_bits(vi a, vi b) { return a | b; }
 inline vi add_int(vi a, vi b) { return a + b; }
 template <int N>
 inline vi shift_left(vi a) {

@@ -1,8 +1,10 @@
 """Jobs that embed, classify and rerank: vectors and scores of transformers, columns, and one line for a mistake."""
 
 import base64
+import gc
 import json
 import random
+import sys
 import tempfile
 from pathlib import Path
 
@@ -20,7 +22,10 @@ from tokenizers import Tokenizer
 
 import batchgen
 from batchgen import InputError
+from batchgen.engine import engine
+from batchgen.job import deduplication
 from batchgen.models.hf.config import config_of_hf
+from batchgen.output.part_writer import PartWriter
 
 CLOSE = 1e-4
 WORDS = TEXT.split()
@@ -570,3 +575,31 @@ def test_an_encoder_that_cuts_pairs_is_copied_once(tmp_path, monkeypatch):
     monkeypatch.setattr("tokenizers.Tokenizer", None)
     again, _ = tokenizer.encode_pair("The ferry left", "at six", 6)
     assert again == first and len(first) == 6
+
+
+@pytest.mark.parametrize(
+    ("task", "kept_bytes"), [("embed", 20_000), ("classify", 20_000), ("rerank", 20_000), ("embed", 64 << 20)]
+)
+def test_no_object_of_a_row_outlives_it_but_results_for_duplicates(task, kept_bytes, tmp_path, monkeypatch):
+    """When 1,000 rows are saved, no more objects than at 300 are alive, where few results are kept for duplicates."""
+    monkeypatch.setattr(deduplication, "_MOST_RESULT_BYTES", kept_bytes)
+    monkeypatch.setattr(engine, "_INPUT_AHEAD", 16)
+    name = "BertModel" if task == "embed" else "BertForSequenceClassification"
+    make_encoder(name, tmp_path, num_hidden_layers=1, num_labels=1 if task == "rerank" else 3)
+    num_rows, alive, add = 0, [], PartWriter.add
+
+    def counted(writer, row, result):
+        nonlocal num_rows
+        num_rows += 1
+        add(writer, row, result)
+        if num_rows in (300, 1000):
+            writer.flush()
+            gc.collect()
+            alive.append(sys.getallocatedblocks())
+
+    monkeypatch.setattr(PartWriter, "add", counted)
+    rows = [f"{WORDS[i % 7]} {i}" for i in range(1100)]
+    run(tmp_path, {"query": rows, "document": rows[::-1]} if task == "rerank" else rows, task, max_num_seqs=8)
+    grown = alive[1] - alive[0]
+    # A request or a result is more than two; caches of the libraries grow by fewer.
+    assert (grown > 2 * 700) == (kept_bytes > 1 << 20), f"{grown} more objects"

@@ -480,14 +480,39 @@ def test_a_row_does_not_depend_on_those_beside_it(dtype):
         assert torch.equal(kernels.linear(x[rows], w), whole[rows])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("depth", [40, 96, 2120])
-def test_a_row_is_the_same_alone_and_in_any_number(depth):
-    x, w = random(0, 70, depth, dtype=torch.bfloat16), random(1, 48, depth, dtype=torch.bfloat16, scale=depth**-0.5)
+def test_a_row_is_the_same_alone_and_in_any_number(depth, dtype):
+    x, w = random(0, 70, depth, dtype=dtype), random(1, 48, depth, dtype=dtype, scale=depth**-0.5)
     packed = kernels.pack(w)
     whole = kernels.linear(x, packed)
     for rows in range(1, 71):
         assert torch.equal(kernels.linear(x[:rows], packed), whole[:rows])
         assert torch.equal(kernels.linear(x[rows - 1 : rows], packed if rows % 2 else w), whole[rows - 1 : rows])
+
+
+@pytest.mark.parametrize("few", [0, 33, 70])
+def test_fp32_has_all_its_bits_with_weights_of_16_bits_too(few, instruction_set):
+    """Errors are those of sums in fp32, of numbers of very different sizes, whichever columns have 16 bits."""
+    x, w = random(0, 45, 1100), random(1, 70, 1100)
+    x *= 2.0 ** torch.randint(-40, 40, x.shape, generator=torch.Generator().manual_seed(2))
+    w[:few] = w[:few].bfloat16().float()
+    for weight in (w, kernels.pack(w)):
+        got = kernels.linear(x, weight)
+        size = x.abs().double() @ w.abs().double().T
+        assert ((got.double() - x.double() @ w.double().T).abs() <= 8e-7 * size).all()
+
+
+def test_what_is_no_number_in_fp32_stays_in_its_row_and_its_column(instruction_set):
+    x, w = random(0, 40, 100), random(1, 70, 100)
+    expected = kernels.linear(x, w)
+    x[3, 99], x[30, 0], w[5, 7], w[60, 50] = torch.nan, torch.inf, torch.nan, -torch.inf
+    rows, columns = torch.ones(40, dtype=bool), torch.ones(70, dtype=bool)
+    rows[[3, 30]], columns[[5, 60]] = False, False
+    for weight in (w, kernels.pack(w)):
+        got = kernels.linear(x, weight)
+        assert torch.equal(got[rows][:, columns], expected[rows][:, columns])
+        assert not got[~rows].isfinite().any() and not got[:, ~columns].isfinite().any()
 
 
 @examples(
@@ -542,7 +567,9 @@ def test_many_rows_of_a_large_depth():
     assert not out[:, 8:].any()
 
 
-@pytest.mark.parametrize("dtype, depth", [(torch.float32, 520), (torch.bfloat16, 1040), (torch.int8, 2080)])
+@pytest.mark.parametrize(
+    "dtype, depth", [(torch.float32, 520), (torch.float32, 2120), (torch.bfloat16, 1040), (torch.int8, 2080)]
+)
 def test_rows_that_go_in_parts_have_the_bits_of_few(dtype, depth):
     """A thread puts a mebibyte of rows in order at a time."""
     x_dtype = torch.float32 if dtype == torch.int8 else dtype
@@ -626,10 +653,11 @@ def test_products_in_tile_registers_are_those_of_the_plain_twin(sizes, instructi
     assert torch.equal(*numbers)
 
 
-def test_layers_in_tile_registers_have_the_bits_of_the_plain_twin(instruction_set):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_in_tile_registers_have_the_bits_of_the_plain_twin(dtype, instruction_set):
     if instruction_set != "amx_plain" or "amx" not in kernels.instruction_sets():
         pytest.skip("compares the hardware with its twin")
-    x, weight = random(1, 70, 1100, dtype=torch.bfloat16), random(2, 40, 1100, dtype=torch.bfloat16)
+    x, weight = random(1, 70, 1100, dtype=dtype), random(2, 40, 1100, dtype=dtype)
     of_each = []
     for name in ("amx", "amx_plain"):
         with kernels.using(name):
