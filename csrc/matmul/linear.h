@@ -10,6 +10,7 @@
 #include "kernels.h"
 #include "matmul/prepack.h"
 #include "matmul/tile_driver.h"
+#include "matmul/tile_rows.h"
 #include "matmul/vector_driver.h"
 #include "simd/carve.h"
 
@@ -19,6 +20,7 @@ namespace {
 // The best cut of a layer into calls.
 inline LinearCut linear_cut(const Linear& args) {
     return with_mma(args, [&]<class Mma, class T>() {
+        if (multiplies_rows<Mma>(args)) return rows_cut(args);
         if constexpr (uses_tiles<Mma>()) return tile_cut<Mma>(args);
         // As many rows as stay in a core's cache beside a panel, 384 KiB, but enough for a panel to be worth loading.
         const int64_t k = packed_k<Mma>(args), rows = 96 * 1024 / k / kTileM * kTileM;
@@ -35,7 +37,8 @@ inline LinearCut linear_cut(const Linear& args) {
 // Packs groups [group, stop) of rows of x, each to its place among all of them.
 inline void pack_rows(const Linear& args, int64_t group, int64_t stop, void* out) {
     with_mma(args, [&]<class Mma, class T>() {
-        if constexpr (uses_tiles<Mma>()) pack_tile_rows<Mma, T>(args, group, stop, out);
+        if (multiplies_rows<Mma>(args)) pack_columns(args, group, stop, out);
+        else if constexpr (uses_tiles<Mma>()) pack_tile_rows<Mma, T>(args, group, stop, out);
         else if constexpr (kIsInt8<Mma>) pack_quantized_x<T>(args, group, stop, out);
         else if (splits_bytes(args)) pack_split_tiles(args, group, stop, out);
         else if (multiplies_pairs(args)) pack_pair_tiles(args, group, stop, out);
@@ -47,7 +50,8 @@ inline void pack_rows(const Linear& args, int64_t group, int64_t stop, void* out
 inline int64_t linear_scratch(const Linear& args, int64_t rows, int64_t panels) {
     return with_mma(args, [&]<class Mma, class T>() {
         Carve carve{nullptr};
-        if constexpr (uses_tiles<Mma>()) TileScratch<Mma>(args, rows, panels, carve);
+        if (multiplies_rows<Mma>(args)) RowScratch(args, rows, panels, carve);
+        else if constexpr (uses_tiles<Mma>()) TileScratch<Mma>(args, rows, panels, carve);
         else LinearScratch<Mma>(packed_k<Mma>(args), rows, carve);
         return carve.used;
     });
@@ -56,7 +60,8 @@ inline int64_t linear_scratch(const Linear& args, int64_t rows, int64_t panels) 
 template <class Mma, class T, class O>
 inline void linear_of(const Linear& args, int64_t row, int64_t row_stop, int64_t panel, int64_t panel_stop,
                       int64_t next_panel, void* scratch) {
-    if constexpr (uses_tiles<Mma>())
+    if (multiplies_rows<Mma>(args)) linear_rows<Mma, O>(args, row, row_stop, panel, panel_stop, next_panel, scratch);
+    else if constexpr (uses_tiles<Mma>())
         linear_tiles<Mma, T, O>(args, row, row_stop, panel, panel_stop, next_panel, scratch);
     else linear_block<Mma, T, O>(args, row, row_stop, panel, panel_stop, next_panel, scratch);
 }
