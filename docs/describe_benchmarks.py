@@ -375,14 +375,26 @@ def decode_shares(d: dict) -> str:
     return f"{', '.join(of_group(group) for group in (1, 4, 8))} %"
 
 
-def prefill_ratios(d: dict) -> str:
-    ratios = [row["ratio"] for name, row in d["medians"].items() if name.startswith("avx512_bf16: prefill bf")]
-    return f"{span(ratios)} times as fast"
-
-
-def linear_ratios(dtype: str) -> Callable[[dict], str]:
+def prefill_ratios(isa: str) -> Callable[[dict], str]:
     def words(d: dict) -> str:
-        row = d["medians"][f"avx512_bf16: linear {dtype}, all"]
+        ratios = [row["ratio"] for name, row in d["medians"].items() if name.startswith(f"{isa}: prefill bf")]
+        return f"{span(ratios)} times as fast"
+
+    return words
+
+
+def packed_ratios(isa: str, weight_format: str) -> Callable[[dict], str]:
+    def words(d: dict) -> str:
+        name = f"{isa}: {weight_format} to bf16 weights, 3072x8192"
+        ratios = (d["medians"][f"{name}, {tokens} tokens"]["ratio"] for tokens in (1, 4, 8, 16))
+        return f"{times(ratios)} times as fast"
+
+    return words
+
+
+def linear_ratios(isa: str, dtype: str) -> Callable[[dict], str]:
+    def words(d: dict) -> str:
+        row = d["medians"][f"{isa}: linear {dtype}, all"]
         return f"{row['geometric_mean']:.2f} times as fast (geometric mean; {row['worst']:.2f} at worst)"
 
     return words
@@ -456,6 +468,7 @@ def share(d: dict) -> str:
 
 
 A, B, C = "amd-epyc-25-17-avx512-bf16", "amd-epyc-26-2-avx512-bf16", "intel-xeon-processor-6-207-avx512-bf16"
+E = "intel-xeon-processor-6-167-amx"
 ALL_PEERS, TWO_PEERS = ("openvino", "vllm", "llama.cpp", "transformers"), ("openvino", "vllm")
 PEER_NAMES = "OpenVINO GenAI, vLLM, llama.cpp and transformers"
 TWO_ENGINES = "cpu_engines.py --engines batchgen,openvino,vllm --repeats 1"
@@ -493,7 +506,7 @@ TABLES: dict[str, list[Row]] = {
         *(
             Row(
                 f"`{name}`, against OpenVINO GenAI; one round",
-                "cpu_engines-intel-xeon-processor-6-167-amx",
+                f"cpu_engines-{E}",
                 "cpu_engines.py --engines batchgen,openvino --repeats 1",
                 over_peers(name, ["openvino"]),
             )
@@ -814,21 +827,38 @@ TABLES: dict[str, list[Row]] = {
             "kernel_rates.py --only expansion --keep",
             lambda d: f"{d['medians']['int4 to bf16 weights']['ratio']:.2f} times the rate",
         ),
-        Row(
-            "prefill attention in bf16, one thread, 512 to 2,048 tokens, against torch's SDPA",
-            f"kernels-{B}",
-            "kernel_rates.py --only prefill --rounds 1",
-            prefill_ratios,
+        *(
+            Row(
+                "prefill attention in bf16, one thread, 512 to 2,048 tokens, against torch's SDPA",
+                f"kernels-{machine}",
+                f"kernel_rates.py --only prefill --rounds 1{options}",
+                prefill_ratios(isa),
+            )
+            for machine, isa, options in ((B, "avx512_bf16", ""), (E, "amx", " --seconds 0.1 --keep"))
         ),
         *(
             Row(
                 f"linear layers in {name} against torch's `F.linear`, six shapes of 576x1536 to 4096x14336,"
-                " 1 to 4,096 tokens, one thread by its own clock",
-                f"kernels-{B}",
-                "kernel_rates.py --only linear --rounds 1 --seconds 0.15 --keep",
-                linear_ratios(dtype),
+                f" 1 to {most} tokens, one thread by its own clock",
+                f"kernels-{machine}",
+                f"kernel_rates.py --only linear --rounds 1 --seconds {options} --keep",
+                linear_ratios(isa, dtype),
+            )
+            for machine, isa, most, options in (
+                (B, "avx512_bf16", "4,096", "0.15"),
+                (E, "amx", "1,024", "0.1 --tokens 1,4,16,64,256,1024"),
             )
             for name, dtype in (("fp32", "float32"), ("bf16", "bfloat16"))
+        ),
+        *(
+            Row(
+                f"weights in {weight_format.upper()} against bf16, 3072x8192, 1, 4, 8 and 16 tokens, one thread by its"
+                " own clock",
+                f"kernels-{E}",
+                "kernel_rates.py --only packed --rounds 1 --seconds 0.1 --keep",
+                packed_ratios("amx", weight_format),
+            )
+            for weight_format in ("q4_k", "q5_k", "q8_0", "fp8_g128")
         ),
     ],
     "What must not fail": [

@@ -160,6 +160,7 @@ class Executor:
         """
         context = self.context
         context.vocabulary_chunks = vocabulary_chunks
+        self.kv_cache.use(batches)
         with kernels_alone(), self._computing():
             wait = self._run(batches, on_logits, DeferredBatches() if deferred_batches is None else deferred_batches)
         if wait is not None and context.tokens is None:

@@ -29,6 +29,9 @@ struct PairFormat : QuantFormat {
     alignas(64) bf16 numbers[2 * W];
 };
 
+// The FP8 number without an exponent that has these bits, of which three count.
+inline float subnormal_fp8(int bits) { return float(bits % 8) * 0x1p-9f; }
+
 // Of FP8 the table has the subnormal numbers; of 4 bits what each value stands for, or where there are minimums the
 // value.
 template <class Format>
@@ -36,7 +39,7 @@ inline PairFormat pair_format(const int8_t* table) {
     using Kind = typename Format::Kind;
     PairFormat format{quant_format<Format>(table), {}};
     for (int i = 0; i < 2 * W; i++) {
-        const float number = Kind::kFloat8    ? float(i % 8) * 0x1p-9f
+        const float number = Kind::kFloat8    ? subnormal_fp8(i)
                              : Kind::kInTable ? float(table[i % 16])
                                               : float(i % 16 - Format::kOffset);
         format.numbers[i].bits = uint16_t(float_bits(number) >> 16);

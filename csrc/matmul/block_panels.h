@@ -6,7 +6,8 @@
 // more than four bits have their upper bits in a second plane of words; where a plane has fewer bits, several groups of
 // four share its words, shifted. Where values are multiplied as bytes (matmul/split_bytes.h), slots 2 i and 2 i + 1 are
 // byte i of the two vectors of columns, and a plane of values of eight bits is the bytes of one vector. They lie
-// alike where they are multiplied as bf16 pairs (matmul/bf16_pairs.h).
+// alike where they are multiplied as bf16 pairs (matmul/bf16_pairs.h). For tile registers most formats have the values
+// of a row side by side instead (matmul/row_panels.h).
 #pragma once
 
 #include <stdint.h>
@@ -92,8 +93,9 @@ struct SixBitPairs {
     }
     static void put(const uint8_t* block, int c, uint8_t* at) {
         put_half(block, c, at), put_half(block + 2, kPanelN + c, at);
-        uint8_t scales[8], minimums[8];
-        six_bit_quants(block + 4, scales, minimums);
+        uint8_t scales[16];
+        six_bit_quants(block + 4, scales);
+        const uint8_t* minimums = scales + 8;
         for (int run = 0; run < 8; run++) {
             uint8_t* p = at + 4 * kPanelN + run * kRunBytes;
             p[c] = uint8_t((scales[run] & 15) | minimums[run] << 4);
@@ -259,6 +261,12 @@ inline bool splits_bytes(const Linear& args) {
            !is_fp8(args.packing) && !multiplies_pairs(args);
 }
 
+// Whether panels of a format have the values of a row side by side, for tile registers (matmul/row_panels.h): those
+// whose runs have 32 values of at most five bits, and FP8.
+template <class Mma, class Format>
+constexpr bool kInRows =
+    kTiles && Mma::kPerWord == 2 && Format::Kind::kLow == 4 && (Format::Kind::kHigh <= 1 || Format::Kind::kFloat8);
+
 // Whether all block-quantized weights are multiplied in one of these ways.
 template <class Mma>
 constexpr bool kMultipliesQuants = false;
@@ -393,6 +401,43 @@ inline void unpack_runs(const uint8_t* packed, int64_t k_count, int8_t* quants, 
 
 typedef uint8_t Quads __attribute__((vector_size(4 * W)));  // the bytes of a group in W columns
 
+// Where values of a row lie side by side, a run of a panel has first 16 times 32 bytes, which have the lowest four bits
+// of a value of column c, and above them those of column c + 16; and then a word of each column with the fifth bits.
+// FP8 has a byte for each value, of one column after the other.
+constexpr int kRowRun = 32;
+template <class Kind>
+constexpr int64_t kRowRunBytes = kPanelN * kRowRun * (Kind::kLow + Kind::kHigh) / 8;
+constexpr int64_t kFifthBitsAt = kPanelN * kRowRun / 2;
+
+// Packs the values [k, k + 32) of all columns of a panel so.
+template <class Format>
+inline void pack_row_run(const int8_t (&quants)[kPanelN][kChunkK], int64_t k, uint8_t* out) {
+    const auto value = [&](int c, int i) { return uint8_t(quants[c][k + i] + Format::kOffset); };
+    if constexpr (Format::Kind::kFloat8) {
+        for (int c = 0; c < kPanelN; c++) memcpy(out + c * kRowRun, quants[c] + k, kRowRun);
+        return;
+    }
+    for (int c = 0; c < W; c++)
+        for (int i = 0; i < kRowRun; i++)
+            out[c * kRowRun + i] = uint8_t((value(c, i) & 15) | (value(W + c, i) & 15) << 4);
+    for (int c = 0; c < kPanelN && Format::Kind::kHigh; c++) {
+        uint32_t bits = 0;
+        for (int i = 0; i < kRowRun; i++) bits |= uint32_t(value(c, i) >> 4) << i;
+        memcpy(out + kFifthBitsAt + c * 4, &bits, 4);
+    }
+}
+
+// The value i of column c in a block whose values begin at `block`.
+template <class Kind>
+inline uint8_t value_in_rows(const uint8_t* block, int64_t i, int c) {
+    const uint8_t* run = block + i / kRowRun * kRowRunBytes<Kind>;
+    i %= kRowRun;
+    if (Kind::kFloat8) return run[c * kRowRun + i];
+    const int low = run[c % W * kRowRun + i] >> c / W * 4 & 15;
+    const int high = Kind::kHigh ? run[kFifthBitsAt + c * 4 + i / 8] >> i % 8 & 1 : 0;
+    return uint8_t(low | high << 4);
+}
+
 // Packs the rows of one panel.
 template <class Mma, class T, class Format>
 inline void prepack_block_panel(const Linear& args, int64_t panel, uint8_t* out) {
@@ -412,6 +457,13 @@ inline void prepack_block_panel(const Linear& args, int64_t panel, uint8_t* out)
             unpack_runs<Format>(packed, here, quants[c], scales, minimums);
             for (int64_t b = 0; b < blocks; b++)
                 Format::Scales::put(packed + b * Block::kBytes, c, to + b * Format::kBlockBytes);
+        }
+        if constexpr (kInRows<Mma, Format>) {
+            for (int64_t k = 0; k < here; k += kRowRun)
+                pack_row_run<Format>(quants, k,
+                                     to + k / Block::kValues * Format::kBlockBytes + Format::kScaleBytes +
+                                         k % Block::kValues / kRowRun * kRowRunBytes<Kind>);
+            continue;
         }
         for (int64_t kk = 0; kk < here; kk += 4 * W) {
             vi r[2][W];

@@ -11,6 +11,7 @@
 #include "matmul/prepack.h"
 #include "matmul/split_floats.h"
 #include "matmul/tile_driver.h"
+#include "matmul/tile_rows.h"
 #include "matmul/vector_driver.h"
 #include "simd/carve.h"
 
@@ -21,6 +22,7 @@ namespace {
 inline LinearCut linear_cut(const Linear& args) {
     if (splits_floats(args)) return split_cut(args);
     return with_mma(args, [&]<class Mma, class T>() {
+        if (multiplies_rows<Mma>(args)) return rows_cut(args);
         if constexpr (uses_tiles<Mma>()) return tile_cut<Mma>(args);
         // As many rows as stay in a core's cache beside a panel, 384 KiB, but enough for a panel to be worth loading.
         const int64_t k = packed_k<Mma>(args), rows = 96 * 1024 / k / kTileM * kTileM;
@@ -39,7 +41,8 @@ inline LinearCut linear_cut(const Linear& args) {
 inline void pack_rows(const Linear& args, int64_t group, int64_t stop, void* out) {
     if (splits_floats(args)) return pack_split_rows(args, group, stop, out);
     with_mma(args, [&]<class Mma, class T>() {
-        if constexpr (uses_tiles<Mma>()) pack_tile_rows<Mma, T>(args, group, stop, out);
+        if (multiplies_rows<Mma>(args)) pack_columns(args, group, stop, out);
+        else if constexpr (uses_tiles<Mma>()) pack_tile_rows<Mma, T>(args, group, stop, out);
         else if constexpr (kIsInt8<Mma>) pack_quantized_x<T>(args, group, stop, out);
         else if (splits_bytes(args)) pack_split_tiles(args, group, stop, out);
         else if (multiplies_pairs(args)) pack_pair_tiles(args, group, stop, out);
@@ -55,7 +58,8 @@ inline int64_t linear_scratch(const Linear& args, int64_t rows, int64_t panels) 
         return carve.used;
     }
     return with_mma(args, [&]<class Mma, class T>() {
-        if constexpr (uses_tiles<Mma>()) TileScratch<Mma>(args, rows, panels, carve);
+        if (multiplies_rows<Mma>(args)) RowScratch(args, rows, panels, carve);
+        else if constexpr (uses_tiles<Mma>()) TileScratch<Mma>(args, rows, panels, carve);
         else LinearScratch<Mma>(packed_k<Mma>(args), rows, carve);
         return carve.used;
     });
@@ -64,7 +68,8 @@ inline int64_t linear_scratch(const Linear& args, int64_t rows, int64_t panels) 
 template <class Mma, class T, class O>
 inline void linear_of(const Linear& args, int64_t row, int64_t row_stop, int64_t panel, int64_t panel_stop,
                       int64_t next_panel, void* scratch) {
-    if constexpr (uses_tiles<Mma>())
+    if (multiplies_rows<Mma>(args)) linear_rows<Mma, O>(args, row, row_stop, panel, panel_stop, next_panel, scratch);
+    else if constexpr (uses_tiles<Mma>())
         linear_tiles<Mma, T, O>(args, row, row_stop, panel, panel_stop, next_panel, scratch);
     else linear_block<Mma, T, O>(args, row, row_stop, panel, panel_stop, next_panel, scratch);
 }

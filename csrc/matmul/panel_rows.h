@@ -61,6 +61,11 @@ __attribute__((noinline)) void row_of_blocks(const Linear& args, int64_t row, co
         const uint8_t* planes[] = {block + Format::kScaleBytes, block + Format::kScaleBytes + Format::kLowBytes};
         alignas(64) int8_t quants[Block::kValues];
         for (int i = 0; i < Block::kValues; i++) {
+            if constexpr (kInRows<Mma, Format>) {
+                const uint8_t quant = value_in_rows<Kind>(planes[0], i, c);
+                quants[i] = Kind::kInTable ? table[quant] : int8_t(int(quant) - Format::kOffset);
+                continue;
+            }
             const auto part = [&](BitPlace place, int bits) {
                 const int plane_bits = place.plane ? Kind::kHigh : Kind::kLow;
                 return bits_at(planes[place.plane], plane_bits, i / 4, place, bits);

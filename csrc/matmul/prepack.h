@@ -13,10 +13,23 @@
 #include "matmul/layout.h"
 #include "matmul/operands.h"
 #include "matmul/row_blocks.h"
+#include "matmul/row_panels.h"
 #include "matmul/split_bytes.h"
 
 namespace batchgen {
 namespace {
+
+// Dequantizes the words [start, stop) of K of a prepacked panel; all of K where its values lie in rows.
+template <class Mma, class T>
+inline void numbers_of_packed(const Linear& args, int64_t panel, int64_t next, int64_t start, int64_t stop,
+                              typename Mma::Operand* out) {
+    bool done = false;
+    if constexpr (kTiles && Mma::kPerWord == 2)
+        with_panels(args.packing, [&]<class Format>(const int8_t* table) {
+            if constexpr (kInRows<Mma, Format>) operand_of_rows<Format>(args, table, panel, next, out), done = true;
+        });
+    if (!done) numbers_of_panel<Mma, T>(args, panel, next, start, stop, out);
+}
 
 // Packs the words [start, stop) of K of a panel: out [stop - start, kPanelN]. next: the panel that is read after it,
 // where w is prepacked blocks.
@@ -28,7 +41,7 @@ inline void pack_panel(const Linear& args, int64_t panel, int64_t next, int64_t 
     } else {
         if constexpr (!kMultipliesQuants<Mma>) {
             if (args.packing != BlockType::F32) {
-                if (args.packed) return numbers_of_panel<Mma, T>(args, panel, next, start, stop, out);
+                if (args.packed) return numbers_of_packed<Mma, T>(args, panel, next, start, stop, out);
                 return unpack_panel<Mma, T>(args, panel, start, stop, out);
             }
         }

@@ -121,24 +121,30 @@ inline void nibbles_by_32(const uint8_t* p, int8_t* quants) {
     }
 }
 
-// Unpacks eight scales and eight minimums of 6 bits each from 12 bytes (Q4_K, Q5_K).
-inline void six_bit_quants(const uint8_t* p, uint8_t* scales, uint8_t* minimums) {
+// Unpacks eight scales and then eight minimums of 6 bits each from 12 bytes (Q4_K, Q5_K).
+inline void six_bit_quants(const uint8_t* p, uint8_t* out) {
+    typedef uint64_t Longs2 __attribute__((vector_size(16)));
     uint32_t first[2], last;  // four integers each, and above them the upper two bits of four others
     memcpy(first, p, 8), memcpy(&last, p + 8, 4);
-    uint8_t* const out[2] = {scales, minimums};
+    Longs2 all;
     for (int i = 0; i < 2; i++) {
         const uint32_t low = first[i] & 0x3f3f3f3f, high = (last >> 4 * i & 0x0f0f0f0f) | (first[i] >> 2 & 0x30303030);
-        memcpy(out[i], &low, 4), memcpy(out[i] + 4, &high, 4);
+        all[i] = low | uint64_t(high) << 32;
     }
+    memcpy(out, &all, 16);
 }
 
 // The scales and minimums of the runs of a Q4_K or Q5_K block.
 inline void six_bit_scales(const uint8_t* block, float* scales, float* minimums) {
-    const float scale = half_at(block), minimum = half_at(block + 2);
-    uint8_t scale_quants[8], minimum_codes[8];
-    six_bit_quants(block + 4, scale_quants, minimum_codes);
-    for (int i = 0; i < 8; i++)
-        scales[i] = scale * float(scale_quants[i]), minimums[i] = -(minimum * float(minimum_codes[i]));
+    const vf scale = set1(half_at(block)), minimum = set1(-half_at(block + 2));
+    uint8_t quants[16];
+    float by_scale[16], by_minimum[16];
+    six_bit_quants(block + 4, quants);
+    for (int i = 0; i < 16; i += W) {
+        const vf numbers = to_float(load_bytes(quants + i));
+        store(by_scale + i, mul(scale, numbers)), store(by_minimum + i, mul(minimum, numbers));
+    }
+    memcpy(scales, by_scale, 32), memcpy(minimums, by_minimum + 8, 32);
 }
 
 struct Q2_K : BlockShape<256, 84, 16> {

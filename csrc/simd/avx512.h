@@ -214,8 +214,15 @@ inline vf dot_pairs(vi a, vi b, vf c) { return _mm512_dpbf16_ps(c, (__m512bh)a, 
 struct PairTable {
     vi numbers;
     explicit PairTable(const bf16* from) : numbers(load_int((const uint32_t*)from)) {}
+    explicit PairTable(vi numbers) : numbers(numbers) {}
     vi of_32(vi index) const { return _mm512_permutexvar_epi16(index, numbers); }
 };
+// 2 W bytes, each in 16 bits.
+inline vi widen_bytes(const uint8_t* p) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
+// Adds a number to the 16 bits i of a where bit i is set.
+inline vi add_where(vi a, uint32_t bits, int number) {
+    return _mm512_mask_add_epi16(a, bits, a, _mm512_set1_epi16(short(number)));
+}
 // All lanes of the first as bf16, then those of the second.
 inline vi to_pairs(vf first, vf second) { return (vi)_mm512_cvtne2ps_pbh(second, first); }
 // Each lane twice: lanes of the first half of a, and of the second.

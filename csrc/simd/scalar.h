@@ -266,6 +266,7 @@ inline vf dot_pairs(vi a, vi b, vf c) {
 struct PairTable {
     bf16 numbers[2 * W];
     explicit PairTable(const bf16* from) { memcpy(numbers, from, sizeof numbers); }
+    explicit PairTable(vi from) { memcpy(numbers, &from, sizeof numbers); }
     vi of_32(vi index) const {
         uint16_t halves[2 * W];
         memcpy(halves, &index, sizeof halves);
@@ -274,6 +275,17 @@ struct PairTable {
         return index;
     }
 };
+inline vi widen_bytes(const uint8_t* p) {
+    uint16_t halves[2 * W];
+    for (int i = 0; i < 2 * W; i++) halves[i] = p[i];
+    return load_int((const uint32_t*)halves);
+}
+inline vi add_where(vi a, uint32_t bits, int number) {
+    uint16_t halves[2 * W];
+    memcpy(halves, &a, sizeof halves);
+    for (int i = 0; i < 2 * W; i++) halves[i] = uint16_t(halves[i] + (bits >> i & 1) * number);
+    return load_int((const uint32_t*)halves);
+}
 #define BATCHGEN_LOAD_QUARTERS
 inline vi load_quarters(const uint8_t* a, const uint8_t* b, const uint8_t* c, const uint8_t* d) {
     const uint8_t* const from[] = {a, b, c, d};

@@ -4,6 +4,8 @@
 //   2 3 | C, rows 16..31                                  5 | A, rows 16..31
 //
 // With 16 rows or fewer registers 2 and 3 are whole tiles of 16 rows, for B or anything else, and 5 has the shape of 4.
+//
+// Or for a block of 32 rows of C by up to 32 columns: 0, 2 and 6 have up to 16 of these, 1, 3 and 7 the others.
 #pragma once
 
 #include <stdint.h>
@@ -18,8 +20,8 @@ struct alignas(64) TileConfig {
 };
 
 struct TileConfigs {
-    TileConfig of[33];  // by rows
-    constexpr TileConfigs() : of{} {
+    TileConfig of[33], of_columns[33];  // by rows, and by columns
+    constexpr TileConfigs() : of{}, of_columns{} {
         for (int rows = 1; rows <= 32; rows++) {
             TileConfig& config = of[rows];
             const uint8_t upper = uint8_t(rows < 16 ? rows : 16), lower = uint8_t(rows - upper), whole = 16;
@@ -27,6 +29,14 @@ struct TileConfigs {
                 upper, upper, lower ? lower : whole, lower ? lower : whole, upper, lower ? lower : upper, whole, whole};
             config.palette = 1;
             for (int i = 0; i < 8; i++) config.rows[i] = each[i], config.row_bytes[i] = 64;
+        }
+        for (int columns = 1; columns <= 32; columns++) {
+            TileConfig& config = of_columns[columns];
+            const uint16_t first = uint16_t(4 * (columns < 16 ? columns : 16)), other = uint16_t(4 * columns - first);
+            const uint16_t second = other ? other : first, whole = 64;
+            const uint16_t each[8] = {first, second, first, second, whole, whole, first, second};
+            config.palette = 1;
+            for (int i = 0; i < 8; i++) config.rows[i] = 16, config.row_bytes[i] = each[i];
         }
     }
 };

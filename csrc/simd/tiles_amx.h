@@ -20,9 +20,11 @@ struct Tiles {
         if (config) asm volatile("tilerelease");
     }
 
-    void configure(int rows) {
-        if (config == &kTileConfigs.of[rows]) return;
-        config = &kTileConfigs.of[rows];
+    void configure(int rows) { use(&kTileConfigs.of[rows]); }
+    void configure_columns(int columns) { use(&kTileConfigs.of_columns[columns]); }
+    void use(const TileConfig* wanted) {
+        if (config == wanted) return;
+        config = wanted;
         asm volatile("ldtilecfg %0" ::"m"(*config));
     }
     template <int N>

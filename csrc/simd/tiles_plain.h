@@ -25,33 +25,36 @@ struct Tiles {
     Tiles() = default;
     Tiles(const Tiles&) = delete;
 
-    // Sets the shapes for up to 32 rows of C. Registers become zero where shapes change.
-    void configure(int rows) {
-        if (config == &kTileConfigs.of[rows]) return;
-        config = &kTileConfigs.of[rows];
+    // Sets the shapes for up to 32 rows of C, or for up to 32 columns. Registers become zero where shapes change.
+    void configure(int rows) { use(&kTileConfigs.of[rows]); }
+    void configure_columns(int columns) { use(&kTileConfigs.of_columns[columns]); }
+    void use(const TileConfig* wanted) {
+        if (config == wanted) return;
+        config = wanted;
         memset(tile, 0, sizeof tile);
     }
     int rows(int n) const {
         if (!config) __builtin_trap();
         return config->rows[n];
     }
+    int row_bytes(int n) const { return config->row_bytes[n]; }
     template <int N>
     void zero() {
         memset(tile[N], 0, rows(N) * 64);
     }
-    // Loads rows of 64 bytes, `stride` bytes from one to the next.
+    // Loads rows, `stride` bytes from one to the next.
     template <int N>
     void load(const void* p, int64_t stride) {
-        for (int r = 0; r < rows(N); r++) memcpy(tile[N][r], (const uint8_t*)p + r * stride, 64);
+        for (int r = 0; r < rows(N); r++) memcpy(tile[N][r], (const uint8_t*)p + r * stride, row_bytes(N));
     }
     template <int N>
     void store(void* p, int64_t stride) {
-        for (int r = 0; r < rows(N); r++) memcpy((uint8_t*)p + r * stride, tile[N][r], 64);
+        for (int r = 0; r < rows(N); r++) memcpy((uint8_t*)p + r * stride, tile[N][r], row_bytes(N));
     }
     template <int C, int A, int B>
     void check() const {
         static_assert(C != A && C != B && A != B);
-        if (rows(C) != rows(A) || rows(B) != 16) __builtin_trap();
+        if (rows(C) != rows(A) || row_bytes(C) != row_bytes(B) || 4 * rows(B) != row_bytes(A)) __builtin_trap();
     }
 
     template <int C, int A, int B>

@@ -54,7 +54,7 @@ def test_products_are_those_of_the_unpacked_weights(weight_format, isa):
         assert weight.shape == (40, depth)
         numbers = kernels.unpack_blocks(kind, packed, torch.empty(40, depth, dtype=dtype))
         assert numbers.isfinite().all() and numbers.float().std() > 0.01
-        x = torch.randn(25, depth, generator=generator).to(dtype)
+        x = torch.randn(70, depth, generator=generator).to(dtype)
         for rows, columns, activation in (
             (1, 37, None),
             (2, 40, None),
@@ -62,6 +62,7 @@ def test_products_are_those_of_the_unpacked_weights(weight_format, isa):
             (4, 39, None),
             (25, 40, "relu"),
             (25, 38, "gelu_tanh_mul"),
+            (70, 37, None),
         ):
             gated = activation in kernels.GATED
             made = columns // 2 if gated else columns
