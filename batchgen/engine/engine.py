@@ -728,7 +728,11 @@ class Engine:
 
         call.deferred_batches.pipelines = call.scheduler.pipelines
         wait = parts.executor.run(
-            batches, on_logits, vocabulary_chunks=handler.vocabulary_chunks, deferred_batches=call.deferred_batches
+            batches,
+            on_logits,
+            vocabulary_chunks=handler.vocabulary_chunks,
+            deferred_batches=call.deferred_batches,
+            largest=handler if isinstance(handler, Generation) else None,
         )
         prefilled = stats.prefilled_tokens
         self._count(scheduled, drafted)

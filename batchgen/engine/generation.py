@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, cast
@@ -28,17 +29,17 @@ from batchgen.engine.preparation import KnownAnswers, Preparation, Prepared
 from batchgen.engine.scoring import is_finite, take_scores
 from batchgen.models.tokenizers.harmony import AnswerStops, Harmony
 from batchgen.models.tokenizers.thinking import Gate, Thinking, ThoughtStops
+from batchgen.ops.host_copy import download
 from batchgen.runtime.grammar import Constraint, Grammar
 from batchgen.runtime.logits_parts import LogitsParts, spread, take
-from batchgen.runtime.sampler import SampledToken
+from batchgen.runtime.sampler import Sampled, SampledToken, all_take_largest
 from batchgen.schedule.from_policy import longest_sequence
-from batchgen.schedule.sequence import NOT_FINITE, PENDING, Sequence
+from batchgen.schedule.sequence import NOT_FINITE, PENDING, LogitsRow, Sequence
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from batchgen.models.tokenizers.tokenizer import StopDetector
-    from batchgen.runtime.sampler import Sampled
     from batchgen.runtime.scorer import Scorer
 
 
@@ -449,6 +450,16 @@ class Generation:
         sampled = self._parts.sample(take(logits, parts.sampled), sequences)
         self._sampled.append((sequences, sampled))
         return spread(sampled.token_ids, parts.sampled, len(rows))
+
+    def takes_largest(self, rows: List[LogitsRow]) -> bool:
+        """Tell whether of each row the token with the largest logit is chosen, and nothing else is asked for."""
+        sequences = [sequence for sequence, _ in rows]
+        apart = any([s.targets or s.drafted is not None for s in sequences])
+        return not apart and all_take_largest(sequences)
+
+    def take_largest(self, rows: List[LogitsRow], chosen: Tensor, if_finite: Tensor) -> None:
+        """Take the tokens with the largest logits, where `takes_largest` says so (`sweep_options.Largest`)."""
+        self._sampled.append(([sequence for sequence, _ in rows], Sampled(chosen, download(if_finite))))
 
     def end_sweep(self) -> _Chosen:
         """The tokens sampled in the sweep that is being run. Their sequences hold PENDING until it has run."""
