@@ -199,8 +199,8 @@ class _Call:
             ahead = self.sweeps_in_flight - 1
             if launched.result is not None:
                 drafting = self.scheduler.drafting
-                needs_host = launched.result.needs_host or (drafting is not None and drafting.active)
-                ahead = int(launched.wait is not None and not needs_host)
+                drafts = drafting is not None and drafting.active
+                ahead = int(launched.wait is not None and not drafts and not launched.result.needs_host)
         while len(self.under_way) > ahead:
             yield self.under_way.popleft()
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -49,6 +49,7 @@ POSITIONS, TOKEN_IDS, TAKEN, LOGITS, KEPT, _SLOTS = range(6)
 _FEW_ROWS = 64  # so many rows of logits that nobody takes cost nothing
 
 Replay = Callable[[], None]
+GraphResult: TypeAlias = Tensor | tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,8 @@ class StaticBuffers:
         states: State slots of the sequences, int32 [3 * sequences + 1]: sources, targets and starts; None: the model
             has no state layers.
         hidden: The layers' input, [tokens, hidden], where it does not come from the graph; None: it does.
-        result: What the graph has made last: activations after the layers, [tokens, hidden], or (chosen tokens, the
-            same with NOT_FINITE), int64 [rows].
+        result: Results of the graph's last run: activations after the layers, [tokens, hidden], or (chosen tokens,
+            these with NOT_FINITE), int64 [rows].
         replay: Runs the graph; None: not captured yet.
     """
 
@@ -154,9 +155,6 @@ class StaticBuffers:
         count = len(self.states) // 3
         source, target, starts = self.states.split((count, count, count + 1))
         return source, target, starts
-
-
-GraphResult = Tensor | tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)

@@ -106,11 +106,11 @@ def sample(logits: Tensor, sequences: Sized[Sequence]) -> Sampled:
         logits: Logits, fp32 [sequences, vocab]; they are changed in place.
         sequences: Sequences, a row of the logits each.
     """
-    if all_take_largest(sequences):
+    constraints = {i: s.constraint for i, s in enumerate(sequences) if s.constraint is not None}
+    if not constraints and all([s.sampling.is_argmax for s in sequences]):
         chosen, told = ops.argmax_if_finite(logits, NOT_FINITE)
         return Sampled(chosen, download(told))
     having = _Having(sequences)
-    constraints = {i: s.constraint for i, s in enumerate(sequences) if s.constraint is not None}
     finite = ops.all_finite(logits)  # first: what is forbidden below is minus infinity
     logprobs = _Logprobs(logits, sequences, having)
     penalties = _Penalties(logits, sequences, having)
@@ -126,12 +126,6 @@ def sample(logits: Tensor, sequences: Sized[Sequence]) -> Sampled:
         return Sampled(chosen, on_host)
     penalties.take_back(logits)
     return Sampled(chosen, on_host, logprobs.wanted, logprobs.counts, download(logprobs.of(logits, chosen)))
-
-
-def all_take_largest(sequences: Sized[Sequence]) -> bool:
-    """Tell whether all sequences take the token with the largest logit, and nothing else is asked for."""
-    kinds = {id(s.sampling): s.sampling for s in sequences}
-    return all([p.is_argmax for p in kinds.values()]) and not any([s.constraint is not None for s in sequences])
 
 
 class _Having:

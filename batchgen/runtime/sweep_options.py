@@ -32,7 +32,7 @@ class Largest(Protocol):
         Args:
             rows: Rows of logits that they were chosen from.
             chosen: The tokens, int64 [rows], on the device; valid until the next sweep.
-            if_finite: The same with NOT_FINITE where logits are not finite.
+            if_finite: These tokens, with NOT_FINITE where logits are not finite.
         """
 
 
