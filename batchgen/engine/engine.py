@@ -71,6 +71,7 @@ if TYPE_CHECKING:
 ON_OVERLONG = ("error", "truncate-left", "truncate-right")
 _MAX_NUM_SEQS = 256
 _INPUT_AHEAD = 512  # tokenized requests waiting for the scheduler
+_STARTED_AHEAD = 64  # sequences that wait beyond those that there are places for: others' memory would be cold by then
 _FILL_S = 0.2  # the longest time that a call waits for more requests than one, to begin with the first of them in order
 
 
@@ -691,7 +692,7 @@ class Engine:
 
         It waits for a request only if no sequence is left to run.
         """
-        while call.scheduler.num_waiting < self.policy.max_num_seqs:
+        while call.scheduler.takes_more(_STARTED_AHEAD):
             if call.has_work and not call.source.ready:
                 return
             started = time.perf_counter()
@@ -761,8 +762,7 @@ class Engine:
         prompts = [  # looks at each sequence of every sweep
             one
             for one in scheduled
-            if one.sequence.num_computed < one.sequence.num_prompt
-            or (one.num_tokens != 1 and one.num_tokens - len(one.sequence.drafts) != 1)
+            if (s := one[0]).num_computed < s.num_prompt or (one[1] != 1 and one[1] - len(s.drafts) != 1)
         ]
         keys = sum([sequence.num_computed for sequence, _ in scheduled])
         keys -= sum([one.sequence.num_computed for one in prompts])

@@ -81,7 +81,8 @@ class Deduplication:
             for result in results:
                 self._take(result)
                 yield result
-                yield from self._drain()
+                if self._ready:
+                    yield from self._drain()
         yield from self._drain()
 
     def _key(self, request: Any) -> bytes | None:

@@ -86,12 +86,13 @@ def _launch_sweep(context: StepContext, buffers: StaticBuffers) -> GraphResult:
         if tokens is not None:
             token_ids = tokens.taken(token_ids, buffers.row(TAKEN))
         hidden = layers.embed(context.config, embeddings, token_ids, positions, context.weights.dtype)
-    batch = BatchState(empty_batch(), positions, positions, None, parts, {}, False, hidden=hidden)
+    wanted = None if size.rows is None else buffers.row(LOGITS)  # the others end before the last MLP
+    batch = BatchState(empty_batch(), positions, positions, wanted, parts, {}, False, hidden=hidden)
     for handler, step in launched:
         handler(context, step, batch)
     if size.rows is None:
         return batch.hidden
-    chosen, if_finite = largest_logits(context, batch.hidden.index_select(0, buffers.row(LOGITS)))
+    chosen, if_finite = largest_logits(context, batch.hidden)
     if tokens is not None:
         tokens.keep(buffers.row(KEPT), chosen)
     return chosen, if_finite
