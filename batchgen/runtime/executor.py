@@ -252,10 +252,10 @@ class Executor:
         graphs, largest, rows = self.context.graphs, self.context.largest, packed.logits_rows
         if graphs is None:
             return None
-        kept = None
-        if graphs.chooses and self.context.take_hidden is None and largest is not None and largest.takes_largest(rows):
-            kept = places_of_rows(rows)
-        return graphs.sweep(packed, kept)
+        chooses = bool(rows) and graphs.chooses and self.context.take_hidden is None
+        if chooses and largest is not None and largest.takes_largest(rows):
+            return graphs.sweep(packed, places_of_rows(rows))
+        return graphs.sweep(packed)
 
     def _steps(
         self, batches: Sequence[BatchState], deferred_batches: DeferredBatches, num_tokens: int

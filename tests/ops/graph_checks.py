@@ -30,6 +30,7 @@ from batchgen.runtime.sampler import sample
 from batchgen.schedule.packed_batch import pack
 
 BLOCKS, BLOCK_SIZE, SEQS = 160, 16, 20
+TIER = "cpu" if DEVICE.type == "cpu" else "gpu"
 _random = random.Random(5)
 # Rows start in the order of their prompts: that of this list.
 PROMPTS = [[row, *(_random.randrange(96) for _ in range(n - 1))] for row, n in enumerate((5, 30, 17, 1, 40, 22))]
@@ -100,7 +101,7 @@ def engine(config, monkeypatch, *, captured, **policy_fields):
     kernels_as_on_a_card(monkeypatch)
     if captured:
         capture_sweeps(executor, captured)
-    tier = "cpu" if DEVICE.type == "cpu" else "gpu"
+    tier = TIER
     policy = Policy(
         admission="static", gpu_batch_size=SEQS, num_gpu_batches=1, max_num_batched_tokens=512,
         max_model_len=config.max_position, kv_block_size=BLOCK_SIZE, kv_blocks={tier: BLOCKS}, share_prefixes=True,
@@ -243,11 +244,22 @@ def test_captured_sweeps_may_have_prompts(config, monkeypatch):
     assert sum(more > 0 for _, more in replayed) >= 2
 
 
+def test_a_captured_sweep_may_ask_for_no_logits(monkeypatch):
+    """One that has a part of a prompt alone."""
+    monkeypatch.setattr(graphs, "_UNCAPTURED", 0)
+    config, alone = config_of_hf(LLAMA), ARRIVING | {"gpu_batch_size": 1, "kv_seqs": {TIER: 1}}
+    expected = tokens(engine(config, monkeypatch, captured=0, **alone))
+    made = engine(config, monkeypatch, captured=16, **alone)
+    replayed = count_replays(made.parts.executor.context.graphs)
+    assert tokens(made) == expected
+    assert any(more == 16 for _, more in replayed)
+
+
 def test_larger_sweeps_are_not_captured(monkeypatch):
     made = engine(config_of_hf(LLAMA), monkeypatch, captured=SEQS)
     seen = []
     sweep = made.parts.executor.context.graphs.sweep
-    made.parts.executor.context.graphs.sweep = lambda packed, kept: (
+    made.parts.executor.context.graphs.sweep = lambda packed, kept=None: (
         seen.append((packed.num_tokens, sweep(packed, kept))) or seen[-1][1]
     )
     tokens(made)

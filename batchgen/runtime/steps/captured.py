@@ -66,10 +66,8 @@ def sweep_graphs(context: StepContext, driver: Driver, most_tokens: int) -> Swee
 
 def _has_head(context: StepContext) -> bool:
     """Tell whether all logits of a row are made on the device at once, for nothing but the choice of tokens."""
-    if not context.options.makes_logits or context.config.hidden_output:
-        return False
-    _, rows = context.weights.vocabulary_chunk(0, None)
-    return rows.shape[0] == context.config.vocab_size
+    makes_logits = context.options.makes_logits and not context.config.hidden_output
+    return makes_logits and not context.weights.output_matrix.buffers
 
 
 def _launch_sweep(context: StepContext, buffers: StaticBuffers) -> GraphResult:
