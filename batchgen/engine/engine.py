@@ -71,7 +71,6 @@ if TYPE_CHECKING:
 ON_OVERLONG = ("error", "truncate-left", "truncate-right")
 _MAX_NUM_SEQS = 256
 _INPUT_AHEAD = 512  # tokenized requests waiting for the scheduler
-_STARTED_AHEAD = 64  # sequences that wait beyond those that there are places for: others' memory would be cold by then
 _FILL_S = 0.2  # the longest time that a call waits for more requests than one, to begin with the first of them in order
 
 
@@ -692,7 +691,7 @@ class Engine:
 
         It waits for a request only if no sequence is left to run.
         """
-        while call.scheduler.takes_more(_STARTED_AHEAD):
+        while call.scheduler.num_waiting < self.policy.max_num_seqs:
             if call.has_work and not call.source.ready:
                 return
             started = time.perf_counter()

@@ -167,15 +167,6 @@ class Scheduler:
         """Sequences that have not been admitted, or were preempted."""
         return len(self.waiting) + sum(map(len, self._followers.values()))
 
-    def takes_more(self, most_beyond: int) -> bool:
-        """Tell whether more sequences should be added: fewer wait than there are places for, and some beyond these.
-
-        Args:
-            most_beyond: Sequences that are to wait beyond those that there are places for.
-        """
-        places = self.limits.max_num_seqs - len(self.running)
-        return len(self.waiting) < places + most_beyond and self.num_waiting < self.limits.max_num_seqs
-
     @property
     def queued(self) -> Iterator[Sequence]:
         """The sequences that have not been admitted, or were preempted; those that wait for a prefix come last."""
