@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -54,15 +55,26 @@ def write_rows(path: Path, rows: int) -> None:
     pq.write_table(pa.table({"prompt": texts, "number": list(range(rows))}), path)
 
 
-def cpu_s(checkout: Path, model: Path, source: Path, folder: Path) -> float:
-    """CPU seconds of a job in a checkout, whose packages and knowledge of the machine are this environment's."""
+def cpu_s(checkout: Path, model: Path, source: Path, folder: Path, *, learns: bool) -> float:
+    """CPU seconds of a job in a checkout, whose packages and knowledge of the machine are this environment's.
+
+    Args:
+        checkout: The checkout.
+        model: The model.
+        source: The job's rows.
+        folder: Folder with the knowledge of the machine.
+        learns: Whether later jobs know what this one learns of the machine; otherwise all are planned alike.
+    """
+    cache = folder / "cache"
     with tempfile.TemporaryDirectory(dir=folder) as output:
+        if not learns:
+            cache = Path(shutil.copytree(cache, Path(output, "cache")))
         options = ["--max-tokens", str(_OUTPUT_TOKENS), "--ignore-eos", "--cpu-memory", "3GiB", "--progress", "none"]
         command = ["run", "--model", str(model), "--input", str(source), "--output", f"{output}/out.parquet", *options]
         done = subprocess.run(
             [sys.executable, "-c", _RUN, *command],
             cwd=checkout,
-            env={**os.environ, "PYTHONPATH": str(checkout), "BATCHGEN_CACHE": str(folder / "cache")},
+            env={**os.environ, "PYTHONPATH": str(checkout), "BATCHGEN_CACHE": str(cache)},
             check=True,
             capture_output=True,
             text=True,
@@ -88,7 +100,9 @@ def main() -> None:
             write_rows(source, rows)
         for turn in range(-1, args.rounds):
             for side, checkout in checkouts.items():
-                times = {rows: cpu_s(checkout, model, source, folder) for rows, source in sources.items()}
+                times = {
+                    rows: cpu_s(checkout, model, source, folder, learns=turn < 0) for rows, source in sources.items()
+                }
                 if turn >= 0:  # the first round learns the machine
                     row_s[side].append((times[many] - times[few]) / (many - few))
                     print(f"{side}: {row_s[side][-1] * 1e6:.0f} CPU seconds a million rows")

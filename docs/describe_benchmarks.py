@@ -427,8 +427,8 @@ def sweep_host_time(seqs: int) -> Callable[[dict], str]:
     def words(d: dict) -> str:
         now, before = (d["least_of_rounds"][side][str(seqs)] for side in ("this", "other"))
         return (
-            f"{now['mean_ms']:.1f} ms, {now['with_prompts'] / now['sweeps']:.0%} of the sweeps with prompts;"
-            f" {before['mean_ms']:.1f} ms before"
+            f"{now['median_ms']:.1f} ms, mean {now['mean_ms']:.1f} ms, {now['with_prompts'] / now['sweeps']:.0%} of the"
+            f" sweeps with prompts; {before['median_ms']:.1f} ms, mean {before['mean_ms']:.1f} ms before"
         )
 
     return words
@@ -901,7 +901,7 @@ TABLES: dict[str, list[Row]] = {
         ),
         *(
             Row(
-                f"host time of a sweep of {seqs} sequences on a played card, 32 layers, mean",
+                f"host time of a sweep of {seqs} sequences on a played card, 32 layers, median",
                 "sweep_host_time",
                 "sweep_host_time.py --other DIR",
                 sweep_host_time(seqs),

@@ -11,7 +11,6 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from batchgen.core.errors import InputError, one_line
-from batchgen.core.quick_values import quickly_made
 
 if TYPE_CHECKING:
     import numpy as np
@@ -304,7 +303,6 @@ class ChatOptions:
 PLAIN_CHAT = ChatOptions()
 
 
-@quickly_made
 @dataclass(frozen=True)
 class Request:
     """One row for the engine to generate from.
@@ -451,7 +449,6 @@ class PositionLogprobs:
     top: tuple[TokenLogprob, ...] = ()
 
 
-@quickly_made
 @dataclass(frozen=True)
 class Sample:
     """One generated text of a request.
@@ -475,7 +472,6 @@ class Sample:
     reasoning: str | None = None
 
 
-@quickly_made
 @dataclass(frozen=True)
 class Prompt:
     """The tokens of one prompt of a request.
@@ -502,7 +498,6 @@ class Answer:
     prompt_logprobs: tuple[tuple[PositionLogprobs, ...] | None, ...]
 
 
-@quickly_made
 @dataclass(frozen=True)
 class Completion:
     """The result of one request: `samples` where it succeeded, `error` where it failed.

@@ -199,8 +199,8 @@ class _Call:
             ahead = self.sweeps_in_flight - 1
             if launched.result is not None:
                 drafting = self.scheduler.drafting
-                needs_host = launched.result.needs_host or (drafting is not None and drafting.active)
-                ahead = int(launched.wait is not None and not needs_host)
+                drafts = drafting is not None and drafting.active
+                ahead = int(launched.wait is not None and not drafts and not launched.result.needs_host)
         while len(self.under_way) > ahead:
             yield self.under_way.popleft()
 
@@ -728,7 +728,11 @@ class Engine:
 
         call.deferred_batches.pipelines = call.scheduler.pipelines
         wait = parts.executor.run(
-            batches, on_logits, vocabulary_chunks=handler.vocabulary_chunks, deferred_batches=call.deferred_batches
+            batches,
+            on_logits,
+            vocabulary_chunks=handler.vocabulary_chunks,
+            deferred_batches=call.deferred_batches,
+            largest=handler if isinstance(handler, Generation) else None,
         )
         prefilled = stats.prefilled_tokens
         self._count(scheduled, drafted)
@@ -757,8 +761,7 @@ class Engine:
         prompts = [  # looks at each sequence of every sweep
             one
             for one in scheduled
-            if one.sequence.num_computed < one.sequence.num_prompt
-            or (one.num_tokens != 1 and one.num_tokens - len(one.sequence.drafts) != 1)
+            if (s := one[0]).num_computed < s.num_prompt or (one[1] != 1 and one[1] - len(s.drafts) != 1)
         ]
         keys = sum([sequence.num_computed for sequence, _ in scheduled])
         keys -= sum([one.sequence.num_computed for one in prompts])

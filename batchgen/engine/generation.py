@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, cast
@@ -28,17 +29,17 @@ from batchgen.engine.preparation import KnownAnswers, Preparation, Prepared
 from batchgen.engine.scoring import is_finite, take_scores
 from batchgen.models.tokenizers.harmony import AnswerStops, Harmony
 from batchgen.models.tokenizers.thinking import Gate, Thinking, ThoughtStops
+from batchgen.ops.host_copy import download
 from batchgen.runtime.grammar import Constraint, Grammar
 from batchgen.runtime.logits_parts import LogitsParts, spread, take
-from batchgen.runtime.sampler import SampledToken
+from batchgen.runtime.sampler import Sampled, SampledToken
 from batchgen.schedule.from_policy import longest_sequence
-from batchgen.schedule.sequence import NOT_FINITE, PENDING, Sequence
+from batchgen.schedule.sequence import NOT_FINITE, PENDING, LogitsRow, Sequence
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from batchgen.models.tokenizers.tokenizer import StopDetector
-    from batchgen.runtime.sampler import Sampled
     from batchgen.runtime.scorer import Scorer
 
 
@@ -48,46 +49,46 @@ class _InFlight:
 
     Attributes:
         prepared: The request.
-        prompts: Tokens of each prompt, with log-probabilities as far as they are known.
         sequences: The sequence of each sample.
         samples: Samples that have ended; None for others.
-        cached_tokens: For each prompt, tokens whose KV came from other rows.
         running: Number of sequences that still run, those that score prompts included.
+        logprobs: Log-probabilities of the tokens of prompts, by the number of the prompt, as far as they are known;
+            None: nobody asked for them.
         error: Reason why the request fails; None: it has not failed.
     """
 
     prepared: Prepared
-    prompts: list[Prompt]
     sequences: list[Sequence]
     samples: list[Sample | None]
-    cached_tokens: list[int]
     running: int
+    logprobs: dict[int, tuple[PositionLogprobs, ...]] | None = None
     error: str | None = None
 
-    def add(self, sequence: Sequence, sample: Sample) -> None:
-        self.samples[sequence.sample_index] = sample
-        prompt = sequence.sample_index // sequence.sampling.n
-        if not _is_scored(sequence):
-            self.cached_tokens[prompt] = max(self.cached_tokens[prompt], sequence.num_cached)
-
     @property
-    def prompt_tokens(self) -> int:
-        return sum([len(prompt.token_ids) for prompt in self.prompts])
+    def cached_tokens(self) -> int:
+        """Tokens of all prompts whose KV came from other rows."""
+        of_prompts: dict[int, int] = {}
+        for sequence in self.sequences:
+            if not _is_scored(sequence):
+                prompt = sequence.sample_index // sequence.sampling.n
+                of_prompts[prompt] = max(of_prompts.get(prompt, 0), sequence.num_cached)
+        return sum(of_prompts.values())
 
     def completion(self, *, has_digest: bool) -> Completion:
         """The result of the request. has_digest: Whether it has the request's digest."""
-        index, row_id, row = self.prepared.index, self.prepared.row_id, self.prepared.request.row
-        if self.error is not None:
-            return Completion(index, row_id, self.prompt_tokens, error=self.error, row=row)
+        prepared, logprobs = self.prepared, self.logprobs or {}
+        prompts = tuple([Prompt(tuple(ids), logprobs.get(i)) for i, (ids, _) in enumerate(prepared.prompts)])
+        failed, num_tokens = self.error is not None, sum([len(prompt.token_ids) for prompt in prompts])
         return Completion(
-            index,
-            row_id,
-            self.prompt_tokens,
-            tuple([sample for sample in self.samples if sample is not None]),
-            cached_tokens=sum(self.cached_tokens),
-            row=row,
-            prompts=tuple(self.prompts),
-            digest=self.prepared.digest if has_digest else b"",
+            prepared.index,
+            prepared.row_id,
+            num_tokens,
+            () if failed else tuple([sample for sample in self.samples if sample is not None]),
+            error=self.error,
+            cached_tokens=0 if failed else self.cached_tokens,
+            row=prepared.request.row,
+            prompts=() if failed else prompts,
+            digest=prepared.digest if has_digest and not failed else b"",
         )
 
     def partial(self) -> PartialCompletion | None:
@@ -141,21 +142,27 @@ class _Chosen:
     """Tokens that a sweep samples.
 
     Attributes:
-        rows: Sequence of each token, and its position in the sequence. Tokens of sequences that have ended are dropped.
-            Tokens after drafts follow each other, and come after the one without drafts.
+        rows: Row of logits that each token is chosen from. Tokens of sequences that have ended are dropped. Those after
+            drafts follow each other, and come after the one without drafts.
         sampled: The sampler's results, in the order of the rows.
         scorer: The scores of prompts; None: the sweep has none.
+        largest: Whether a CUDA graph has chosen them, so that nothing of their sequences needs the host.
     """
 
-    rows: list[tuple[Sequence, int]]
+    rows: list[LogitsRow]
     sampled: list[Sampled]
     scorer: Scorer | None = None
+    largest: bool = False
 
     @property
     def needs_host(self) -> bool:
         """True where the device cannot sample some next token before the host has read the one before it."""
-        waiting = [  # looks at each sequence of every sweep
-            s for s, _ in self.rows if s.constraint is not None or s.drafts or s.sampling.penalizes_output
+        if self.largest:
+            return False
+        waiting = [  # looks at each sequence of the sweep
+            s.drafted or s
+            for s, _ in self.rows
+            if s.constraint is not None or s.drafts or s.drafted is not None or s.sampling.penalizes_output
         ]
         return any(sequence.drafts or not sequence.is_complete for sequence in waiting)
 
@@ -165,7 +172,8 @@ class _Chosen:
         A token after drafts counts if each of these is the token that was chosen before it.
         """
         tokens = itertools.chain.from_iterable(sampled.tokens() for sampled in self.sampled)
-        for (sequence, position), token in zip(self.rows, tokens, strict=True):
+        for (at, before), token in zip(self.rows, tokens, strict=True):
+            sequence, position = at.drafted or at, before + 1
             if position < len(sequence.tokens):
                 sequence.tokens[position] = token.token_id
             elif not _accepts_draft(sequence, position):
@@ -236,7 +244,8 @@ class Generation:
         self._thinking: dict[
             Sequence, tuple[Thinking, bool]
         ] = {}  # thinking tags, and whether the text begins in thoughts
-        self._sampled: list[tuple[list[Sequence], Sampled]] = []  # in the sweep in flight
+        self._sampled: list[tuple[List[LogitsRow], Sampled]] = []  # in the sweep in flight
+        self._largest = False  # whether a CUDA graph chooses them
         self._gates: dict[Sequence, tuple[Gate, Grammar]] = {}  # of sequences whose grammar has not begun
         self.takes_ahead = False
         self._ahead: list[Sequence] = []  # whose grammars may have taken tokens ahead
@@ -260,17 +269,25 @@ class Generation:
         if (completion := prepared.completion()) is not None:
             return completion
         row_id = prepared.row_id
-        prompts = [self._prompt(token_ids, sampling) for token_ids, sampling in prepared.prompts]
-        started = [
-            sequence
-            for number, (token_ids, sampling) in enumerate(prepared.prompts)
-            for sequence in self._samples_of(prepared, row_id, number * sampling.n, token_ids, sampling)
-        ]
+        started: list[Sequence] = []
+        for number, (token_ids, sampling) in enumerate(prepared.prompts):
+            started += self._samples_of(prepared, row_id, number * sampling.n, token_ids, sampling)
         sequences = [sequence for sequence in started if not sequence.targets]
-        samples: list[Sample | None] = [None] * len(sequences)
-        cached_tokens = [0] * len(prepared.prompts)
-        self._in_flight[prepared.index] = _InFlight(prepared, prompts, sequences, samples, cached_tokens, len(started))
+        logprobs = self._first_logprobs(prepared)
+        flight = _InFlight(prepared, sequences, [None] * len(sequences), len(started), logprobs)
+        self._in_flight[prepared.index] = flight
         return self._restored(started, prepared) or _sharing_prefixes(started)
+
+    def _first_logprobs(self, prepared: Prepared) -> dict[int, tuple[PositionLogprobs, ...]] | None:
+        """The position of the first token of each prompt, where log-probabilities are asked for; None: nowhere."""
+        wanted = [
+            (number, token_ids)
+            for number, (token_ids, sampling) in enumerate(prepared.prompts)
+            if sampling.prompt_logprobs is not None
+        ]
+        if not wanted:
+            return None
+        return {number: (self._parts.position_logprobs(token_ids[0], None),) for number, token_ids in wanted}
 
     def _restored(self, started: list[Sequence], prepared: Prepared) -> list[Sequence] | Completion | None:
         """Give sequences the tokens that an earlier run has generated.
@@ -323,12 +340,6 @@ class Generation:
         """The tokens so far of requests that have started and not ended. Any thread may call this method."""
         flights = list(self._in_flight.values())
         return [partial for flight in flights if (partial := flight.partial()) is not None]
-
-    def _prompt(self, token_ids: array, sampling: SamplingParams) -> Prompt:
-        """A prompt, with the position of its first token where log-probabilities are asked for."""
-        wanted = sampling.prompt_logprobs is not None
-        logprobs = (self._parts.position_logprobs(token_ids[0], None),) if wanted else None
-        return Prompt(tuple(token_ids), logprobs)
 
     def _samples_of(
         self, prepared: Prepared, row_id: str | int, first: int, token_ids: array, sampling: SamplingParams
@@ -445,25 +456,35 @@ class Generation:
             self._scorer.take([rows[i] for i in parts.scored], take(logits, parts.scored), start)
         if not parts.sampled:
             return None
-        sequences = [sequence for sequence, _ in take(rows, parts.sampled)]
-        sampled = self._parts.sample(take(logits, parts.sampled), sequences)
-        self._sampled.append((sequences, sampled))
+        sampled_rows = take(rows, parts.sampled)
+        sampled = self._parts.sample(take(logits, parts.sampled), [sequence for sequence, _ in sampled_rows])
+        self._sampled.append((sampled_rows, sampled))
         return spread(sampled.token_ids, parts.sampled, len(rows))
+
+    def takes_largest(self, rows: List[LogitsRow]) -> bool:
+        """Tell whether of each row the token with the largest logit is chosen, and nothing else is asked for."""
+        others = [  # looks at each sequence of every sweep
+            s
+            for s, _ in rows
+            if s.constraint is not None or s.targets or s.drafts or s.drafted is not None or not s.sampling.is_argmax
+        ]
+        return not others
+
+    def take_largest(self, rows: List[LogitsRow], chosen: Tensor, if_finite: Tensor) -> None:
+        """Take the tokens with the largest logits, where `takes_largest` says so (`sweep_options.Largest`)."""
+        self._sampled.append((rows, Sampled(chosen, download(if_finite))))
+        self._largest = True
 
     def end_sweep(self) -> _Chosen:
         """The tokens sampled in the sweep that is being run. Their sequences hold PENDING until it has run."""
-        rows: list[tuple[Sequence, int]] = []
-        for sequences, _ in self._sampled:
-            rows += zip(
-                [sequence.drafted or sequence for sequence in sequences],
-                [len(sequence.tokens) for sequence in sequences],
-                strict=True,
-            )
-            for sequence in sequences:
+        rows: list[LogitsRow] = []
+        for sampled_rows, _ in self._sampled:
+            rows += sampled_rows
+            for sequence, _ in sampled_rows:
                 if sequence.drafted is None:
                     sequence.tokens.append(PENDING)
-        chosen = _Chosen(rows, [sampled for _, sampled in self._sampled], self._scorer)
-        self._sampled, self._scorer = [], None
+        chosen = _Chosen(rows, [sampled for _, sampled in self._sampled], self._scorer, self._largest)
+        self._sampled, self._scorer, self._largest = [], None, False
         return chosen
 
     def take_forced(self, stats: EngineStats) -> list[Sequence]:
@@ -543,7 +564,7 @@ class Generation:
             if finish.error is not None:
                 flight.error = flight.error or finish.error
             else:
-                flight.add(sequence, self._sample(sequence, finish, detector))
+                flight.samples[sequence.sample_index] = self._sample(sequence, finish, detector)
         flight.running -= 1
         if flight.running:
             return None
@@ -562,13 +583,13 @@ class Generation:
         if not is_finite(sequence):
             flight.error = flight.error or self._parts.not_finite
             return
+        assert flight.logprobs is not None, "nobody asked for them"
         number = sequence.sample_index // sequence.sampling.n
-        prompt = flight.prompts[number]
         positions = (
             self._parts.position_logprobs(token, score.logprobs[0], score.top)
             for (token,), score in zip(sequence.targets, sequence.scores, strict=True)
         )
-        flight.prompts[number] = replace(prompt, logprobs=(*(prompt.logprobs or ()), *positions))
+        flight.logprobs[number] = (*flight.logprobs[number], *positions)
 
     def _finish_of(self, sequence: Sequence, token: int, num_generated: int) -> _Finish | None:
         """The end of a sequence at a generated token; None: the sequence goes on.

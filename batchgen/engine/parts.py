@@ -18,6 +18,7 @@ from batchgen.schedule.deferred_batches import DeferredBatches
 
 if TYPE_CHECKING:
     from batchgen.models.tokenizers.tokenizer import Tokenizer
+    from batchgen.runtime.sweep_options import Largest
     from batchgen.schedule.draft_proposer import Proposer
 
 
@@ -56,7 +57,13 @@ class SweepRunner(Protocol):
         """Counts of the tokens that mixture-of-experts layers of this process routed to each expert."""
 
     def run(
-        self, batches, on_logits, *, vocabulary_chunks: bool, deferred_batches: DeferredBatches
+        self,
+        batches,
+        on_logits,
+        *,
+        vocabulary_chunks: bool,
+        deferred_batches: DeferredBatches,
+        largest: Largest | None = None,
     ) -> Callable[[], None] | None: ...
 
     def drop(self, deferred_batches: DeferredBatches) -> None: ...

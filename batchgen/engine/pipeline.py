@@ -28,7 +28,7 @@ from batchgen.runtime.executor import Executor
 from batchgen.runtime.logits_parts import LogitsParts, take
 from batchgen.runtime.sampler import Sampled, SampledToken, sample
 from batchgen.runtime.scorer import Scorer
-from batchgen.runtime.sweep_options import OnLogits
+from batchgen.runtime.sweep_options import Largest, OnLogits
 from batchgen.schedule.deferred_batches import DeferredBatches
 from batchgen.schedule.from_policy import splitter
 from batchgen.schedule.packed_batch import PackedBatch
@@ -113,6 +113,7 @@ class PipelineRunner(RankZeroCounts):
         *,
         vocabulary_chunks: bool,
         deferred_batches: DeferredBatches,
+        largest: Largest | None = None,
     ) -> Callable[[], None]:
         """Launch a sweep over all stages.
 
@@ -121,6 +122,7 @@ class PipelineRunner(RankZeroCounts):
             on_logits: Function called with the last stage's results in place of logits.
             vocabulary_chunks: Whether logits may be computed for a part of the vocabulary at a time.
             deferred_batches: Not used: a pipeline has no deferred batches.
+            largest: Not used: sweeps of stages are no CUDA graphs.
 
         Returns:
             Function that waits for the last stage's results and calls `on_logits` with them.

@@ -12,7 +12,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from batchgen.core.errors import InputError, RowError
-from batchgen.core.quick_values import quickly_made
 from batchgen.core.request import Answer, Completion, Prompt, Request, SamplingParams, cut_overlong, request_digest
 from batchgen.engine.encode import (
     LengthLimit,
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 KnownAnswers = Callable[[list[bytes]], Mapping[bytes, Answer]]
 
 
-@quickly_made
 @dataclass(frozen=True)
 class Prepared:
     """A request that is ready to start.

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from batchgen.models.store.layout import WeightStore
     from batchgen.models.tokenizers.tokenizer import Tokenizer
+    from batchgen.runtime.sweep_options import Largest
 
 # KV placements that ranks may have: a deferred sequence joins a sweep at a time that differs between ranks.
 KV_PLACEMENTS = tuple(p for p in KVPlacement if p is not KVPlacement.DEFERRED)
@@ -240,6 +241,7 @@ class LeadingRunner(RankZeroCounts):
         *,
         vocabulary_chunks: bool,
         deferred_batches: DeferredBatches,
+        largest: Largest | None = None,
     ) -> None:
         """Run a sweep on all ranks; the sweep has run when this returns.
 
@@ -248,6 +250,7 @@ class LeadingRunner(RankZeroCounts):
             on_logits: Function called with the logits of rank 0.
             vocabulary_chunks: Whether logits may be computed for a part of the vocabulary at a time.
             deferred_batches: Not used: ranks have no deferred batches.
+            largest: Not used: sweeps of ranks are no CUDA graphs.
 
         Raises:
             BatchgenError: A rank has ended.

@@ -53,7 +53,7 @@ class Deduplication:
         self._sampling = sampling
         self._chat, self._chat_identity = PLAIN_CHAT, _encode(PLAIN_CHAT.identity()).encode()
         self._firsts: OrderedDict[bytes, _First] = OrderedDict()
-        self._key_of_row: dict[int, bytes] = {}  # of rows in flight
+        self._first_of_row: dict[int, _First] = {}  # of rows in flight
         self._ready: deque[Completion] = deque()
         self._num_waiting = self._result_bytes = 0
         self._lock = threading.Lock()
@@ -81,7 +81,8 @@ class Deduplication:
             for result in results:
                 self._take(result)
                 yield result
-                yield from self._drain()
+                if self._ready:
+                    yield from self._drain()
         yield from self._drain()
 
     def _key(self, request: Any) -> bytes | None:
@@ -105,8 +106,7 @@ class Deduplication:
         with self._lock:
             first = self._firsts.get(key)
             if first is None:
-                self._firsts[key] = _First()
-                self._key_of_row[request.row] = key
+                self._firsts[key] = self._first_of_row[request.row] = _First()
                 return False
             if self._num_waiting >= _MOST_WAITING:
                 return False
@@ -121,10 +121,9 @@ class Deduplication:
     def _take(self, result: Any) -> None:
         """Keep a result for waiting and later duplicates."""
         with self._lock:
-            key = self._key_of_row.pop(result.row, None)
-            if key is None:
+            first = self._first_of_row.pop(result.row, None)
+            if first is None:
                 return
-            first = self._firsts[key]
             self._ready.extend(_for(request, result) for request in first.waiting)
             first.result, first.result_bytes, first.waiting = result, _size_bytes(result), []
             self._result_bytes += first.result_bytes

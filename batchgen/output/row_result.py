@@ -8,7 +8,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchgen.core.quick_values import quickly_made
 from batchgen.core.request import Completion, PositionLogprobs
 from batchgen.core.text import repair_surrogates
 
@@ -48,7 +47,6 @@ def is_result_schema(schema: pa.Schema) -> bool:
     return bool(schema.equals(pa.schema([*RESULT_SCHEMA, *known])))
 
 
-@quickly_made
 @dataclass(frozen=True)
 class RowResult:
     """The result of one input row: either an error, or tuples with one entry per sample.

@@ -273,6 +273,8 @@ def activation_bytes(
     output = config.output_size or config.hidden_size  # logits, or hidden states in fp32
     logits = logit_rows * output * (dtype_bytes + 8)
     captured = captured_tokens * (per_token + per_chunk_token)
+    if captured_tokens:  # a graph may have the head too, whose fp32 is the same memory
+        captured += min(logit_rows, captured_tokens) * output * dtype_bytes
     return max_num_batched_tokens * per_token + chunk * per_chunk_token + captured + logits
 
 

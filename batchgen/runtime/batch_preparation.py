@@ -20,9 +20,10 @@ from batchgen.ops.dispatch import CPU
 from batchgen.ops.host_copy import upload
 from batchgen.runtime.batch_state import A, BatchPart, BatchState, Plans, for_each
 from batchgen.runtime.deferred import DeferredBatchState
-from batchgen.runtime.graphs import LOGITS, PENDING_ROWS, PENDING_SLOTS, TOKEN_IDS, StaticBuffers
+from batchgen.runtime.graphs import GraphSweep
 from batchgen.runtime.state_slots import upload_slots
 from batchgen.runtime.steps.context import StepContext
+from batchgen.runtime.token_table import places_of
 from batchgen.schedule.packed_batch import PackedBatch, Segment
 
 
@@ -36,18 +37,13 @@ def prepare_batches(context: StepContext, batches: Sequence[PackedBatch]) -> lis
     ]
 
 
-def prepare_in_buffers(context: StepContext, packed: PackedBatch, buffers: StaticBuffers) -> BatchState:
-    """A micro-batch whose layers run over the static buffers of a CUDA graph."""
-    positions = torch.from_numpy(packed.positions), buffers.positions[: packed.num_tokens]
-    pending, logits = len(packed.pending_rows), len(packed.logits_rows)
+def prepare_for_graph(sweep: GraphSweep) -> BatchState:
+    """A micro-batch whose layers are a CUDA graph."""
+    packed = sweep.packed
+    token_ids, positions = torch.from_numpy(packed.token_ids), torch.from_numpy(packed.positions)
     return BatchState(
-        packed, *positions, parts={}, moves={}, on_host=False, buffers=buffers,
-        token_ids=buffers.row(TOKEN_IDS, packed.num_tokens)
-        if context.weights.embeds_on_device
-        else torch.from_numpy(packed.token_ids),
-        pending=(buffers.row(PENDING_ROWS, pending), buffers.row(PENDING_SLOTS, pending)) if pending else None,
-        logits_indices=buffers.row(LOGITS, logits) if logits < packed.num_tokens else None,
-    )  # fmt: skip
+        packed, positions, positions, None, parts={}, moves={}, on_host=False, token_ids=token_ids, graph_sweep=sweep
+    )
 
 
 def _tokens(context: StepContext, packed: PackedBatch, on_host: bool) -> dict[str, Any]:
@@ -65,14 +61,14 @@ def _tokens(context: StepContext, packed: PackedBatch, on_host: bool) -> dict[st
     if on_device:
         arrays["tokens"] = packed.token_ids
     if len(packed.pending_rows):
-        arrays |= {"rows": packed.pending_rows, "slots": packed.pending_slots}
+        arrays |= {"rows": packed.pending_rows, "places": places_of(packed.pending_slots)}
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     if arrays and context.device != CPU:
         together = upload(np.concatenate(list(arrays.values())), context.device)
         tensors = dict(zip(arrays, together.split([len(array) for array in arrays.values()]), strict=True))
     return {
         "token_ids": tensors["tokens"] if on_device else torch.from_numpy(packed.token_ids),
-        "pending": (tensors["rows"], tensors["slots"]) if "rows" in tensors else None,
+        "pending": (tensors["rows"], tensors["places"]) if "rows" in tensors else None,
         "logits_indices": tensors.get("logits"),
     }
 

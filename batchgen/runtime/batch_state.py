@@ -14,7 +14,7 @@ from batchgen.models.experts import Routes
 from batchgen.ops.chosen_attention import PreparedPlan, StagedChoice
 from batchgen.ops.state_slots import StateSlots
 from batchgen.runtime.deferred import DeferredBatchState
-from batchgen.runtime.graphs import StaticBuffers
+from batchgen.runtime.graphs import GraphSweep
 from batchgen.runtime.memory.kv_cache import Moves
 from batchgen.runtime.memory.state_cache import StateMoves
 from batchgen.schedule.packed_batch import PackedBatch
@@ -91,7 +91,7 @@ class BatchState:
         from_cpu: by layer, results of CPU attention, in host memory.
         attended: results of attention by placement, on the compute device.
         logits: logits of its rows, while they come in vocabulary chunks.
-        buffers: static buffers of a sweep that is a CUDA graph.
+        graph_sweep: the sweep as a CUDA graph runs it; None: it is launched.
         begins: deferred batch that begins a token with it, and leaves it in the first layer.
         joined: deferred batches that are with it.
         in_place: streamed part in layers in which its KV lies on the device.
@@ -99,7 +99,7 @@ class BatchState:
             activations are between layers; None: the model has none.
         routes: experts of each token, by chunk, in a layer whose experts are read on demand.
         token_ids: its tokens, int64 [tokens], where they are embedded.
-        pending: tokens that only the device knows, and the place of each in its table of tokens, int64, on the device;
+        pending: tokens that only the device knows, and the place of each in `TokenTable`, int64, on the device;
             None: there are none.
     """
 
@@ -116,7 +116,7 @@ class BatchState:
     from_cpu: dict[int, Tensor] = field(default_factory=dict)
     attended: dict[KVPlacement, Tensor] = field(default_factory=dict)
     logits: Tensor = RELEASED
-    buffers: StaticBuffers | None = None
+    graph_sweep: GraphSweep | None = None
     begins: DeferredBatchState | None = None
     joined: list[DeferredBatchState] = field(default_factory=list)
     in_place: BatchPart | None = None

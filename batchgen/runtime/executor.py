@@ -18,9 +18,10 @@ import torch
 from batchgen.core.kv_expansion import Recut
 from batchgen.models.config import ModelConfig
 from batchgen.ops import scratch
-from batchgen.runtime.batch_preparation import prepare_batches, prepare_in_buffers
+from batchgen.runtime.batch_preparation import prepare_batches, prepare_for_graph
 from batchgen.runtime.batch_state import BatchState
 from batchgen.runtime.deferred import DeferredBatchState
+from batchgen.runtime.graphs import GraphSweep
 from batchgen.runtime.lane_threads import kernels_alone, prepare_thread
 from batchgen.runtime.lanes import Lanes
 from batchgen.runtime.memory.kv_cache import KVCache
@@ -31,8 +32,8 @@ from batchgen.runtime.steps.captured import sweep_graphs
 from batchgen.runtime.steps.context import Handler, StepContext
 from batchgen.runtime.steps.handlers import HANDLERS
 from batchgen.runtime.streams import Driver, StreamLanes
-from batchgen.runtime.sweep_options import OnLogits, SweepOptions
-from batchgen.runtime.token_table import TokenTable
+from batchgen.runtime.sweep_options import Largest, OnLogits, SweepOptions
+from batchgen.runtime.token_table import TokenTable, places_of_rows
 from batchgen.runtime.warm_up_steps import clear_kv, layers_that_differ, numbered_before, sweeps_of_layers
 from batchgen.schedule.deferred_batches import DeferredBatches
 from batchgen.schedule.packed_batch import PackedBatch, empty_batch
@@ -143,6 +144,7 @@ class Executor:
         *,
         vocabulary_chunks: bool = False,
         deferred_batches: DeferredBatches | None = None,
+        largest: Largest | None = None,
     ) -> Callable[[], None] | None:
         """Compute one sweep: the batches' KV, and the logits asked for.
 
@@ -153,13 +155,15 @@ class Executor:
                 the output matrix comes in chunks; otherwise it gets the whole.
             deferred_batches: Deferred batches of the same job. Those that the batches begin are added, those whose last
                 layer the sweep computes have their logits too.
+            largest: Takes the tokens with the largest logits where a CUDA graph chooses them, in place of `on_logits`;
+                None: logits are wanted.
 
         Returns:
             A function that waits for the sweep, on a device with streams where it has only been launched; None: it is
             over.
         """
         context = self.context
-        context.vocabulary_chunks = vocabulary_chunks
+        context.vocabulary_chunks, context.largest = vocabulary_chunks, largest
         self.kv_cache.use(batches)
         with kernels_alone(), self._computing():
             wait = self._run(batches, on_logits, DeferredBatches() if deferred_batches is None else deferred_batches)
@@ -231,15 +235,10 @@ class Executor:
     ) -> Callable[[], None] | None:
         batches = batches or [empty_batch()]
         context, prepared = self.context, list[BatchState]()
-
-        def prepare() -> None:
-            buffers = context.graphs.buffers(batches[0]) if context.graphs and len(batches) == 1 else None
-            if buffers is not None:
-                prepared.append(prepare_in_buffers(context, batches[0], buffers))
-            else:
-                prepared.extend(prepare_batches(context, batches))
-
-        self.lanes.prepare(prepare)
+        if len(batches) == 1 and (sweep := self._graph_sweep(batches[0])) is not None:
+            prepared.append(prepare_for_graph(sweep))
+        else:
+            self.lanes.prepare(lambda: prepared.extend(prepare_batches(context, batches)))
         context.on_logits, context.one_batch = on_logits, len(prepared) == 1
         num_tokens = sum(batch.packed.num_tokens for batch in prepared)
         context.expands = self._sweeps.streams.expands(num_tokens)
@@ -249,12 +248,23 @@ class Executor:
             del self._deferred_batches[deferred_batch.number]
         return wait
 
+    def _graph_sweep(self, packed: PackedBatch) -> GraphSweep | None:
+        """A micro-batch as a CUDA graph runs it; None: it is launched."""
+        graphs, largest, rows = self.context.graphs, self.context.largest, packed.logits_rows
+        if graphs is None:
+            return None
+        chooses = bool(rows) and graphs.chooses and self.context.take_hidden is None
+        if chooses and largest is not None and largest.takes_largest(rows):
+            return graphs.sweep(packed, places_of_rows(rows))
+        return graphs.sweep(packed)
+
     def _steps(
         self, batches: Sequence[BatchState], deferred_batches: DeferredBatches, num_tokens: int
     ) -> Iterator[Step]:
         """The Steps of the next sweep."""
-        if batches[0].buffers is not None:
-            return self._sweeps.whole()
+        if (sweep := batches[0].graph_sweep) is not None:
+            assert self.context.graphs is not None, "sweeps are no CUDA graphs"
+            return self._sweeps.whole(embeds=not self.context.graphs.embeds, chooses=sweep.chooses)
         flows = [batch.packed.flow(batch.on_host) for batch in batches]
         return self._sweeps.steps(flows, deferred_batches, self.lanes.has_ended, num_tokens)
 

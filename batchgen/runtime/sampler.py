@@ -106,11 +106,11 @@ def sample(logits: Tensor, sequences: Sized[Sequence]) -> Sampled:
         logits: Logits, fp32 [sequences, vocab]; they are changed in place.
         sequences: Sequences, a row of the logits each.
     """
-    having = _Having(sequences)
     constraints = {i: s.constraint for i, s in enumerate(sequences) if s.constraint is not None}
-    if not constraints and having.all(lambda sampling: sampling.is_argmax):
+    if not constraints and all([s.sampling.is_argmax for s in sequences]):
         chosen, told = ops.argmax_if_finite(logits, NOT_FINITE)
         return Sampled(chosen, download(told))
+    having = _Having(sequences)
     finite = ops.all_finite(logits)  # first: what is forbidden below is minus infinity
     logprobs = _Logprobs(logits, sequences, having)
     penalties = _Penalties(logits, sequences, having)
@@ -134,10 +134,6 @@ class _Having:
     def __init__(self, sequences: Sized[Sequence]) -> None:
         self._sequences = sequences
         self._kinds = {id(s.sampling): s.sampling for s in sequences}
-
-    def all(self, holds: Callable[[SamplingParams], bool]) -> bool:
-        """Tell whether something holds for the parameters of all sequences."""
-        return all(map(holds, self._kinds.values()))
 
     def indices(self, holds: Callable[[SamplingParams], bool]) -> list[int]:
         """Indices of the sequences for whose parameters something holds."""

@@ -20,6 +20,22 @@ from batchgen.schedule.sequence import LogitsRow
 OnLogits = Callable[[Sequence[LogitsRow], Tensor, int], Tensor | None]
 
 
+class Largest(Protocol):
+    """Takes the tokens with the largest logits, where it needs no logits beside them."""
+
+    def takes_largest(self, rows: Sequence[LogitsRow]) -> bool:
+        """Tell whether of each row the token with the largest logit is chosen, and nothing else is asked for."""
+
+    def take_largest(self, rows: Sequence[LogitsRow], chosen: Tensor, if_finite: Tensor) -> None:
+        """Take chosen tokens of the sweep that is being run, which the device keeps for the next one.
+
+        Args:
+            rows: Rows of logits that they were chosen from.
+            chosen: The tokens, int64 [rows], on the device; valid until the next sweep.
+            if_finite: These tokens, with NOT_FINITE where logits are not finite.
+        """
+
+
 class AdjacentRanks(Protocol):
     """The ranks of the previous and the next stage of a pipeline. Each call waits until it is done."""
 

@@ -135,6 +135,16 @@ class BlockManager(BlockPool):
         self.take(matched)
         return Allocation(matched, len(matched), table, state, num_known)
 
+    def find(self, tokens: Sequence[int]) -> list[int]:
+        """The blocks of a known prefix that a sequence takes over, where all layers share one table.
+
+        Args:
+            tokens: Tokens of its prompt.
+        """
+        matched = self.known(tokens)
+        self.take(matched)
+        return matched
+
     def num_sole(self, blocks: Sequence[int]) -> int:
         """The number of a sequence's blocks without another user: the end of its table, as only prefixes are shared."""
         if not self.share_prefixes or not blocks or self._users[blocks[0]] == 1:

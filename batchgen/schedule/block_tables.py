@@ -6,6 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
+from batchgen.core.kv_placement import KVPlacement
 from batchgen.schedule.block_manager import Allocation, BlockManager
 from batchgen.schedule.sequence import Sequence
 from batchgen.schedule.state_slots import NO_STATE, StateSlot
@@ -65,6 +66,38 @@ class BlockTables:
         sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
         sequence.num_matched_blocks = sequence.num_inserted_blocks = len(matched)
         sequence.node = pool.node(matched[-1]) if matched else 0
+
+    def open_at_once(self, sequence: Sequence, kv_placement: KVPlacement, most_tokens: int) -> int:
+        """Begin the table of a sequence for which there are blocks, in the compute device's own memory.
+
+        That is what `open`, `grow` and `insert_prompt` do where there is one table, and nothing is reserved.
+
+        Args:
+            sequence: The sequence.
+            kv_placement: Placement that it has been admitted to.
+            most_tokens: The most tokens that it may have in the sweep.
+
+        Returns:
+            Tokens that it has in the sweep.
+        """
+        sequence.kv_placement = kv_placement
+        tier, tokens, table = kv_placement.tier, sequence.tokens, sequence.block_table
+        pool = self._pools[tier]
+        size, matched = pool.kv_block_size, pool.find(sequence.shareable)
+        num_matched = len(matched)
+        computed = num_matched * size
+        count = min(len(tokens) - computed, most_tokens)
+        num_blocks = -(-(computed + count) // size)
+        table.extend(matched)
+        table.extend([pool.allocate() for _ in range(num_blocks - num_matched)])
+        self.num_held[tier] += num_blocks
+        sequence.num_computed = computed
+        sequence.num_cached = min(computed, sequence.num_prompt)
+        sequence.num_matched_blocks = sequence.num_inserted_blocks = num_matched
+        sequence.node = pool.node(matched[-1]) if matched else 0
+        if pool.share_prefixes and computed < sequence.num_prompt:
+            self.insert_prompt(sequence, computed + count)
+        return count
 
     def without_block(self, sequences: Iterable[Sequence]) -> list[Sequence]:
         """The sequences for which something may change when they grow by one token.

@@ -64,6 +64,22 @@ class _BeforeDrafts(NamedTuple):
     num_tokens: int
 
 
+class _Room(NamedTuple):
+    """The place that waiting sequences come to first in a sweep.
+
+    Attributes:
+        placement: Their placement.
+        pool: The pool of its tier.
+        admission: The admission to it.
+        most_running: Sequences in flight with which nobody else has a place there.
+    """
+
+    placement: KVPlacement
+    pool: BlockManager
+    admission: TierAdmission
+    most_running: int
+
+
 class Scheduler:
     """The sequences that wait and those in flight, and the sweeps that are made of them.
 
@@ -589,6 +605,7 @@ class Scheduler:
             """The admission to a tier, made where a sequence comes to it."""
             return self._admission(tier, sweep)
 
+        room = self._room(admission)
         while self.waiting and budget > 0 and len(sweep) < most:
             sequence = self.waiting[0]
             if self._follows_one_in_flight(sequence):
@@ -596,6 +613,9 @@ class Scheduler:
                 continue
             if (sequence.is_whole or sequence.targets) and not self._chunk(sequence, budget):
                 return
+            if room is not None and (count := self._let_in(sequence, room, sweep, budget)):
+                budget -= count
+                continue
             is_full = len(self.running) >= self.limits.max_num_seqs
             if is_full or not self._admit_to_placement(sequence, admission, self._chunk(sequence, budget)):
                 assert self.running, f"a sequence of {len(sequence.tokens)} tokens fits no KV pool"
@@ -605,6 +625,47 @@ class Scheduler:
             budget -= self._begin(sequence, sweep, budget)
             if sequence in self._followers and not self._waits_for_prefix(self._followers[sequence][0]):
                 self._queue_followers(sequence)
+
+    def _room(self, admission_to: Callable[[str], TierAdmission]) -> _Room | None:
+        """The place that waiting sequences come to first, if nothing but its blocks and a quota holds them back.
+
+        Args:
+            admission_to: Admission by tier.
+        """
+        placement = next(filter(self._has_place, self._placements), None)
+        if placement is None or placement.tier != self.limits.compute_tier or placement is KVPlacement.DEFERRED:
+            return None
+        chooses = placement is KVPlacement.CPU and self.sweep_choice is not None
+        pool = self.pools[placement.tier]
+        if chooses or pool.states is not None or self._reserves(placement.tier):
+            return None
+        left = self.limits.quota(placement) - self._in_placement[placement]
+        most = min(left, self.limits.max_num_seqs - len(self.running))
+        return _Room(placement, pool, admission_to(placement.tier), len(self.running) + most)
+
+    def _let_in(self, sequence: Sequence, room: _Room, sweep: list[ScheduledSequence], budget: int) -> int:
+        """Admit the next waiting sequence where it fits however long it becomes, as most do in most jobs.
+
+        That is what `_admit_to_placement` and `_begin` do, which look at more.
+
+        Returns:
+            Tokens that it has in the sweep; 0: it has to be looked at.
+        """
+        size, tier = room.pool.kv_block_size, room.placement.tier
+        most_blocks = -(-longest_run(sequence) // size)
+        if len(self.running) >= room.most_running or sequence.targets or sequence.is_whole:
+            return 0
+        if sequence in self._followers or not room.admission.counts_in(most_blocks):
+            return 0
+        self.waiting.popleft()
+        count = self.tables.open_at_once(sequence, room.placement, min(budget, self.limits.max_chunk_tokens or budget))
+        if sequence.token_slot is None:
+            sequence.token_slot = self._token_slots.take()
+        self.running[sequence] = None
+        self._in_placement[room.placement] += 1
+        self._most_blocks[tier] += most_blocks
+        sweep.append(ScheduledSequence(sequence, count))
+        return count
 
     def _begin(self, sequence: Sequence, sweep: list[ScheduledSequence], budget: int) -> int:
         """Put the first tokens of a sequence that has been admitted in a sweep; returns their number."""

@@ -192,16 +192,23 @@ class Sweeps:
             if step.kind not in _ENDS:
                 yield step
 
-    def whole(self) -> Iterator[Step]:
-        """The Steps of the next sweep over one micro-batch that moves nothing, with all layers in one."""
-        self._sweep += 1
-        return self._with_one_of_layers()
+    def whole(self, *, embeds: bool = True, chooses: bool = False) -> Iterator[Step]:
+        """The Steps of the next sweep over one micro-batch that moves nothing, with all layers in one.
 
-    def _with_one_of_layers(self) -> Iterator[Step]:
-        """The three Steps of the sweep that is being made: before all layers, all layers, after them."""
+        Args:
+            embeds: Whether the embedding is a Step of its own, before the layers; otherwise it is in theirs.
+            chooses: Whether the Step of the layers chooses the tokens too; otherwise the head is a Step after it.
+        """
+        self._sweep += 1
+        return self._with_one_of_layers(embeds=embeds, chooses=chooses)
+
+    def _with_one_of_layers(self, *, embeds: bool = True, chooses: bool = False) -> Iterator[Step]:
+        """The Steps of the sweep that is being made: before all layers, all layers, after them."""
         after: tuple[int, ...] = ()
         embed, head = _ENDS
-        for kind in (embed, "layers", head):
+        before: tuple[StepKind, ...] = (embed,) if embeds else ()
+        behind: tuple[StepKind, ...] = () if chooses else (head,)
+        for kind in (*before, "layers", *behind):
             step = self._step(kind, 0, 0, after=after)
             after = (step.id,)
             yield step

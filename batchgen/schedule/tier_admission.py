@@ -75,11 +75,24 @@ class TierAdmission:
         pool = self._pool
         if self.reserves and pool.windowed is None:
             return pool.admit(growing.sequence.shareable, growing.num_blocks, num_reserved)
-        if self._projected is None and pool.windowed is None and growing.most_blocks <= self._spare:
-            self._spare -= growing.most_blocks
+        if self.counts_in(growing.most_blocks):
             return pool.admit_if(growing.sequence.shareable, lambda shared: True)
         self._projected = self._projected or _Projected(pool, *self._in_flight(), reserves=self.reserves)
         return self._projected.admit(growing, num_reserved)
+
+    def counts_in(self, most_blocks: int) -> bool:
+        """Count a sequence if it fits however long it becomes, so that no later sweep need be looked at.
+
+        Args:
+            most_blocks: Blocks that the sequence has in all if it is as long as it may be.
+
+        Returns:
+            True where it fits, and is counted.
+        """
+        plain = self._projected is None and self._pool.windowed is None and not self.reserves
+        fits = plain and most_blocks <= self._spare
+        self._spare -= most_blocks if fits else 0
+        return fits
 
 
 class _Projected:

@@ -23,13 +23,14 @@ from batchgen.models.tokenizers.tokenizer import NoText
 from batchgen.ops import dispatch as ops
 from batchgen.ops import state_dispatch
 from batchgen.ops import triton as triton_kernels
-from batchgen.runtime import graphs
+from batchgen.runtime import graphs, token_table
 from batchgen.runtime.in_memory import in_memory
 from batchgen.runtime.memory.weight_packing import WeightPacker
 from batchgen.runtime.sampler import sample
 from batchgen.schedule.packed_batch import pack
 
 BLOCKS, BLOCK_SIZE, SEQS = 160, 16, 20
+TIER = "cpu" if DEVICE.type == "cpu" else "gpu"
 _random = random.Random(5)
 # Rows start in the order of their prompts: that of this list.
 PROMPTS = [[row, *(_random.randrange(96) for _ in range(n - 1))] for row, n in enumerate((5, 30, 17, 1, 40, 22))]
@@ -100,7 +101,7 @@ def engine(config, monkeypatch, *, captured, **policy_fields):
     kernels_as_on_a_card(monkeypatch)
     if captured:
         capture_sweeps(executor, captured)
-    tier = "cpu" if DEVICE.type == "cpu" else "gpu"
+    tier = TIER
     policy = Policy(
         admission="static", gpu_batch_size=SEQS, num_gpu_batches=1, max_num_batched_tokens=512,
         max_model_len=config.max_position, kv_block_size=BLOCK_SIZE, kv_blocks={tier: BLOCKS}, share_prefixes=True,
@@ -127,9 +128,10 @@ class _Again:
         return work
 
 
-def tokens(engine):
+def tokens(engine, **sampling):
     requests = [
-        Request(p, SamplingParams(max_tokens=n, ignore_eos=True)) for p, n in zip(PROMPTS, LENGTHS, strict=True)
+        Request(p, SamplingParams(max_tokens=n, ignore_eos=True, **sampling))
+        for p, n in zip(PROMPTS, LENGTHS, strict=True)
     ]
     with engine:
         done = sorted(engine.generate(requests), key=lambda c: c.index)
@@ -146,21 +148,59 @@ def test_captured_sweeps_give_the_same_tokens(config, monkeypatch):
     config = config_of_hf(config)
     expected = tokens(engine(config, monkeypatch, captured=0))
     made = engine(config, monkeypatch, captured=SEQS)
-    made_graphs, replayed = made.parts.executor.context.graphs, 0
-    run = made_graphs.run
-
-    def counted(buffers, hidden):
-        nonlocal replayed
-        replayed += buffers.replay is not None
-        assert all((slots[len(hidden) :] == graphs.NOT_STORED).all() for slots in buffers.slots.values())
-        if buffers.replay is not None:  # what an earlier sweep left must not matter
-            buffers.hidden[len(hidden) :] = float("nan")
-        return run(buffers, hidden)
-
-    made_graphs.run = counted
+    made_graphs = made.parts.executor.context.graphs
+    replayed = count_replays(made_graphs)
     assert tokens(made) == expected
-    assert replayed >= 3
-    assert any(len(buffers.hidden) % 8 == 0 for buffers in made_graphs._buffers.values())
+    assert len(replayed) >= 3 and all(chooses for chooses, _ in replayed)
+    assert any(size.tokens % 8 == 0 for size in made_graphs._buffers)
+
+
+def count_replays(made_graphs):
+    """A list to which each replay is added: (whether it chooses tokens, number of prompts' tokens)."""
+    replayed, run = [], made_graphs.run
+
+    def noted(sweep, hidden):
+        buffers, count = made_graphs._buffers[sweep.size], sweep.packed.num_tokens
+        if buffers is None or buffers.replay is None:
+            return run(sweep, hidden)
+        replayed.append((sweep.chooses, count - len(sweep.packed.logits_rows)))
+        if buffers.hidden is not None:  # what an earlier sweep left must not matter
+            buffers.hidden.fill_(float("nan"))
+        buffers.memory.fill_(1 << 20)
+        result = run(sweep, hidden)
+        assert all((slots[count:] == graphs.NOT_STORED).all() for slots in buffers.slots.values())
+        return result
+
+    made_graphs.run = noted
+    return replayed
+
+
+@pytest.mark.parametrize("case", ["random draws", "embedded on the host"])
+def test_captured_layers_are_between_what_is_launched(case, monkeypatch):
+    """Where tokens are drawn at random, or the embedding is not on the device."""
+    monkeypatch.setattr(graphs, "_UNCAPTURED", 0)
+    config, sampling = config_of_hf(LLAMA), {"temperature": 0.7} if case == "random draws" else {}
+    expected = tokens(engine(config, monkeypatch, captured=0), **sampling)
+    made = engine(config, monkeypatch, captured=SEQS)
+    if case == "embedded on the host":
+        made.parts.executor.context.graphs.embeds = False
+    replayed = count_replays(made.parts.executor.context.graphs)
+    assert tokens(made, **sampling) == expected
+    assert replayed and all(chooses == (case != "random draws") for chooses, _ in replayed)
+
+
+def test_graphs_are_captured_again_when_the_memory_beside_them_has_moved(monkeypatch):
+    """The table of sampled tokens, and the memory of logits, grow with the sequences in flight."""
+    monkeypatch.setattr(graphs, "_UNCAPTURED", 0)
+    monkeypatch.setattr(token_table, "_FIRST_PLACES", 2)
+    config = config_of_hf(LLAMA)
+    expected = tokens(engine(config, monkeypatch, captured=0, **ARRIVING))
+    made = engine(config, monkeypatch, captured=16, **ARRIVING)
+    context, forgotten = made.parts.executor.context, []
+    context.tokens, forget = token_table.TokenTable(DEVICE), context.graphs.forget
+    context.graphs.forget = lambda: forgotten.append(len(context.tokens._ids)) or forget()
+    assert tokens(made) == expected
+    assert len(set(forgotten)) > 1
 
 
 @pytest.mark.skipif(find_spec("xxhash") is None, reason="4-bit weights come from a store, which needs xxhash")
@@ -183,13 +223,10 @@ def test_captured_sweeps_take_the_weights_of_each_layer_in_4_bits(family, monkey
             monkeypatch.setattr(executor.weights, "dequantize", None)
         if captured:
             capture_sweeps(executor)
-            run = executor.context.graphs.run
-            executor.context.graphs.run = lambda buffers, hidden, run=run: (
-                replays.append(buffers.replay is not None) or run(buffers, hidden)
-            )
+            replays.append(count_replays(executor.context.graphs))
         given.append(tokens(Engine.from_parts(parts)))
     assert given == [given[0]] * 4
-    assert sum(replays) >= 4
+    assert sum(map(len, replays)) >= 4
 
 
 # Prompts arrive while others decode, in parts of up to 16 tokens.
@@ -202,27 +239,28 @@ def test_captured_sweeps_may_have_prompts(config, monkeypatch):
     config = config_of_hf(config)
     expected = tokens(engine(config, monkeypatch, captured=0, **ARRIVING))
     made = engine(config, monkeypatch, captured=16, **ARRIVING)
-    made_graphs, replayed = made.parts.executor.context.graphs, []
-    buffers_of = made_graphs.buffers
-
-    def noted(packed):
-        buffers = buffers_of(packed)
-        if buffers is not None and buffers.replay is not None:
-            replayed.append(packed.num_tokens - len(packed.logits_rows))
-            buffers.hidden.fill_(float("nan"))  # what an earlier sweep left must not matter
-        return buffers
-
-    made_graphs.buffers = noted
+    replayed = count_replays(made.parts.executor.context.graphs)
     assert tokens(made) == expected
-    assert sum(more > 0 for more in replayed) >= 2
+    assert sum(more > 0 for _, more in replayed) >= 2
+
+
+def test_a_captured_sweep_may_ask_for_no_logits(monkeypatch):
+    """One that has a part of a prompt alone."""
+    monkeypatch.setattr(graphs, "_UNCAPTURED", 0)
+    config, alone = config_of_hf(LLAMA), ARRIVING | {"gpu_batch_size": 1, "kv_seqs": {TIER: 1}}
+    expected = tokens(engine(config, monkeypatch, captured=0, **alone))
+    made = engine(config, monkeypatch, captured=16, **alone)
+    replayed = count_replays(made.parts.executor.context.graphs)
+    assert tokens(made) == expected
+    assert any(more == 16 for _, more in replayed)
 
 
 def test_larger_sweeps_are_not_captured(monkeypatch):
     made = engine(config_of_hf(LLAMA), monkeypatch, captured=SEQS)
     seen = []
-    buffers = made.parts.executor.context.graphs.buffers
-    made.parts.executor.context.graphs.buffers = lambda packed: (
-        seen.append((packed.num_tokens, buffers(packed))) or seen[-1][1]
+    sweep = made.parts.executor.context.graphs.sweep
+    made.parts.executor.context.graphs.sweep = lambda packed, kept=None: (
+        seen.append((packed.num_tokens, sweep(packed, kept))) or seen[-1][1]
     )
     tokens(made)
     assert seen[0] == (sum(map(len, PROMPTS)), None)
@@ -246,6 +284,9 @@ def test_a_graph_serves_sweeps_of_somewhat_fewer_tokens():
     large = sized(64, 0, 0, tokens=640)
     assert large.serves(sized(64, 0, 0, tokens=480)) and not large.serves(sized(64, 0, 0, tokens=472))
     assert not large.serves(sized(64, 0, 0, tokens=648))
+    with_rows = replace(large, rows=256)
+    assert with_rows.serves(replace(with_rows, rows=192)) and not with_rows.serves(large)
+    assert not with_rows.serves(replace(with_rows, rows=184)) and not with_rows.serves(replace(with_rows, rows=264))
     with_states = replace(large, sequences=8)
     assert with_states.serves(with_states) and not with_states.serves(replace(with_states, tokens=632))
 

@@ -702,3 +702,42 @@ def test_where_all_fit_at_their_longest_the_projection_admits_the_same(monkeypat
     monkeypatch.setattr(Scheduler, "_admission", without_spare_blocks)
     assert sweeps_of_random_rows(seed, num_blocks, 12, sharing=0) == sweeps
     assert few <= len(projected) - few and (few == 0) == (num_blocks == 400)
+
+
+def sweeps_of_a_job(seed, *, looks_at_all):
+    """What is in each sweep of a random job, whose pool holds some or all sequences however long they become."""
+    draw = random.Random(seed)
+    home = draw.choice(["cpu", "gpu"])
+    pool = BlockManager(draw.choice([12, 40, 200]), BLOCK, share_prefixes=draw.random() < 0.7)
+    limits = SchedulerLimits(
+        draw.choice([3, 8]),
+        draw.choice([9, 40]),
+        kv_seqs=draw.choice([None, {KVPlacement(home): 4}]),
+        max_chunk_tokens=draw.choice([None, 5]),
+        compute_tier=home,
+    )
+    scheduler = Scheduler({home: pool}, limits, draw.choice([None, lambda s: 2]))
+    if looks_at_all:
+        scheduler._room = lambda admission_to: None
+    begins = [[draw.randrange(3)] * draw.randrange(12) for _ in range(4)]
+    for i in range(30):
+        prompt = draw.choice(begins) + [100 + i] * draw.randrange(1, 9)
+        sequence = make(i, prompt, draw.randrange(1, 9))
+        sequence.is_whole = draw.random() < 0.1 and len(prompt) <= (limits.max_chunk_tokens or 9)
+        scheduler.add(sequence)
+    seen = []
+    while scheduler.has_work:
+        sweep = scheduler.schedule()
+        check_accounts(scheduler)
+        seen.append([(s.sequence.request_index, s.num_tokens, list(s.sequence.block_table)) for s in sweep])
+        scheduler.commit(sweep)
+        for s in [s.sequence for s in sweep if s.samples]:
+            s.tokens.append(7)
+            if s.num_generated == s.sampling.max_tokens:
+                scheduler.finish(s)
+    return seen
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_sequences_that_fit_are_let_in_as_if_they_were_looked_at(seed):
+    assert sweeps_of_a_job(seed, looks_at_all=False) == sweeps_of_a_job(seed, looks_at_all=True)

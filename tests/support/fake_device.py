@@ -35,6 +35,7 @@ from batchgen.runtime.lane_threads import prepare_thread
 from batchgen.runtime.memory import kv_cache
 from batchgen.runtime.memory.weight_packing import WeightPacker
 from batchgen.runtime.memory.weights import OUTPUT_MATRIX
+from batchgen.runtime.steps import context
 from batchgen.runtime.streams import STREAMS, StreamLanes
 
 # Equal to no other device, and its tensors are the CPU's.
@@ -483,7 +484,7 @@ def run_on(
     on_device("gather_rows", lambda target, source, index: torch.index_select(source, 0, index, out=target))
     on_device("quantize", quant.quantize)
     on_device("dequantize", lambda packed, out: quant.dequantize(packed, out.shape[-1], out=out))
-    for module in (batch_preparation, kv_cache, token_table):
+    for module in (batch_preparation, kv_cache, context):
         monkeypatch.setattr(
             module, "upload", lambda array, to: device.uploaded(array) if to == DEVICE else upload(array, to)
         )

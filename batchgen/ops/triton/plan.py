@@ -100,6 +100,11 @@ class Capacity:
         """Number of programs of all launches, for each KV head."""
         return self.few + self.many + self.merges
 
+    @property
+    def words(self) -> int:
+        """Length of a `DevicePlan.buffer`, a multiple of 16 bytes."""
+        return _starts(self)[-1]
+
     def rounded(self) -> Capacity:
         """The lengths rounded up to powers of two, so that one capacity serves many plans. A length of 0 stays 0."""
         return Capacity(*(power_of_two(n, _LEAST_ROOM) if n else 0 for n in self.lengths))
@@ -134,16 +139,6 @@ class DevicePlan:
         plan.table = table
         return plan
 
-    def fill(self, cut: CutPlan) -> None:
-        """Replace the plan by another one in the same memory and with the same launches, for CUDA graphs.
-
-        Raises:
-            ValueError: The other plan does not fit the capacity.
-        """
-        if not self.capacity.holds(cut.capacity):
-            raise ValueError(f"a plan of {cut.capacity} does not fit {self.capacity}")
-        upload(_in_one(cut.arrays, self.capacity), self.buffer.device, self.buffer)
-
 
 @dataclass(frozen=True)
 class CutPlan:
@@ -163,15 +158,32 @@ class CutPlan:
         return _lengths(self.arrays)
 
     def prepare(self, device: torch.device, capacity: Capacity | None = None) -> DevicePlan:
-        """Copy the plan to a device.
+        """Copy the plan to a device. capacity: Lengths of the arrays there; None: those of this plan."""
+        capacity = capacity or self.capacity
+        buffer = np.zeros(capacity.words, np.int32)
+        self.write(buffer, capacity)
+        return self.within(capacity, upload(buffer, device))
+
+    def within(self, capacity: Capacity, buffer: Tensor) -> DevicePlan:
+        """The plan in a device's memory that what `write` makes is copied to, int32 [capacity.words]."""
+        return DevicePlan(self.geometry, capacity, buffer)
+
+    def write(self, buffer: np.ndarray, capacity: Capacity) -> None:
+        """Write the plan as a `DevicePlan` of a capacity has it: beyond its own items and merges there are empty ones.
 
         Args:
-            device: The device.
-            capacity: Lengths of the arrays, if other plans are to be copied into the same memory (`DevicePlan.fill`).
-                None: the lengths of this plan.
+            buffer: Zeros, int32 [capacity.words].
+            capacity: Lengths of the arrays.
+
+        Raises:
+            ValueError: The plan does not fit the capacity.
         """
-        capacity = capacity or self.capacity
-        return DevicePlan(self.geometry, capacity, upload(_in_one(self.arrays, capacity), device))
+        if not capacity.holds(self.capacity):
+            raise ValueError(f"a plan of {self.capacity} does not fit {capacity}")
+        starts, tokens = _starts(capacity), self.arrays[3]
+        for start, array in zip(starts, self.arrays, strict=False):
+            buffer[start : start + array.size] = array.reshape(-1)
+        buffer[starts[3] + len(tokens) : starts[3] + capacity.merges] = -1
 
 
 def cut(plan: AttentionPlan, geometry: Geometry) -> CutPlan:
@@ -202,16 +214,6 @@ def _views(buffer: Tensor, capacity: Capacity) -> list[Tensor]:
 def _lengths(arrays: _Arrays) -> Capacity:
     few, many, table, tokens, _, rows = (len(a) for a in arrays)
     return Capacity(few, many, table, tokens, rows)
-
-
-def _in_one(arrays: _Arrays, capacity: Capacity) -> np.ndarray:
-    """The arrays in a buffer, int32, and empty items and merges in the rest of its capacity."""
-    starts, tokens = _starts(capacity), arrays[3]
-    buffer = np.zeros(starts[-1], np.int32)
-    for start, array in zip(starts, arrays, strict=False):
-        buffer[start : start + array.size] = array.reshape(-1)
-    buffer[starts[3] + len(tokens) : starts[3] + capacity.merges] = -1
-    return buffer
 
 
 # Cutting.

@@ -18,6 +18,7 @@ from batchgen.models.rope import RopeConfig
 from batchgen.ops import dispatch as ops
 from batchgen.ops.attention_operands import AttentionOperands
 from batchgen.ops.chosen_attention import PreparedPlan, paged_attention
+from batchgen.ops.host_copy import upload
 from batchgen.ops.long_steps import note
 from batchgen.runtime.batch_state import BatchState
 from batchgen.runtime.deferred import DeferredBatchState
@@ -28,8 +29,8 @@ from batchgen.runtime.memory.state_cache import StateCache
 from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.weight_packing import Tensors
 from batchgen.runtime.memory.weights import Weights
-from batchgen.runtime.sweep_options import OnLogits, SweepOptions
-from batchgen.runtime.token_table import TokenTable
+from batchgen.runtime.sweep_options import Largest, OnLogits, SweepOptions
+from batchgen.runtime.token_table import TokenTable, places_of_rows
 from batchgen.schedule.sequence import LogitsRow
 from batchgen.schedule.step_graph import Step
 
@@ -54,6 +55,7 @@ class StepContext:
         tokens: sampled tokens on the device; None: the host hands them to the next sweep.
         deferred_of: Step id -> the deferred batch that it works for.
         on_logits: function that takes the sweep's logits.
+        largest: takes the tokens that a CUDA graph chooses; None: the sweep's logits are wanted.
         take_hidden: function that takes the hidden states before the output matrix, [rows of logits, embed]; None:
             nobody wants them.
         vocabulary_chunks: Whether it takes chunks of the vocabulary.
@@ -97,6 +99,7 @@ class StepContext:
         self.tokens: TokenTable | None = None
         self.deferred_of: dict[int, DeferredBatchState] = {}
         self.on_logits: OnLogits = nobody_takes_logits
+        self.largest: Largest | None = None
         self.take_hidden: Callable[[Sequence[LogitsRow], Tensor], None] | None = None
         self.vocabulary_chunks = self.one_batch = self.is_alone = self.expands = False
         self._logits: Tensor | None = None
@@ -168,7 +171,14 @@ class StepContext:
         with contextlib.nullcontext() if core is None else core.hosts():
             chosen = self.on_logits(rows, logits, start)
         if chosen is not None and self.tokens is not None:
-            self.tokens.keep(np.array([sequence.token_slot for sequence, _ in rows], np.int64), chosen)
+            places = places_of_rows(rows)
+            self.reserve_places(places)
+            self.tokens.keep(upload(places, self.device), chosen)
+
+    def reserve_places(self, places: np.ndarray) -> None:
+        """Have the table of tokens, if there is one, hold some places, int64."""
+        if self.tokens is not None and self.tokens.reserve(places) and self.graphs is not None:
+            self.graphs.forget()  # they read and write the memory before
 
     def logits_buffer(self, x: Tensor, rows: ops.Weight) -> Tensor:
         """Memory for the logits of x, always the same: some that is new to the process costs more than filling it."""
@@ -176,13 +186,15 @@ class StepContext:
         if self._logits is None or self._logits.numel() < size:
             self._logits = None
             self._logits = x.new_empty(size, dtype=torch.float32)
+            if self.graphs is not None:  # those that have the head write to the memory before
+                self.graphs.forget()
         return self._logits[:size].view(len(x), rows.shape[0])
 
     def close(self) -> None:
         """Let go of all memory. Counts stay."""
         self.ropes.clear()
         self.deferred_of.clear()
-        self.on_logits = nobody_takes_logits
+        self.on_logits, self.largest = nobody_takes_logits, None
         self._logits = self.graphs = self.tokens = None
         del self.activations
 

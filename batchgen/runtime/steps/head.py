@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from batchgen.models import layers
+from batchgen.ops import dispatch as ops
 from batchgen.ops.long_steps import note
 from batchgen.runtime.batch_state import RELEASED, BatchState
 from batchgen.runtime.steps.context import StepContext
-from batchgen.schedule.sequence import LogitsRow
+from batchgen.schedule.sequence import NOT_FINITE, LogitsRow
 from batchgen.schedule.step_graph import Step
 
 # Operations of a Step for the logits of one of several parts of its rows on a GPU, at most, and for what is done with
@@ -55,6 +57,27 @@ def head(context: StepContext, step: Step, batch: BatchState) -> None:
                 context.take_logits(wanted[part], batch.logits[part], 0)
     if stop == config.vocab_size:
         batch.hidden = batch.logits = RELEASED
+
+
+def largest_logits(context: StepContext, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Choose the tokens with the largest logits, where all of the output matrix is on the device.
+
+    Args:
+        context: The model and its memory.
+        hidden: Activations after the last layer, [rows, hidden].
+
+    Returns:
+        Tokens, int64 [rows], and the same with NOT_FINITE where the logits are not finite.
+    """
+    config, weights = context.config, context.weights
+    _, rows = weights.vocabulary_chunk(0, None)
+    bias = weights.head_bias(0, config.vocab_size)
+    chosen = []
+    for part in layers.before_logits(config, weights.head, hidden).split(context.options.logit_rows or len(hidden)):
+        logits = layers.logits(config, part, rows, context.logits_buffer(part, rows), bias)
+        chosen.append(ops.argmax_if_finite(logits, NOT_FINITE))
+    tokens, if_finite = map(torch.cat, zip(*chosen, strict=True))
+    return tokens, if_finite
 
 
 def _parts(num_rows: int, count: int) -> Iterator[int]:
