@@ -777,7 +777,8 @@ class Engine:
         generated = stats.generated_tokens
         drafting, result = call.scheduler.drafting, sweep.result or call.handler.end_sweep()
         if isinstance(call.handler, Generation):
-            call.handler.takes_ahead = drafting is not None and drafting.active
+            # Where a device runs the sweeps, masks are made meanwhile, and the host need not wait for them.
+            call.handler.takes_ahead = sweep.wait is None or (drafting is not None and drafting.active)
         finished = call.handler.advance(result, stats)
         call.handler.non_finite.invalidate(call.scheduler)
         for sequence in finished:

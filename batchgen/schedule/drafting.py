@@ -3,7 +3,7 @@
 A sweep lasts as long as its computation or as what it reads, whichever is longer. A draft costs computation alone, so
 it is free while the sweep reads. Beyond that it is worth its seconds where these, spent on drafts, give more tokens
 than a sweep does on average. Acceptance and seconds are measured. Where drafts seem not to be worth it, a sweep now and
-then has some all the same, to see.
+then has some all the same, to see: soon at first, as sweeps of equally many tokens do not tell what one more costs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MARGIN = 1.2  # by which drafts must be worth more than they cost
 _HIGHEST, _LOWEST = 0.95, 0.02  # chance of acceptance that is thought possible, and below which nothing is drafted
 _PRIOR = 4.0  # drafts that what is thought at first counts as
 _WAITS = 1.25  # times its computation that a sweep takes which waits
-_TRIAL_EVERY, _TRIAL_PART = 64, 2  # sweeps; part of a sweep's tokens that is drafted to see what that costs
+_FIRST_TRIAL, _TRIAL_EVERY, _TRIAL_PART = 4, 64, 2  # sweeps; part of a sweep's tokens that is drafted on trial
 _RECENT = 0.8  # weight of earlier sweeps in what choosing drafts costs, and in what they save
 _ENOUGH_JUDGED = 64  # drafts until their rates say anything of those of other jobs
 _JUDGED_AFTER = 12  # sweeps with drafts until that counts
@@ -105,7 +105,7 @@ class Drafting:
         self._cost_s = self._saved_s = 0.0  # of the last sweeps with drafts
         self._fit = SweepFit(reads_grow=reads_grow)
         self._worth = _Worth(self._fit, 0, 0)
-        self._until_trial = _TRIAL_EVERY
+        self._until_trial = self._trial_after = _FIRST_TRIAL
         self._acceptance: dict[tuple[int, int], _Acceptance] = {}
         self._under_way: dict[Sequence, _Drafted] = {}
         self._on_trial = self._last_accepted = self._num_active = 0
@@ -132,8 +132,10 @@ class Drafting:
         self._worth = _Worth(self._fit, num_tokens, num_rows)
         self._pause = max(0, self._pause - 1)
         self.active = self._always is not None or (not self._pause and self._may_be_worth_it())
-        self._until_trial = _TRIAL_EVERY if self.active or not self._until_trial else self._until_trial - 1
+        self._until_trial = self._trial_after if self.active else self._until_trial - 1
         self._on_trial = num_tokens // _TRIAL_PART if not self._until_trial else 0
+        if self._on_trial:
+            self._until_trial = self._trial_after = min(_TRIAL_EVERY, 2 * self._trial_after)
         return self.active or self._on_trial > 0
 
     def _may_be_worth_it(self) -> bool:
@@ -199,8 +201,10 @@ class Drafting:
         """Take the times of a sweep, as `SweepFit.add` does."""
         self._fit.add(num_tokens, num_logits, seconds, busy_s, stalled_s)
         if self.active and self._always is None:
-            # Accepted drafts would have taken sweeps like this one, with all rows in each.
-            self._saved_s += (1 - _RECENT) * (seconds * self._last_accepted / max(1, num_logits) - self._saved_s)
+            # Accepted drafts would have taken sweeps like this one without drafts, with all rows in each.
+            added_s = min(seconds, self._worth.added_s)
+            saved_s = (seconds - added_s) * self._last_accepted / self._worth.num_rows - added_s
+            self._saved_s += (1 - _RECENT) * (saved_s - self._saved_s)
             self._num_active += 1
             if self._num_active >= _JUDGED_AFTER and self._saved_s < self._cost_s:
                 self._pause, self._num_active = _TRIAL_EVERY, 0
@@ -271,6 +275,9 @@ class _Worth:
     """The seconds of a sweep and the tokens expected of it, while drafts are added.
 
     An accepted draft saves a token of a later sweep, so it is worth what a token costs in a sweep without prompts.
+
+    Attributes:
+        num_rows: Sequences in the sweep, at least 1.
     """
 
     def __init__(self, fit: SweepFit, num_tokens: int, num_rows: int) -> None:
@@ -279,7 +286,14 @@ class _Worth:
         self._moved_draft_s = fit.moved_token_s
         self._compute_s = sweep_s + num_tokens * token_s + num_rows * row_s
         self._alone_s = sweep_s + num_rows * self._draft_s
+        self.num_rows = max(1, num_rows)
         self._expected = float(num_rows)
+        self._without_s = max(self._moved_s, self._compute_s)
+
+    @property
+    def added_s(self) -> float:
+        """Seconds by which the drafts that were added make the sweep longer."""
+        return max(self._moved_s, self._compute_s) - self._without_s
 
     @property
     def waits(self) -> bool:

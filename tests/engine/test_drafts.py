@@ -15,6 +15,7 @@ from tiered import CPU, make_parts
 from batchgen.core.draft_rates import MOST_DRAFTS
 from batchgen.core.errors import InputError
 from batchgen.engine.engine import Engine
+from batchgen.engine.generation import Generation
 from batchgen.schedule.drafting import Drafting
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -143,19 +144,25 @@ LITERALS = {"enum": ["The first of two long texts", "Whatever is in the other on
     "kind", [{}, {"temperature": 1.0, "n": 3}, {"stop": ("two",)}, {"max_tokens": 9}, {"logprobs": 1}]
 )
 @pytest.mark.parametrize(("family", "tier"), [("llama", "memory"), ("llama", "mixed"), ("qwen3_5", "streamed")])
-def test_forced_tokens_take_no_sweep_and_change_no_sample(family, tier, kind, tiny_models, stores):
+def test_forced_tokens_take_no_sweep_and_change_no_sample(family, tier, kind, tiny_models, stores, monkeypatch):
     pytest.importorskip("llguidance")
     path, _ = tiny_models(family)
     sampling = {"json_schema": LITERALS, "ignore_eos": False, "max_tokens": 60, **kind}
     requests = requests_of(prompts_of(), sampling)
     policy = policy_of(path, tier, "float32", "continuous", 2)
-    found = {}
-    for drafts in (0, lambda: Drafting(always=4)):
+
+    def found(drafts):
         with Engine.from_parts(make_parts(path, TIERS[tier][0], policy, stores), drafts=drafts) as engine:
-            found[bool(drafts)] = undisturbed(engine, requests), engine.stats
-    (wanted, without), (done, stats) = found[False], found[True]
-    assert_same(done, wanted)
-    assert stats.generated_tokens == without.generated_tokens
-    assert (stats.forced_tokens > 0) == ("logprobs" not in kind)
-    if "logprobs" not in kind or (family, tier) == ("llama", "memory"):
-        assert stats.sweeps < without.sweeps
+            return undisturbed(engine, requests), engine.stats
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Generation, "takes_ahead", property(lambda _: False, lambda *_: None), raising=False)
+        wanted, without = found(0)
+    assert not without.forced_tokens
+    for drafts in (0, lambda: Drafting(always=4)):
+        done, stats = found(drafts)
+        assert_same(done, wanted)
+        assert stats.generated_tokens == without.generated_tokens
+        assert (stats.forced_tokens > 0) == ("logprobs" not in kind)
+        if "logprobs" not in kind or (drafts and (family, tier) == ("llama", "memory")):
+            assert stats.sweeps < without.sweeps
