@@ -112,6 +112,7 @@ class Drafting:
         self.active = always is not None
         self.num_drafted = self.num_accepted = 0
         self._num_judged = self._num_asked = self._num_proposed = self._num_forced = 0
+        self._has_asked = False  # for the last sweep
 
     @property
     def rates(self) -> DraftRates | None:
@@ -129,11 +130,12 @@ class Drafting:
             num_tokens: Tokens of the sweep without drafts.
             num_rows: Sequences in it.
         """
+        self._has_asked = False
         self._worth = _Worth(self._fit, num_tokens, num_rows)
         self._pause = max(0, self._pause - 1)
         self.active = self._always is not None or (not self._pause and self._may_be_worth_it())
         self._until_trial = self._trial_after if self.active else self._until_trial - 1
-        self._on_trial = num_tokens // _TRIAL_PART if not self._until_trial else 0
+        self._on_trial = -(-num_tokens // _TRIAL_PART) if self._until_trial <= 0 else 0
         if self._on_trial:
             self._until_trial = self._trial_after = min(_TRIAL_EVERY, 2 * self._trial_after)
         return self.active or self._on_trial > 0
@@ -156,6 +158,7 @@ class Drafting:
             proposer.begin([sequence for sequence, _ in with_room])
         proposals = {s: best for s, room in with_room if (best := self._best(s, room)) is not None}
         self._num_asked += len(with_room)
+        self._has_asked = True
         self._num_proposed += len(proposals)
         if self._always is not None:
             always = self._always if isinstance(self._always, int) else self._always(len(rooms))
@@ -210,8 +213,9 @@ class Drafting:
                 self._pause, self._num_active = _TRIAL_EVERY, 0
 
     def forced(self, num_tokens: int) -> None:
-        """Count tokens that follow those of a sweep with drafts, as grammars allow no others."""
-        self._num_forced += num_tokens
+        """Count tokens that follow those of the last sweep, as grammars allow no others, if it was to have drafts."""
+        if self._has_asked:
+            self._num_forced += num_tokens
 
     def ended(self, sequences: List[Sequence]) -> None:
         """Note that sequences have ended."""
