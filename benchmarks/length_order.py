@@ -1,14 +1,15 @@
-"""A job that streams its weights, with output lengths of the Azure trace: this checkout against one of before.
+"""A job that streams its weights, with output lengths of the Azure trace: longest first, against prompt order.
 
 A sweep then takes as long with few rows as with many, so what counts is the number of sweeps. There are ten times as
-many rows as in flight. Each run is a process of its own, and the checkouts take turns; the time is that of `batchgen
-run`, whole. The least possible number of sweeps is all tokens over the rows in flight.
+many rows as in flight, and a model of Llama-3.2-3B's shape runs within 3 GiB of memory, with its weights on disk. One
+engine has loaded it, and runs the job in the one order and in the other, in turns. The least possible number of sweeps
+is all tokens over the rows in flight.
 
-    python benchmarks/length_order.py --other ../batchgen-before
+    python benchmarks/length_order.py --work-dir DIR
     python benchmarks/length_order.py --counts    only count sweeps, for several sizes
 
-With `--counts` layers compute nothing: this checkout's engine has rows in the order of their prompts, and then the
-longest first. Where each sweep takes as long as bringing the weights, the seconds of a job are as its sweeps.
+With `--counts` the demo model's layers compute nothing. Where each sweep takes as long as bringing the weights, the
+seconds of a job are as its sweeps.
 """
 
 from __future__ import annotations
@@ -16,26 +17,22 @@ from __future__ import annotations
 import argparse
 import csv
 import heapq
-import json
-import os
 import random
-import subprocess
-import sys
-import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from drafts import counting_model, load
 from peers.workloads import AZURE_SAMPLE
 from recording import result_path, write
 from torch import Tensor
 
 from batchgen.core.request import Request, SamplingParams
+from batchgen.core.units import parse_bytes
 from batchgen.engine.engine import Engine
-
-ROOT = Path(__file__).resolve().parents[1]
-_RUN_LIMIT_S = 3600
+from batchgen.models.files import read_config, resolve_model
 
 
 def lengths_of(path: Path, rows: int, divisor: int) -> list[int]:
@@ -86,68 +83,63 @@ def counted(path: Path, times: int, divisor: int) -> list[dict[str, Any]]:
     return results
 
 
-def run(checkout: Path, folder: Path, lengths: Sequence[int], args: argparse.Namespace) -> dict[str, Any]:
-    """The report of one run of the job."""
-    source, output, report = (folder / name for name in ("in.jsonl", "out.jsonl", "report.json"))
+def timed(lengths: Sequence[int], args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """Seconds and sweeps of the job with rows in the order of their prompts, and with the longest first, in turns."""
+    path = counting_model(args.work_dir / f"counting-{args.layers}", args.layers)
+    vocab = read_config(resolve_model(str(path))).vocab_size
     draw = random.Random(1)
-    rows = [
-        {"prompt": [draw.randrange(100, 40_000) for _ in range(args.prompt_len)], "sampling": {"max_tokens": length}}
-        for length in lengths
+    requests = [
+        Request(
+            [draw.randrange(vocab) for _ in range(args.prompt_tokens)], SamplingParams(max_tokens=n, ignore_eos=True)
+        )
+        for n in lengths
     ]
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    python = checkout / ".venv" / "bin" / "python"
-    command = [str(python) if python.exists() else sys.executable, "-m", "batchgen", "run"]
-    command += ["-m", args.model, "-i", str(source), "-o", str(output), "--overwrite", "--prompt-column", "prompt"]
-    command += ["--sampling-column", "sampling", "--ignore-eos", "--device", args.device]
-    command += ["--max-num-seqs", str(args.max_num_seqs), "--report", str(report), "--progress", "none"]
-    if checkout == ROOT:
-        command += ["--drafts", "0"]  # the order alone is measured
-    environment = os.environ | {"PYTHONPATH": str(checkout)}
-    subprocess.run(command, cwd=checkout, env=environment, check=True, timeout=_RUN_LIMIT_S)
-    values: dict[str, Any] = json.loads(report.read_text())
-    return values
+    found: dict[str, list[dict[str, Any]]] = {"prompt_order": [], "longest_first": []}
+    with Engine.from_parts(load(path, args.max_num_seqs, args.memory, args)) as loaded:
+        for _ in range(args.repeats):
+            for name, runs in found.items():
+                engine = Engine.from_parts(loaded.parts, longest_first=name == "longest_first")
+                started = time.perf_counter()
+                for _ in engine.generate(requests):
+                    pass
+                runs.append({"seconds": time.perf_counter() - started, "sweeps": engine.stats.sweeps})
+                print(name, runs[-1], flush=True)
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--other", type=Path, help="a checkout of before rows were put in the order of their lengths")
     parser.add_argument("--counts", action="store_true", help="only count sweeps")
     parser.add_argument("--trace", type=Path, default=AZURE_SAMPLE, help="with a column GeneratedTokens")
-    parser.add_argument("--divisor", type=int, default=4, help="of the trace's lengths")
-    parser.add_argument("--prompt-len", type=int, default=16)
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--device", default="emulated:gpu-memory=600MiB,h2d=512MiB/s")
+    parser.add_argument("--divisor", type=int, help="of the trace's lengths [default: 32; with --counts 4]")
+    parser.add_argument("--work-dir", type=Path, help="the model, twice its size")
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--memory", type=parse_bytes, default=parse_bytes("3GiB"))
+    parser.add_argument("--prompt-tokens", type=int, default=16)
     parser.add_argument("--max-num-seqs", type=int, default=128)
     parser.add_argument("--times", type=int, default=10, help="as many rows as in flight")
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--output", type=Path, help="[default: benchmarks/results/length_order-CPU.json]")
     args = parser.parse_args()
     if args.counts:
-        results = counted(args.trace, args.times, args.divisor)
+        results = counted(args.trace, args.times, args.divisor or 4)
         write(args.output or result_path("length_order_sweeps"), {"arguments": vars(args), "sizes": results})
         return
+    if args.work_dir is None:
+        parser.error("--work-dir is needed without --counts")
     seqs = args.max_num_seqs
-    lengths = lengths_of(args.trace, seqs * args.times, args.divisor)
-    checkouts = {"here": ROOT} | ({"other": args.other.resolve()} if args.other else {})
-    reports: dict[str, list[dict[str, Any]]] = {name: [] for name in checkouts}
-    with tempfile.TemporaryDirectory() as folder:
-        for _ in range(args.repeats):
-            for name, checkout in checkouts.items():
-                report = run(checkout, Path(folder), lengths, args)
-                kept = {key: report[key] for key in ("wall_s", "sweeps", "estimated_wall_s") if key in report}
-                reports[name].append(kept)
-                print(name, kept, flush=True)
-    result: dict[str, Any] = {
+    lengths = lengths_of(args.trace, seqs * args.times, args.divisor or 32)
+    args.output_tokens = max(lengths)
+    runs = timed(lengths, args)
+    best = {name: min(run["seconds"] for run in of_order) for name, of_order in runs.items()}
+    result = {
         "arguments": vars(args),
         "rows": len(lengths),
         "least_sweeps": max(max(lengths), -(-sum(lengths) // seqs)),
-        "simulated_times": sweeps(lengths, args.max_num_seqs)
-        / sweeps(sorted(lengths, reverse=True), args.max_num_seqs),
-        "runs": reports,
+        "input_order_sweeps": sweeps(lengths, seqs),
+        "runs": runs,
+        "gain": best["prompt_order"] / best["longest_first"],
     }
-    if args.other:
-        best = {name: min(report["wall_s"] for report in of_checkout) for name, of_checkout in reports.items()}
-        result["faster_than_other"] = best["other"] / best["here"]
     write(args.output or result_path("length_order", by_cpu=True), result)
 
 

@@ -206,12 +206,15 @@ class _Call:
 
     def learn_lengths(self, ended: list[Sequence]) -> None:
         """Count the outputs of sequences that have ended; now and then, put the waiting requests in order anew."""
+        generated = [sequence for sequence in ended if not sequence.targets]  # those of scored prompts generate nothing
+        if self.adaptation:
+            for sequence in generated:
+                self.adaptation.finished(sequence.num_generated, len(sequence.tokens))
         if self.lengths is None:
             return
         before = self.lengths.num_ended.bit_length()
-        for sequence in ended:
-            if not sequence.targets:  # those of prompts that are scored generate nothing
-                self.lengths.ended(sequence.num_prompt, sequence.num_generated)
+        for sequence in generated:
+            self.lengths.ended(sequence.num_prompt, sequence.num_generated)
         if self.lengths.num_ended.bit_length() > before and isinstance(self.source, LongestFirst):
             self.source.learn()
 
@@ -657,6 +660,7 @@ class Engine:
         if isinstance(call.handler, Generation):
             before = self.stats.forced_tokens
             finished = call.handler.take_forced(self.stats)
+            call.learn_lengths(finished)
             if call.scheduler.drafting:
                 call.scheduler.drafting.forced(self.stats.forced_tokens - before)
             yield from self._end(call, finished)
@@ -780,7 +784,10 @@ class Engine:
         generated = stats.generated_tokens
         drafting, result = call.scheduler.drafting, sweep.result or call.handler.end_sweep()
         if isinstance(call.handler, Generation):
-            call.handler.takes_ahead = drafting is not None and drafting.active
+            # Where a device runs the sweeps, masks are made meanwhile, and the host need not wait for them. Tokens that
+            # go through the layers together attend to all before them, whatever the budget of attention.
+            is_waited_for = sweep.wait is None or (drafting is not None and drafting.active)
+            call.handler.takes_ahead = is_waited_for and self.policy.takes_drafts
         finished = call.handler.advance(result, stats)
         call.handler.non_finite.invalidate(call.scheduler)
         for sequence in finished:
@@ -791,7 +798,7 @@ class Engine:
         if call.adaptation or drafting:
             measured = self._measured(sweep, stats.generated_tokens - generated)
             if call.adaptation:
-                _adapt(call.adaptation, measured, finished)
+                call.adaptation.after_sweep(measured)
             if drafting:
                 drafting.taken()
                 drafting.ran(sweep.num_tokens, sweep.num_logits, measured.seconds, measured.busy_s, measured.stalled_s)
@@ -811,11 +818,3 @@ class Engine:
     def _lanes_s(self) -> tuple[dict[str, float], dict[str, float]]:
         """Seconds that each lane was busy so far, and seconds that compute waited for each lane so far."""
         return self.parts.executor.busy_s, self.parts.executor.stalled_s
-
-
-def _adapt(adaptation: Adaptation, measured: Measured, finished: list[Sequence]) -> None:
-    """Adapt to a sweep that has run, and to the sequences that have ended with it."""
-    for sequence in finished:
-        if not sequence.targets:  # those of prompts that are scored generate nothing
-            adaptation.finished(sequence.num_generated, len(sequence.tokens))
-    adaptation.after_sweep(measured)

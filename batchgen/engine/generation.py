@@ -531,7 +531,7 @@ class Generation:
                 stats.cached_prompt_tokens += sequence.num_cached
             if sequence.sampling.logprobs is not None:
                 sequence.logprobs.append(token)
-            finish = self._finish_of(sequence, token.token_id, known)
+            finish = self._failure_of(sequence) or self._finish_of(sequence, token.token_id, known)
             if finish is not None:
                 del sequence.tokens[sequence.num_prompt + known :]  # those of sweeps in flight
                 sequence.drafts = []
@@ -546,7 +546,7 @@ class Generation:
             self._ahead = [s for s in going if self.takes_ahead and s.sampling.logprobs is None]
             grammars.advance(
                 {cast("Constraint", s.constraint): constrained[s] for s in going},
-                [cast("Constraint", s.constraint) for s in self._ahead],
+                {cast("Constraint", s.constraint): s.sampling.max_tokens - s.num_generated for s in self._ahead},
             )
         if grammars:
             stats.busy_s |= {"masks": grammars.busy_s, "mask_wait": grammars.waited_s}
@@ -591,6 +591,15 @@ class Generation:
         )
         flight.logprobs[number] = (*flight.logprobs[number], *positions)
 
+    def _failure_of(self, sequence: Sequence) -> _Finish | None:
+        """The end of a sequence whose grammar had no token to sample; None: it had one.
+
+        Tokens that the grammar has taken before count: a stop string in them, or the last token allowed, ends the
+        sequence well.
+        """
+        error = sequence.constraint.error if sequence.constraint is not None else None
+        return _Finish("error", error=error) if error is not None else None
+
     def _finish_of(self, sequence: Sequence, token: int, num_generated: int) -> _Finish | None:
         """The end of a sequence at a generated token; None: the sequence goes on.
 
@@ -602,8 +611,6 @@ class Generation:
         sampling, constraint = sequence.sampling, sequence.constraint
         if token == NOT_FINITE:
             return _Finish("error", error=self._parts.not_finite)
-        if constraint is not None and constraint.error is not None:
-            return _Finish("error", error=constraint.error)
         # A grammar ends with the end of text: nothing can follow it.
         if token in self._parts.eos_token_ids and (constraint is not None or not sampling.ignore_eos):
             return _Finish("stop", ends_with_stop_token=True)

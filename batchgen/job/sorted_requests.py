@@ -277,7 +277,10 @@ def text_of(request: _Request) -> bytes:
     if len(prompt) and isinstance(prompt[0], dict):
         # Templates write tools, and then messages in their order.
         return json.dumps([request.chat.identity(), list(prompt)], default=str).encode()
-    return np.asarray(prompt, dtype=">u4").tobytes()
+    try:
+        return np.asarray(prompt, dtype=">u4").tobytes()
+    except OverflowError:  # no model has such tokens, so the request fails when its turn comes
+        return b""
 
 
 def _chunked(requests: Iterable[_Keyed]) -> Iterator[list[_Keyed]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
@@ -211,14 +211,15 @@ class Grammars:
         """Compile the grammar of sampling parameters in the thread (`compile`)."""
         return self._thread.submit(self.compile, sampling)
 
-    def advance(self, steps: Mapping[Constraint, Sequence[int]], ahead: Collection[Constraint] = ()) -> None:
+    def advance(self, steps: Mapping[Constraint, Sequence[int]], ahead: Mapping[Constraint, int] | None = None) -> None:
         """Advance constraints by the tokens of each, and have the thread make their next masks.
 
         Args:
             steps: Tokens of each constraint.
-            ahead: Constraints that go on while a single token is allowed; `Constraint.take_ahead` must be called.
+            ahead: Constraints that go on while a single token is allowed, each with the most such tokens;
+                `Constraint.take_ahead` must be called.
         """
-        wait = partial(self._wait_for, self._thread.submit(self._advance, steps, ahead))
+        wait = partial(self._wait_for, self._thread.submit(self._advance, steps, ahead or {}))
         for constraint in steps:
             constraint._wait, constraint._masks_of_drafts = wait, None
 
@@ -281,7 +282,7 @@ class Grammars:
         masks: np.ndarray = made.result()[constraint]
         return masks
 
-    def _advance(self, steps: Mapping[Constraint, Sequence[int]], ahead: Collection[Constraint]) -> None:
+    def _advance(self, steps: Mapping[Constraint, Sequence[int]], ahead: Mapping[Constraint, int]) -> None:
         began = time.perf_counter()
         moved = dict.fromkeys(steps, True)
         for i in range(max(map(len, steps.values()))):
@@ -289,28 +290,34 @@ class Grammars:
             taken = self._pool.consume_token_par([(constraint.matcher, steps[constraint][i]) for constraint in going])
             moved |= zip(going, taken, strict=True)
         self._set_masks(list(steps), list(moved.values()))
-        going = list(ahead)
-        while going := self._take_single_tokens(going):
-            pass
+        ahead = {constraint: most for constraint, most in ahead.items() if most > 0}
+        while ahead:
+            ahead = self._take_single_tokens(ahead)
         self.busy_s += time.perf_counter() - began
 
-    def _take_single_tokens(self, constraints: Sequence[Constraint]) -> list[Constraint]:
-        """Advance constraints that allow a single token by it; returns those that may allow a single one again."""
-        if not constraints:
-            return []
+    def _take_single_tokens(self, most: Mapping[Constraint, int]) -> dict[Constraint, int]:
+        """Advance constraints that allow a single token by it.
+
+        Args:
+            most: The most tokens that each constraint goes on by, at least 1.
+
+        Returns:
+            The constraints that may allow a single token again, with the most tokens that are left to each.
+        """
+        constraints = list(most)
         masks = np.stack([constraint._mask for constraint in constraints]) & self._known
         of_one_word = np.flatnonzero((masks != 0).sum(axis=1) == 1)
-        going: list[tuple[Constraint, int]] = []
+        going: dict[Constraint, int] = {}
         for i in of_one_word.tolist():
             bits = np.flatnonzero(np.unpackbits(masks[i].view(np.uint8), bitorder="little"))
             if len(bits) == 1 and constraints[i].error is None:
                 constraints[i]._taken_ahead.append(int(bits[0]))
                 if int(bits[0]) not in self._eos_token_ids:
-                    going.append((constraints[i], int(bits[0])))
+                    going[constraints[i]] = int(bits[0])
         if going:
-            moved = self._pool.consume_token_par([(constraint.matcher, token) for constraint, token in going])
-            self._set_masks([constraint for constraint, _ in going], moved)
-        return [constraint for constraint, _ in going]
+            moved = self._pool.consume_token_par([(constraint.matcher, token) for constraint, token in going.items()])
+            self._set_masks(list(going), moved)
+        return {constraint: most[constraint] - 1 for constraint in going if most[constraint] > 1}
 
     def _masks_after_drafts(self, drafts: Mapping[Constraint, Sequence[int]]) -> dict[Constraint, np.ndarray]:
         """Masks of the tokens that may come after each of the drafts, [drafts, words]: all, where none may."""

@@ -3,7 +3,7 @@
 A sweep lasts as long as its computation or as what it reads, whichever is longer. A draft costs computation alone, so
 it is free while the sweep reads. Beyond that it is worth its seconds where these, spent on drafts, give more tokens
 than a sweep does on average. Acceptance and seconds are measured. Where drafts seem not to be worth it, a sweep now and
-then has some all the same, to see.
+then has some all the same, to see: soon at first, as sweeps of equally many tokens do not tell what one more costs.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ _MARGIN = 1.2  # by which drafts must be worth more than they cost
 _HIGHEST, _LOWEST = 0.95, 0.02  # chance of acceptance that is thought possible, and below which nothing is drafted
 _PRIOR = 4.0  # drafts that what is thought at first counts as
 _WAITS = 1.25  # times its computation that a sweep takes which waits
-_TRIAL_EVERY, _TRIAL_PART = 64, 2  # sweeps; part of a sweep's tokens that is drafted to see what that costs
+_FIRST_TRIAL, _TRIAL_EVERY, _TRIAL_PART = 4, 64, 2  # sweeps; part of a sweep's sequences that have a draft on trial
 _RECENT = 0.8  # weight of earlier sweeps in what choosing drafts costs, and in what they save
 _ENOUGH_JUDGED = 64  # drafts until their rates say anything of those of other jobs
 _JUDGED_AFTER = 12  # sweeps with drafts until that counts
+_COMPARED, _ALIKE = 3, 0.1  # sweeps with drafts until they count; part by which the sequences of two sweeps may differ
 _KEPT = 0.998  # of what was measured of acceptance, after each sweep: texts change
 
 
@@ -105,13 +106,15 @@ class Drafting:
         self._cost_s = self._saved_s = 0.0  # of the last sweeps with drafts
         self._fit = SweepFit(reads_grow=reads_grow)
         self._worth = _Worth(self._fit, 0, 0)
-        self._until_trial = _TRIAL_EVERY
+        self._pace = _Pace()
+        self._until_trial = self._trial_after = _FIRST_TRIAL
         self._acceptance: dict[tuple[int, int], _Acceptance] = {}
         self._under_way: dict[Sequence, _Drafted] = {}
         self._on_trial = self._last_accepted = self._num_active = 0
         self.active = always is not None
         self.num_drafted = self.num_accepted = 0
         self._num_judged = self._num_asked = self._num_proposed = self._num_forced = 0
+        self._has_asked = False  # for the last sweep
 
     @property
     def rates(self) -> DraftRates | None:
@@ -129,11 +132,14 @@ class Drafting:
             num_tokens: Tokens of the sweep without drafts.
             num_rows: Sequences in it.
         """
+        self._has_asked = False
         self._worth = _Worth(self._fit, num_tokens, num_rows)
         self._pause = max(0, self._pause - 1)
         self.active = self._always is not None or (not self._pause and self._may_be_worth_it())
-        self._until_trial = _TRIAL_EVERY if self.active or not self._until_trial else self._until_trial - 1
-        self._on_trial = num_tokens // _TRIAL_PART if not self._until_trial else 0
+        self._until_trial = self._trial_after if self.active else self._until_trial - 1
+        self._on_trial = -(-num_rows // _TRIAL_PART) if self._until_trial <= 0 else 0
+        if self._on_trial:
+            self._until_trial = self._trial_after = min(_TRIAL_EVERY, 2 * self._trial_after)
         return self.active or self._on_trial > 0
 
     def _may_be_worth_it(self) -> bool:
@@ -154,6 +160,7 @@ class Drafting:
             proposer.begin([sequence for sequence, _ in with_room])
         proposals = {s: best for s, room in with_room if (best := self._best(s, room)) is not None}
         self._num_asked += len(with_room)
+        self._has_asked = True
         self._num_proposed += len(proposals)
         if self._always is not None:
             always = self._always if isinstance(self._always, int) else self._always(len(rooms))
@@ -198,16 +205,25 @@ class Drafting:
     ) -> None:
         """Take the times of a sweep, as `SweepFit.add` does."""
         self._fit.add(num_tokens, num_logits, seconds, busy_s, stalled_s)
+        if self._always is None and not self._worth.has_prompts:
+            rows = self._worth.num_rows
+            if not self._has_asked:
+                self._pace.without(rows, seconds)
+            elif self._pace.is_slower(rows, rows + self._last_accepted, seconds):
+                self._pause, self._num_active = _TRIAL_EVERY, 0
         if self.active and self._always is None:
-            # Accepted drafts would have taken sweeps like this one, with all rows in each.
-            self._saved_s += (1 - _RECENT) * (seconds * self._last_accepted / max(1, num_logits) - self._saved_s)
+            # Accepted drafts would have taken sweeps like this one without drafts, with all rows in each.
+            added_s = min(seconds, self._worth.added_s)
+            saved_s = (seconds - added_s) * self._last_accepted / self._worth.num_rows - added_s
+            self._saved_s += (1 - _RECENT) * (saved_s - self._saved_s)
             self._num_active += 1
             if self._num_active >= _JUDGED_AFTER and self._saved_s < self._cost_s:
                 self._pause, self._num_active = _TRIAL_EVERY, 0
 
     def forced(self, num_tokens: int) -> None:
-        """Count tokens that follow those of a sweep with drafts, as grammars allow no others."""
-        self._num_forced += num_tokens
+        """Count tokens that follow those of the last sweep, as grammars allow no others, if it was to have drafts."""
+        if self._has_asked:
+            self._num_forced += num_tokens
 
     def ended(self, sequences: List[Sequence]) -> None:
         """Note that sequences have ended."""
@@ -267,10 +283,49 @@ class Drafting:
         return counts
 
 
+class _Pace:
+    """Tokens in a second of sweeps with drafts, against sweeps of about as many sequences shortly before them.
+
+    What a draft costs is estimated from sweeps of other sizes, and this notices where the estimate is wrong.
+    """
+
+    def __init__(self) -> None:
+        self._num_rows, self._per_s, self._age = 0, 0.0, 0  # of sweeps without drafts
+        self._faster, self._num_compared = 0.0, 0
+
+    def without(self, num_rows: int, seconds: float) -> None:
+        """Take a sweep in which no drafts were asked for."""
+        rate = num_rows / max(seconds, 1e-9)
+        self._per_s = _RECENT * self._per_s + (1 - _RECENT) * rate if self._is_like(num_rows) else rate
+        self._num_rows, self._age = num_rows, 0
+
+    def is_slower(self, num_rows: int, num_tokens: int, seconds: float) -> bool:
+        """Take a sweep for which drafts were asked; returns whether the last of them were slower than those without."""
+        self._age += 1
+        if not self._is_like(num_rows):
+            self._num_compared = 0
+            return False
+        faster = num_tokens / max(seconds, 1e-9) / self._per_s
+        self._faster = _RECENT * self._faster + (1 - _RECENT) * faster if self._num_compared else faster
+        self._num_compared += 1
+        slower = self._num_compared >= _COMPARED and self._faster < 1
+        if slower:
+            self._num_compared = 0
+        return slower
+
+    def _is_like(self, num_rows: int) -> bool:
+        """Tell whether a sweep of so many sequences can be compared with those before it."""
+        return self._age < _TRIAL_EVERY and abs(num_rows - self._num_rows) <= _ALIKE * num_rows
+
+
 class _Worth:
     """The seconds of a sweep and the tokens expected of it, while drafts are added.
 
     An accepted draft saves a token of a later sweep, so it is worth what a token costs in a sweep without prompts.
+
+    Attributes:
+        num_rows: Sequences in the sweep, at least 1.
+        has_prompts: Whether the sweep has prompts.
     """
 
     def __init__(self, fit: SweepFit, num_tokens: int, num_rows: int) -> None:
@@ -279,7 +334,15 @@ class _Worth:
         self._moved_draft_s = fit.moved_token_s
         self._compute_s = sweep_s + num_tokens * token_s + num_rows * row_s
         self._alone_s = sweep_s + num_rows * self._draft_s
+        self.num_rows = max(1, num_rows)
+        self.has_prompts = num_tokens >= 2 * self.num_rows  # a decode with a forced token has two
         self._expected = float(num_rows)
+        self._without_s = max(self._moved_s, self._compute_s)
+
+    @property
+    def added_s(self) -> float:
+        """Seconds by which the drafts that were added make the sweep longer."""
+        return max(self._moved_s, self._compute_s) - self._without_s
 
     @property
     def waits(self) -> bool:

@@ -8,13 +8,18 @@ from rank_threads import make_parts_on_ranks
 from stages import make_pipeline
 from test_partials import SAMPLING, assert_same, prompts_of, requests_of, undisturbed
 from test_pipeline import stages_of
-from test_token_identity import TIERS, policy_of
+from test_token_identity import SEQUENCES, TIERS, policy_of
 from thorough import rotating
-from tiered import CPU, make_parts
+from tiered import CPU, make_parts, make_policy
+from tiny_models import make_tiny_model
 
 from batchgen.core.draft_rates import MOST_DRAFTS
 from batchgen.core.errors import InputError
+from batchgen.core.request import Request, SamplingParams
 from batchgen.engine.engine import Engine
+from batchgen.engine.generation import Generation
+from batchgen.engine.longest_first import ExpectedLengths
+from batchgen.runtime.grammar import Constraint
 from batchgen.schedule.drafting import Drafting
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -143,19 +148,80 @@ LITERALS = {"enum": ["The first of two long texts", "Whatever is in the other on
     "kind", [{}, {"temperature": 1.0, "n": 3}, {"stop": ("two",)}, {"max_tokens": 9}, {"logprobs": 1}]
 )
 @pytest.mark.parametrize(("family", "tier"), [("llama", "memory"), ("llama", "mixed"), ("qwen3_5", "streamed")])
-def test_forced_tokens_take_no_sweep_and_change_no_sample(family, tier, kind, tiny_models, stores):
+def test_forced_tokens_take_no_sweep_and_change_no_sample(family, tier, kind, tiny_models, stores, monkeypatch):
     pytest.importorskip("llguidance")
     path, _ = tiny_models(family)
     sampling = {"json_schema": LITERALS, "ignore_eos": False, "max_tokens": 60, **kind}
     requests = requests_of(prompts_of(), sampling)
     policy = policy_of(path, tier, "float32", "continuous", 2)
-    found = {}
-    for drafts in (0, lambda: Drafting(always=4)):
+
+    def found(drafts):
         with Engine.from_parts(make_parts(path, TIERS[tier][0], policy, stores), drafts=drafts) as engine:
-            found[bool(drafts)] = undisturbed(engine, requests), engine.stats
-    (wanted, without), (done, stats) = found[False], found[True]
-    assert_same(done, wanted)
-    assert stats.generated_tokens == without.generated_tokens
-    assert (stats.forced_tokens > 0) == ("logprobs" not in kind)
-    if "logprobs" not in kind or (family, tier) == ("llama", "memory"):
-        assert stats.sweeps < without.sweeps
+            return undisturbed(engine, requests), engine.stats
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Generation, "takes_ahead", property(lambda _: False, lambda *_: None), raising=False)
+        wanted, without = found(0)
+    assert not without.forced_tokens
+    for drafts in (0, lambda: Drafting(always=4)):
+        done, stats = found(drafts)
+        assert_same(done, wanted)
+        assert stats.generated_tokens == without.generated_tokens
+        assert (stats.forced_tokens > 0) == ("logprobs" not in kind)
+        if "logprobs" not in kind or (drafts and (family, tier) == ("llama", "memory")):
+            assert stats.sweeps < without.sweeps
+
+
+def test_forced_tokens_are_taken_no_further_than_a_sample_may_be_long(path, stores, monkeypatch):
+    """However long the text that a grammar forces: without a bound, masks of all of it hold every other row up."""
+    pytest.importorskip("llguidance")
+    taken = []
+    ahead = Constraint.take_ahead
+    monkeypatch.setattr(Constraint, "take_ahead", lambda self: taken.append(ahead(self)) or taken[-1])
+    parts = make_parts(path, CPU, policy_of(path, "memory", "float32", "continuous", 1), stores)
+    with Engine.from_parts(parts, drafts=0) as engine:
+        for length in (1, 2, 7):
+            sampling = {"choice": ("\u4e2d" * 300,), "max_tokens": length}
+            done = undisturbed(engine, requests_of([[5, 6, 7]], sampling))
+            assert [len(sample.token_ids) for sample in done[0]] == [length]
+    assert list(map(len, taken)) == [1, 6]
+
+
+@pytest.mark.parametrize("end", [{"stop": ("b",)}, {"max_tokens": 2}, {"stop_token_ids": "b"}])
+def test_a_sample_that_ends_in_forced_text_ends_well_though_no_token_follows(end, tmp_path, stores):
+    """A grammar whose text goes on with a byte that the model has no token for."""
+    pytest.importorskip("llguidance")
+    make_tiny_model("llama", tmp_path, vocab_size=98)
+    parts = make_parts(tmp_path, CPU, policy_of(tmp_path, "memory", "float32", "continuous", 1), stores)
+    with Engine.from_parts(parts, drafts=0) as engine:
+        if "stop_token_ids" in end:
+            end = {"stop_token_ids": (parts.tokenizer.token_id("b"),)}
+        sampling = SamplingParams(choice=("ab\u4e2d",), **{"max_tokens": 9, **end})
+        (done,) = engine.generate([Request([5, 6, 7], sampling)])
+        (failed,) = engine.generate([Request([5, 6, 7], SamplingParams(choice=("ab\u4e2d",), max_tokens=9))])
+    assert done.error is None
+    assert len(done.samples[0].token_ids) == 2
+    assert "as its grammar wants" in failed.error
+
+
+def test_rows_that_end_with_forced_tokens_count_for_the_lengths_of_others(path, stores, monkeypatch):
+    pytest.importorskip("llguidance")
+    ended = []
+    monkeypatch.setattr(ExpectedLengths, "ended", lambda self, prompt_len, generated: ended.append(generated))
+    parts = make_parts(path, CPU, policy_of(path, "memory", "float32", "continuous", 1), stores)
+    with Engine.from_parts(parts, drafts=0, longest_first=True) as engine:
+        done = undisturbed(engine, requests_of(prompts_of(), {"choice": ("\u4e2d\u6587",), "ignore_eos": False}))
+    assert sorted(ended) == sorted(len(sample.token_ids) for samples in done.values() for sample in samples)
+
+
+def test_with_an_attention_budget_each_forced_token_attends_by_itself(path, stores, monkeypatch):
+    """Tokens that go through the layers together attend to all pages, as those of a prompt do."""
+    pytest.importorskip("llguidance")
+    policy = make_policy(path, CPU, kv_seqs={"cpu": SEQUENCES}, attention_budget="4", kv_block_size=4)
+    requests = requests_of(prompts_of(), {"regex": "(\u4e2d\u6587){3}[a-z]{20}", "ignore_eos": False})
+    with monkeypatch.context() as patch:
+        patch.setattr(Generation, "takes_ahead", property(lambda _: False, lambda *_: None), raising=False)
+        with Engine.from_parts(make_parts(path, CPU, policy, stores), drafts=0) as engine:
+            wanted = undisturbed(engine, requests)
+    with Engine.from_parts(make_parts(path, CPU, policy, stores), drafts=0) as engine:
+        assert_same(undisturbed(engine, requests), wanted)

@@ -66,6 +66,9 @@ def test_every_kind_of_request_is_sorted_and_stays_as_it_was(tmp_path):
         ScoreRequest("context", ("one", (2, 3)), row=5),
         ScoreRequest("", ("the whole",), row=6),
         ScoreRequest("", (), error="no context", row=7),
+        Request([5, -1], row=8),  # it fails by itself, when its turn comes
+        Request([1 << 40], row=9),
+        ScoreRequest([1 << 64], ((2, 3),), row=10),
     ]
     ordered = SortedRequests(iter(given), tmp_path / "sorted")
     assert sorted(ordered.read(), key=lambda request: request.row) == given

@@ -127,6 +127,22 @@ def test_rates_of_drafts_are_those_that_were_judged():
     assert drafting.rates == DraftRates(proposed=1.0, accepted=pytest.approx(2 / 3), forced=0.5)
 
 
+def test_the_rate_of_forced_tokens_is_that_of_sweeps_with_drafts_however_few_have_some():
+    drafting = Drafting([Right()])
+    sequences = [sequence_of([1, 2, 3], [4]) for _ in range(20)]
+    num_asked = 0
+    for _ in range(200):
+        if drafting.begin(20, 20):
+            num_asked += 1
+            for sequence in drafting.choose(dict.fromkeys(sequences, 16), 2048):
+                sequence.tokens += [8]
+        drafting.taken()
+        drafting.forced(10)
+    assert 0 < num_asked < 20
+    assert drafting.rates is not None
+    assert drafting.rates.forced == 0.5
+
+
 class Right:
     """Drafts of which as many are accepted as the test says."""
 
@@ -193,11 +209,34 @@ def test_nothing_is_lost_where_computation_binds(accepted):
     assert rate >= 0.98 * without
 
 
-def test_drafts_are_made_where_products_of_few_tokens_take_the_time_of_their_weights():
-    """In memory, with few rows: it takes trials to see that more tokens cost nothing."""
+@pytest.mark.parametrize("rows", [4, 1])
+def test_drafts_are_made_where_products_of_few_tokens_take_the_time_of_their_weights(rows):
+    """In memory, with few rows: it takes trials to see that more tokens cost nothing, and they come soon."""
     seconds = line(sweep_s=0.1, token_s=0.001)
-    count, _ = drafts_of(seconds, rows=4, accepted=0.9, sweeps=600)
-    assert count > 4
+    count, _ = drafts_of(seconds, rows=rows, accepted=0.9, sweeps=40)
+    assert count > rows
+
+
+def test_drafts_that_are_thought_to_be_free_and_are_slower_than_sweeps_before_stop_after_a_few():
+    class Wrong(SweepFit):
+        """A fit that never learns that more tokens take longer."""
+
+        def add(self, *args):
+            self.is_known, self.compute_s = True, (1.0, 0.0, 0.0)
+
+    drafting, sequences = Drafting([Right()]), [sequence_of([1, 2, 3], [4]) for _ in range(32)]
+    drafting._fit = Wrong()
+    drafted = []
+    for _ in range(60):
+        asked = drafting.begin(32, 32)
+        chosen = drafting.choose(dict.fromkeys(sequences, 16), 2048) if asked else {}
+        count = sum(map(len, chosen.values()))
+        drafted.append(count > 0)
+        for sequence in sequences:
+            sequence.tokens += [7, 8] if sequence in chosen else [7]  # the first draft is right
+        drafting.taken()
+        drafting.ran(32 + count, 32 + count, 1.0 + 0.1 * count, {"compute": 1.0}, {})
+    assert 3 <= sum(drafted) <= 10
 
 
 def test_drafts_that_are_always_refused_become_few():
