@@ -302,6 +302,14 @@ def row_order_shares(d: dict) -> str:
     return "; ".join(map(of_table, d["tables"]))
 
 
+def length_order(d: dict) -> str:
+    (before,), (after,) = d["runs"]["prompt_order"], d["runs"]["longest_first"]
+    return (
+        f"{after['seconds']:.0f} s; {d['gain']:.2f} times as fast; {after['sweeps']} sweeps against"
+        f" {before['sweeps']}, at least {d['least_sweeps']}"
+    )
+
+
 def length_order_sweeps(d: dict) -> str:
     found = [f"{of['times_fewer_sweeps']:.2f} with {of['seqs']}" for of in d["sizes"]]
     above = max(of["longest_first"] / of["least"] - 1 for of in d["sizes"])
@@ -530,8 +538,8 @@ TABLES: dict[str, list[Row]] = {
         ),
         *(
             Row(
-                "a shuffled table of 150 products with 6 reviews each, demo in bf16 within 1,400 MiB, 16 rows in flight,"
-                " against rows in input order and vLLM with prefix caching; one round",
+                "a shuffled table of 150 products with 6 reviews each, demo in bf16 within 1,400 MiB, 16 rows in"
+                " flight, against rows in input order and vLLM with prefix caching; one round",
                 f"row_order-{cpu}",
                 "row_order.py --tables reviews --memory 1400MiB --repeats 1 --other CHECKOUT --vllm ENVIRONMENT",
                 row_order,
@@ -578,8 +586,8 @@ TABLES: dict[str, list[Row]] = {
             for name in read(path.stem)["models"]
         ),
         Row(
-            "[drafts](tiers.md#drafts) against none: a 3B shape within 3 GiB, 32 rows whose answers are spans of prompts;"
-            " one round",
+            "[drafts](tiers.md#drafts) against none: a 3B shape within 3 GiB, 32 rows whose answers are spans of"
+            " prompts; one round",
             f"drafts-{E}",
             "drafts.py --work-dir DIR --cases extraction --rounds 1",
             drafted("extraction"),
@@ -595,6 +603,13 @@ TABLES: dict[str, list[Row]] = {
             f"drafts-{E}",
             "drafts.py --work-dir DIR --cases 'many rows' --prompt-tokens 100 --output-tokens 48",
             drafted("many rows"),
+        ),
+        Row(
+            "a 3B shape within 3 GiB, 1,280 rows with output lengths of the Azure trace over 32, 128 in flight: longest"
+            " first, against the order of the prompts; one round",
+            f"length_order-{E}",
+            "length_order.py --work-dir DIR",
+            length_order,
         ),
         Row(
             "sweeps of jobs with output lengths of the Azure trace, rows ten times what is in flight: longest first,"
