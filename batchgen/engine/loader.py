@@ -83,10 +83,8 @@ ADMISSIONS = ("continuous", "static")
 _MARGIN_FRAC = 0.1  # part of the free memory that is left for everything else on the machine
 _DEQUANTIZED_FRAC = 0.5  # part of the memory that dequantized weights may take, so that KV has capacity
 # Bytes of KV pools whose pages are touched before they are used: rows may share most of their KV, so that the rest may
-# never be. Loading keeps two or three cores busy: with fewer cores than these the pages are touched after it. As that
-# takes time from the model, only those are that come next, beyond those in use.
+# never be. Loading keeps two or three cores busy: with fewer cores than these the pages are touched after it.
 _PREFAULT_BYTES, _PREFAULT_CORES = 1 << 30, 4
-_PREFAULT_BEYOND_BYTES = 128 << 20
 # Resident bytes of interpreter, torch, transformers and pyarrow without any model, where they cannot be measured; and
 # bytes that threads, compiled kernels and buffers take later.
 TYPICAL_PROCESS_BYTES, _PROCESS_GROWTH_BYTES = 450 << 20, 64 << 20
@@ -539,7 +537,7 @@ def load_executor(
         weights = _load_weights(request, tiers)
         undo.callback(weights.close)
         if not request.device.accelerated and not beside_loading:
-            kv_cache.prefault(_PREFAULT_BEYOND_BYTES, beyond_use=True)
+            kv_cache.prefault(_PREFAULT_BYTES)
         executor = _make_executor(request, memory, tiers, weights, kv_cache, states, adjacent_ranks)
         undo.pop_all()
     with contextlib.ExitStack() as undo:

@@ -164,7 +164,6 @@ class Executor:
         """
         context = self.context
         context.vocabulary_chunks, context.largest = vocabulary_chunks, largest
-        self.kv_cache.use(batches)
         with kernels_alone(), self._computing():
             wait = self._run(batches, on_logits, DeferredBatches() if deferred_batches is None else deferred_batches)
         if wait is not None and context.tokens is None:

@@ -347,7 +347,7 @@ def test_pages_of_kv_are_provided_beside_loading_where_cores_are_idle(tiny_model
     began = []
     prefault, load_weights = KVCache.prefault, loader._load_weights
     monkeypatch.setattr(loader, "available_cores", lambda: cores)
-    monkeypatch.setattr(KVCache, "prefault", lambda *args, **kinds: began.append("pages") or prefault(*args, **kinds))
+    monkeypatch.setattr(KVCache, "prefault", lambda *args: began.append("pages") or prefault(*args))
     monkeypatch.setattr(loader, "_load_weights", lambda *args: began.append("weights") or load_weights(*args))
     with batchgen.Engine(str(tiny_models("llama")[0]), cpu_memory="3GiB"):
         assert began == (["pages", "weights"] if beside_loading else ["weights", "pages"])

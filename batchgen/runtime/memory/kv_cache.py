@@ -28,7 +28,6 @@ from batchgen.runtime.memory.disk_pool import DiskPool
 from batchgen.runtime.memory.layered_pool import LayeredPool
 from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.transfers import Arena, Link, Prefault
-from batchgen.schedule.packed_batch import PackedBatch
 from batchgen.schedule.staging import Run, Staging, merged_runs
 from batchgen.schedule.step_graph import KV_SLOTS
 
@@ -440,21 +439,10 @@ class KVCache:
         self.pools["cpu"] = self._layered.recut(recut, self._tiers)
         self.on_device = recut.after.on_device
 
-    def prefault(self, most_bytes: int, *, beyond_use: bool = False) -> None:
-        """Begin to have pages provided for the pool that attention reads in place.
-
-        Args:
-            most_bytes: Most bytes, of all layers.
-            beyond_use: Whether they are counted from the last block that a sweep has written to.
-        """
+    def prefault(self, most_bytes: int) -> None:
+        """Begin to have pages provided for the pool that attention reads in place. most_bytes: bytes of all layers."""
         if pool := self.pools.get(self._tiers.compute_tier):
-            self._prefault = Prefault(list(pool.values()), most_bytes, beyond_use=beyond_use)
-
-    def use(self, batches: Sequence[PackedBatch]) -> None:
-        """Have pages provided beyond the blocks that a sweep's batches write to, where that was asked for."""
-        if self._prefault is not None:
-            slots = [s for batch in batches for part in batch.segments for s in part.slots.values() if len(s)]
-            self._prefault.use(max((int(s.max()) // self.kv_block_size + 1 for s in slots), default=0))
+            self._prefault = Prefault(list(pool.values()), most_bytes)
 
     def reset_counts(self) -> None:
         if self._disk:

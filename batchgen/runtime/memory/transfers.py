@@ -46,53 +46,33 @@ class Prefault:
     Where the kernel cannot do it (before Linux 5.14), pages come at first use, as without this.
     """
 
-    def __init__(self, pools: Sequence[Tensor], most_bytes: int, *, beyond_use: bool = False) -> None:
+    def __init__(self, pools: Sequence[Tensor], most_bytes: int) -> None:
         """Start the thread.
 
         Args:
-            pools: Pools of one size, [blocks, ...].
+            pools: Pools of one size.
             most_bytes: Most bytes to have provided, of all pools together.
-            beyond_use: Whether these bytes are counted from the last block in use (`use`), and not from the first one.
         """
-        self._ranges = [(pool.data_ptr(), pool.nbytes, pool.nbytes // max(1, len(pool))) for pool in pools]
-        self._most_bytes, self._beyond_use = most_bytes // len(pools), beyond_use
-        self._used_blocks = 0
-        self._wanted, self._closed = threading.Event(), threading.Event()
+        self._ranges = [(pool.data_ptr(), min(pool.nbytes, most_bytes // len(pools))) for pool in pools]
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="batchgen-prefault", daemon=True)
         self._thread.start()
-
-    def use(self, blocks: int) -> None:
-        """Note that the blocks before this number are in use."""
-        if self._beyond_use and blocks > self._used_blocks:
-            self._used_blocks = blocks
-            self._wanted.set()
 
     def close(self) -> None:
         """Return when no page is asked for any more: pools may be freed."""
         self._closed.set()
-        self._wanted.set()
         self._thread.join()
 
     def _run(self) -> None:
         madvise = ctypes.CDLL(None, use_errno=True).madvise
         madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-        longest = max((size for _, size, _ in self._ranges), default=0)
+        longest = max((size for _, size in self._ranges), default=0)
         for offset in range(0, longest, _PREFAULT_BYTES):
-            while not self._closed.is_set() and all(offset >= self._end(*of) for of in self._ranges):
-                if not self._beyond_use:
-                    return
-                self._wanted.wait()
-                self._wanted.clear()
-            for start, size, block_bytes in self._ranges:
+            for start, size in self._ranges:
                 first = -(-(start + offset) // mmap.PAGESIZE) * mmap.PAGESIZE
-                stop = size if self._beyond_use else self._end(start, size, block_bytes)
-                count = min(start + offset + _PREFAULT_BYTES, start + stop) - first
+                count = min(start + offset + _PREFAULT_BYTES, start + size) - first
                 if self._closed.is_set() or (count > 0 and madvise(first, count, _MADV_POPULATE_WRITE) != 0):
                     return
-
-    def _end(self, start: int, size: int, block_bytes: int) -> int:
-        """The byte of a pool up to which pages are wanted now."""
-        return min(size, self._used_blocks * block_bytes + self._most_bytes)
 
 
 class Memory(Protocol):

@@ -103,14 +103,13 @@ def test_buffers_for_direct_io_are_the_tensor_itself():
     assert tensor[1, 0] == 1.5
 
 
-def resident_bytes(tensor):
-    pages = -(-tensor.nbytes // mmap.PAGESIZE)
-    seen = (ctypes.c_ubyte * pages)()
-    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), seen) == 0
-    return sum(byte & 1 for byte in seen) * mmap.PAGESIZE
-
-
 def test_pages_are_provided_before_their_first_use():
+    def resident_bytes(tensor):
+        pages = -(-tensor.nbytes // mmap.PAGESIZE)
+        seen = (ctypes.c_ubyte * pages)()
+        assert ctypes.CDLL(None).mincore(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), seen) == 0
+        return sum(byte & 1 for byte in seen) * mmap.PAGESIZE
+
     pools = [untouched((9 << 20,), torch.uint8) for _ in range(3)]
     pools[1][5 << 20] = 7
     prefault = Prefault(pools, most_bytes=18 << 20)
@@ -121,23 +120,8 @@ def test_pages_are_provided_before_their_first_use():
     assert pools[1][5 << 20] == 7 and pools[1].count_nonzero() == 1, "what was there stays"
 
 
-def test_pages_are_provided_as_far_beyond_the_blocks_in_use():
-    pools = [untouched((64, 1 << 20), torch.uint8) for _ in range(2)]
-    prefault = Prefault(pools, most_bytes=8 << 20, beyond_use=True)
-    for blocks, provided in ((0, 4), (20, 24), (10, 24), (64, 64)):
-        prefault.use(blocks)
-        wanted = provided << 20
-        until = time.monotonic() + 600
-        while min(resident_bytes(pool) for pool in pools) < wanted and time.monotonic() < until:
-            time.sleep(0.01)
-        assert all(wanted <= resident_bytes(pool) <= wanted + (4 << 20) for pool in pools)  # whole huge pages
-    prefault.close()
-    assert not prefault._thread.is_alive()
-
-
-@pytest.mark.parametrize("beyond_use", [False, True])
-def test_an_end_to_providing_pages(beyond_use):
+def test_an_end_to_providing_pages():
     pools = [untouched((4 << 30,), torch.uint8)]
-    prefault = Prefault(pools, most_bytes=4 << 30, beyond_use=beyond_use)
+    prefault = Prefault(pools, most_bytes=4 << 30)
     prefault.close()
     assert not prefault._thread.is_alive()
