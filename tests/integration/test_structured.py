@@ -219,7 +219,7 @@ def test_masks_are_made_while_the_next_sweep_computes(model, monkeypatch):
         computing.clear()
 
     monkeypatch.setattr(engine.parts.executor, "run", run_and_tell)
-    (completion,) = complete(engine, [Request([5], SamplingParams(regex="[a-c]{5}", max_tokens=20))])
+    (completion,) = complete(engine, [Request([5], SamplingParams(regex="[a-c]{5}", max_tokens=20, logprobs=1))])
     assert re.fullmatch("[a-c]{5}", completion.text) and not too_late
     assert engine.stats.busy_s["masks"] > 0
 

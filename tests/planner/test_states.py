@@ -116,7 +116,7 @@ def test_states_that_the_gpu_cannot_hold_are_divided_between_the_cpu_and_the_lin
     With two micro-batches the CPU updates some while others come and go, so both have as much to do.
     """
     seqs, workload = 256, Workload.uniform(2000, 20, 200)
-    hardware = gpu_box(gpu_memory_bytes=800 << 20, dram_bytes_per_s=1e13)
+    hardware = gpu_box(gpu_memory_bytes=816 << 20, dram_bytes_per_s=1e13)
     cpu = replace(hardware.cpu, state_update_bytes_per_s={"float32": constant(updates_per_s)})
     problem = problem_of(replace(hardware, cpu=cpu), hybrid(), workload, max_num_seqs=seqs, num_gpu_batches=2)
     candidate, plan = planned(replace(problem, allowed=replace(problem.allowed, weight_tiers=("gpu",))))
