@@ -1,4 +1,4 @@
-"""What a run reports of its time, that BUDGET.md names tests that there are, and that tests find their own modules."""
+"""Tests of the report of a run's time, of the names in BUDGET.md, and of the modules that tests find."""
 
 import sys
 from collections import Counter

@@ -765,7 +765,8 @@ class Engine:
         prompts = [  # looks at each sequence of every sweep
             one
             for one in scheduled
-            if (s := one[0]).num_computed < s.num_prompt or (one[1] != 1 and one[1] - len(s.drafts) != 1)
+            if one.sequence.num_computed < one.sequence.num_prompt
+            or (one.num_tokens != 1 and one.num_tokens - len(one.sequence.drafts) != 1)
         ]
         keys = sum([sequence.num_computed for sequence, _ in scheduled])
         keys -= sum([one.sequence.num_computed for one in prompts])

@@ -93,8 +93,9 @@ class Drafting:
             proposers: Proposers, in order of preference; None: a grammar's, lookup's, and that of rows that have ended.
             always: Drafts that each sequence has in each sweep, whatever they cost, or a function that gives them for
                 the number of sequences that decode; None: as many as are worth it.
-            only_while_waiting: Whether there are drafts only while computation waits for weights or KV: where the next
-                sweep is launched before the tokens of this one are known, drafts hold it up.
+            only_while_waiting: Whether there are drafts, those on trial included, only while computation waits for
+                weights or KV: where the next sweep is launched before the tokens of this one are known, drafts hold it
+                up.
             most: Most drafts of a sequence in a sweep.
             of_model: Further proposers, which the model has.
             reads_grow: Whether sweeps with more tokens read more, as experts are read on demand.
@@ -137,7 +138,8 @@ class Drafting:
         self._pause = max(0, self._pause - 1)
         self.active = self._always is not None or (not self._pause and self._may_be_worth_it())
         self._until_trial = self._trial_after if self.active else self._until_trial - 1
-        self._on_trial = -(-num_rows // _TRIAL_PART) if self._until_trial <= 0 else 0
+        is_due = self._until_trial <= 0 and not self._only_while_waiting
+        self._on_trial = -(-num_rows // _TRIAL_PART) if is_due else 0
         if self._on_trial:
             self._until_trial = self._trial_after = min(_TRIAL_EVERY, 2 * self._trial_after)
         return self.active or self._on_trial > 0

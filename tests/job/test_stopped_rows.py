@@ -52,7 +52,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def shared_clock(monkeypatch):
-    """The same for a worker of a shared job, whose rows are never all there."""
+    """A worker of a shared job goes on from the tokens of stopped rows, though its rows are never all there."""
     ticks = itertools.count()
     monkeypatch.setattr(run_module, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
 

@@ -239,6 +239,14 @@ def test_drafts_that_are_thought_to_be_free_and_are_slower_than_sweeps_before_st
     assert 3 <= sum(drafted) <= 10
 
 
+def test_where_drafts_are_only_for_sweeps_that_wait_none_are_tried_in_others():
+    drafting = Drafting([Right()], only_while_waiting=True)
+    for _ in range(200):
+        assert not drafting.begin(8, 8)
+        drafting.taken()
+        drafting.ran(8, 8, 1.0, {"compute": 1.0}, {})
+
+
 def test_drafts_that_are_always_refused_become_few():
     count, _ = drafts_of(line(token_s=0.05, moved_s=3.0), accepted=0.0)
     assert count < 32

@@ -705,7 +705,7 @@ def test_where_all_fit_at_their_longest_the_projection_admits_the_same(monkeypat
 
 
 def sweeps_of_a_job(seed, *, looks_at_all):
-    """What is in each sweep of a random job, whose pool holds some or all sequences however long they become."""
+    """The contents of each sweep of a random job, whose pool holds some or all sequences at their longest."""
     draw = random.Random(seed)
     home = draw.choice(["cpu", "gpu"])
     pool = BlockManager(draw.choice([12, 40, 200]), BLOCK, share_prefixes=draw.random() < 0.7)

@@ -1,4 +1,4 @@
-"""What the checks of Triton's kernels have in common: dtypes, their rounding, and random numbers."""
+"""Dtypes, their rounding and random numbers, for all checks of Triton's kernels."""
 
 from __future__ import annotations
 
