@@ -52,7 +52,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def shared_clock(monkeypatch):
-    """A worker of a shared job goes on from the tokens of stopped rows, though its rows are never all there."""
+    """A clock for a worker of a shared job, a second later at each look. It waits for no rows: some never come."""
     ticks = itertools.count()
     monkeypatch.setattr(run_module, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
 
