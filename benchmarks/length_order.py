@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from drafts import counting_model, load
+from counting_models import counting_model
+from drafts import load
 from peers.workloads import AZURE_SAMPLE
 from recording import result_path, write
 from torch import Tensor

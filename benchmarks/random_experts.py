@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from counting_models import circle_points
 from random_model import write_word_tokenizer
 from torch import Tensor
 
@@ -104,6 +105,7 @@ _PACKED = {
 }  # fmt: skip
 # Bytes of a block that its scale takes, first in it; about 0.01 times the codes.
 _SCALES = {"mxfp4": bytes([121]), "q4_0": np.float16(0.01).tobytes()}
+_ZERO_CODES = {"mxfp4": 0x00, "q4_0": 0x88}  # of two numbers
 
 
 def config_of(shape: str, layers: int | None = None) -> tuple[ModelConfig, str]:
@@ -115,14 +117,28 @@ def config_of(shape: str, layers: int | None = None) -> tuple[ModelConfig, str]:
     return config_of_hf(fields | {"num_hidden_layers": layers}), weight_format
 
 
-def write_store(path: Path, shape: str, layers: int | None = None, seed: int = 0) -> Path:
-    """Write the weight store, unless it is there already; what is missing of it, otherwise. Returns the directory."""
+def write_store(path: Path, shape: str, layers: int | None = None, seed: int = 0, *, counts: bool = False) -> Path:
+    """Write the weight store, unless it is there already; what is missing of it, otherwise. Returns the directory.
+
+    Args:
+        counts: Whether token i + 1 follows token i (see counting_models.py), for a shape whose output matrix is not
+            that of its embeddings: the row of a token is the embedding of the token before it.
+    """
     config, weight_format = config_of(shape, layers)
+    if counts and config.tied_embeddings:
+        raise ValueError(f"the output matrix of {shape} is that of its embeddings")
     tile = _tile(weight_format, seed)
     draw = torch.Generator().manual_seed(seed)
     numbers = torch.empty(8 << 20).normal_(0, 0.02, generator=draw).bfloat16()
 
     def tensor(name: str, dimensions: tuple[int, ...], *, packed: bool) -> Tensor:
+        if counts and name in ("embed.weight", "lm_head.weight"):
+            first = -1 if name == "lm_head.weight" else 0
+            points = circle_points(first, first + dimensions[0], dimensions[1])
+            points[:, 0] = 0  # what all tokens share would send them to the same experts
+            return torch.from_numpy(points).bfloat16()
+        if counts and name.split(".")[0] in ("out", "down"):
+            return _zeros(dimensions, weight_format if packed and is_quantized(name, dimensions) else None)
         if packed and is_quantized(name, dimensions):
             size = weight_row_bytes(dimensions[1], weight_format)
             return _repeated(tile, dimensions[0] * size).view(dimensions[0], size)
@@ -354,6 +370,17 @@ def _tile(weight_format: str, seed: int) -> Tensor:
     blocks = np.random.default_rng(seed).integers(0, 256, (_TILE_BLOCKS, len(scale) + 16), dtype=np.uint8)
     blocks[:, : len(scale)] = np.frombuffer(scale, np.uint8)
     return torch.from_numpy(blocks).view(-1)
+
+
+def _zeros(dimensions: tuple[int, ...], block_format: str | None) -> Tensor:
+    """A tensor of zeros in bfloat16, or one of rows in this block format, which has its scale and codes of zero."""
+    if block_format is None:
+        return torch.zeros(dimensions, dtype=torch.bfloat16)
+    rows, width = dimensions
+    scale = np.frombuffer(_SCALES[block_format], np.uint8)
+    blocks = np.full((width // 32, len(scale) + 16), _ZERO_CODES[block_format], np.uint8)
+    blocks[:, : len(scale)] = scale
+    return torch.from_numpy(blocks).view(1, -1).repeat(rows, 1)
 
 
 def _repeated(tile: Tensor, count: int) -> Tensor:

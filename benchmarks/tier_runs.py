@@ -16,6 +16,7 @@ from random_model import make_model
 
 from batchgen.core.device import Device
 from batchgen.core.digest import json_sha256
+from batchgen.core.dtypes import BLOCK_FORMATS
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
 from batchgen.core.machine import CpuTime
@@ -164,9 +165,16 @@ def different_rows(runs: Sequence[dict[str, Any]]) -> int:
     return sum(len(set(row)) > 1 for row in zip(*[run["tokens"] for run in runs], strict=True))
 
 
-def hardware_for(device: Device, config: ModelConfig, work_dir: Path, *, probe_disk: bool = False) -> HardwareProfile:
-    """The machine as measured, with the emulated accelerator where the device is one."""
-    wanted = wanted_of(config, "bfloat16", as_stored=("bfloat16",))
+def hardware_for(
+    device: Device, config: ModelConfig, work_dir: Path, *, probe_disk: bool = False, stored: str = "bfloat16"
+) -> HardwareProfile:
+    """The machine as measured, with the emulated accelerator where the device is one.
+
+    Args:
+        probe_disk: Whether the disk is measured again.
+        stored: The format of the layers' weights.
+    """
+    wanted = wanted_of(config, "bfloat16", (stored,) if stored in BLOCK_FORMATS else (), as_stored=(stored,))
     cpu, core = for_device(device, partial(measured_hardware, wanted, work_dir))
     hardware = on_this_machine(cpu)
     if probe_disk:

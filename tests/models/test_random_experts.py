@@ -1,4 +1,4 @@
-"""The random mixtures of experts of the benchmarks: their GGUFs are what llama.cpp's converter writes of them."""
+"""Random mixtures of experts of the benchmarks: GGUFs are what llama.cpp's converter writes; some models count."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import gguf
 import pytest
 
+from batchgen import Engine, Request, SamplingParams
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.formats.gguf.split import read_gguf
 from batchgen.models.formats.gguf.tensors import gguf_parts
@@ -46,3 +47,13 @@ def test_the_gguf_has_the_shape_and_the_tensors_of_its_architecture(shape, tmp_p
     for name in header.tensors:
         plain = name if name.endswith("ssm_a") else name.rpartition(".")[0]
         assert ".".join("{bid}" if part.isdigit() else part for part in plain.split(".")) in known, name
+
+
+def test_a_store_that_counts_has_each_token_followed_by_the_next(tmp_path, monkeypatch):
+    fields, weight_format = random_experts.SHAPES["gpt-oss-20b"]
+    small = fields | {name: size for name, size in SMALL.items() if name in fields} | {"hidden_size": 1088}
+    monkeypatch.setitem(random_experts.SHAPES, "gpt-oss-20b", (small, weight_format))
+    path = random_experts.write_store(tmp_path / "store", "gpt-oss-20b", layers=2, counts=True)
+    with Engine(path, dtype="bfloat16") as engine:
+        (done,) = engine.generate([Request([7, 80, 31], SamplingParams(max_tokens=6, ignore_eos=True))])
+    assert done.samples[0].token_ids == (32, 33, 34, 35, 36, 37)
