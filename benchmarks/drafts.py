@@ -169,7 +169,9 @@ def generate(
     Args:
         planned: Whether the policy is the planner's; otherwise the layers' weights are on disk.
     """
-    with Engine.from_parts(load(model, rows, memory, args, planned=planned), drafts=None if drafts else 0) as engine:
+    process = process_bytes()
+    parts = load(model, rows, memory, process, args, planned=planned)
+    with Engine.from_parts(parts, drafts=None if drafts else 0) as engine:
         policy, config = engine.policy, engine.parts.config
         started, started_cpu = time.perf_counter(), time.process_time()
         done = {completion.index: completion for completion in engine.generate(requests)}
@@ -181,7 +183,7 @@ def generate(
     routing = None if counts is None else counts.fitted()
     figures = {
         "seconds": seconds,
-        "predicted_s": predicted_s(policy, config, list(done.values()), memory, rates, routing, args.work_dir),
+        "predicted_s": predicted_s(policy, config, list(done.values()), memory, process, rates, routing, args.work_dir),
         "policy": policy.to_json(),
         "routing": None if routing is None else asdict(routing),
         "rates": None if rates is None else asdict(rates),
@@ -200,6 +202,7 @@ def predicted_s(
     config: ModelConfig,
     done: list[Completion],
     memory: int,
+    process: int,
     rates: DraftRates | None,
     routing: Routing | None,
     work_dir: Path,
@@ -214,8 +217,9 @@ def predicted_s(
         drafts=rates, routing=routing or INDEPENDENT,
     )  # fmt: skip
     problem = problem_in(
-        memory, policy.weight_format, config, workload, work_dir, max_model_len=policy.max_model_len,
-        max_num_seqs=policy.max_num_seqs, max_num_batched_tokens=policy.max_num_batched_tokens,
+        memory, policy.weight_format, config, workload, work_dir, process_bytes=process,
+        max_model_len=policy.max_model_len, max_num_seqs=policy.max_num_seqs,
+        max_num_batched_tokens=policy.max_num_batched_tokens,
     )  # fmt: skip
     plan = replace(plan_problem(problem), policy=policy)
 
@@ -233,15 +237,17 @@ def problem_in(
     """The planning problem of a job within so much memory of this machine, as measured."""
     hardware = hardware_for(_CPU, config, work_dir, stored=weight_format)
     return problem_of(
-        hardware, config, workload, dtype="bfloat16", weights=weight_format, cpu_memory=memory,
-        process_bytes=process_bytes(), **given
+        hardware, config, workload, dtype="bfloat16", weights=weight_format, cpu_memory=memory, **given
     )  # fmt: skip
 
 
-def load(model: Path | str, rows: int, memory: int, args: argparse.Namespace, *, planned: bool = False) -> EngineParts:
+def load(
+    model: Path | str, rows: int, memory: int, process: int, args: argparse.Namespace, *, planned: bool = False
+) -> EngineParts:
     """The model in bfloat16, ready for so many rows.
 
     Args:
+        process: Bytes of the memory that the process takes without the model.
         planned: Whether the policy is the planner's; otherwise all layers' weights are on disk.
     """
     files = resolve_model(str(model))
@@ -250,11 +256,11 @@ def load(model: Path | str, rows: int, memory: int, args: argparse.Namespace, *,
     longest = 1024 if str(model) == "demo" else args.prompt_tokens + args.output_tokens
     if planned:
         workload = Workload.uniform(rows, args.prompt_tokens, args.output_tokens)
-        sizes = {"max_model_len": longest, "max_num_seqs": rows}
+        sizes = {"max_model_len": longest, "max_num_seqs": rows, "process_bytes": process}
         problem = problem_in(memory, store.weight_format, config, workload, args.work_dir, **sizes)
-        policy, planned_process_bytes = plan_problem(problem).policy, problem.process_bytes
+        policy = plan_problem(problem).policy
     else:
-        policy, planned_process_bytes = on_disk(config, store.weight_format, rows, longest), None
+        policy = on_disk(config, store.weight_format, rows, longest)
     request = LoadRequest(
         files,
         config,
@@ -266,7 +272,7 @@ def load(model: Path | str, rows: int, memory: int, args: argparse.Namespace, *,
         longest_tokens=longest,
         offload_dir=cache_dir(),
         store=store,
-        planned_process_bytes=planned_process_bytes,
+        planned_process_bytes=process,
     )
     return load_parts(request, lambda: load_tokenizer(files))
 

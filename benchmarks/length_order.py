@@ -33,6 +33,7 @@ from torch import Tensor
 from batchgen.core.request import Request, SamplingParams
 from batchgen.core.units import parse_bytes
 from batchgen.engine.engine import Engine
+from batchgen.engine.loader import process_bytes
 from batchgen.models.files import read_config, resolve_model
 
 
@@ -96,7 +97,7 @@ def timed(lengths: Sequence[int], args: argparse.Namespace) -> dict[str, list[di
         for n in lengths
     ]
     found: dict[str, list[dict[str, Any]]] = {"prompt_order": [], "longest_first": []}
-    with Engine.from_parts(load(path, args.max_num_seqs, args.memory, args)) as loaded:
+    with Engine.from_parts(load(path, args.max_num_seqs, args.memory, process_bytes(), args)) as loaded:
         for _ in range(args.repeats):
             for name, runs in found.items():
                 engine = Engine.from_parts(loaded.parts, longest_first=name == "longest_first")

@@ -83,7 +83,7 @@ ADMISSIONS = ("continuous", "static")
 _MARGIN_FRAC = 0.1  # part of the free memory that is left for everything else on the machine
 _DEQUANTIZED_FRAC = 0.5  # part of the memory that dequantized weights may take, so that KV has capacity
 # Bytes of KV pools whose pages are touched before they are used: rows may share most of their KV, so that the rest may
-# never be. Loading keeps two or three cores busy: with fewer cores than these the pages are touched after it.
+# never be. Loading keeps two or three cores busy: with fewer cores than these pages come at their first use.
 _PREFAULT_BYTES, _PREFAULT_CORES = 1 << 30, 4
 # Resident bytes of interpreter, torch, transformers and pyarrow without any model, where they cannot be measured; and
 # bytes that threads, compiled kernels and buffers take later.
@@ -530,14 +530,11 @@ def load_executor(
         states = _make_states(request, memory, tiers)
         if states is not None:
             undo.callback(states.close)
-        beside_loading = available_cores() >= _PREFAULT_CORES
-        if not request.device.accelerated and beside_loading:
+        if not request.device.accelerated and available_cores() >= _PREFAULT_CORES:
             kv_cache.prefault(_PREFAULT_BYTES)
         before_weights()
         weights = _load_weights(request, tiers)
         undo.callback(weights.close)
-        if not request.device.accelerated and not beside_loading:
-            kv_cache.prefault(_PREFAULT_BYTES)
         executor = _make_executor(request, memory, tiers, weights, kv_cache, states, adjacent_ranks)
         undo.pop_all()
     with contextlib.ExitStack() as undo:
