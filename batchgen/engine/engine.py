@@ -636,6 +636,7 @@ class Engine:
         drop, in_flight = self.parts.executor.drop, self.parts.sweeps_in_flight
         call = _Call(handler, scheduler, source, adaptation, in_flight, drop=drop, lengths=lengths)
         self._lanes_before, self._collected_s = self._lanes_s(), time.perf_counter()
+        self._generated_before = self.stats.generated_tokens
         try:
             with collected_rarely():
                 if isinstance(source, PromptOrder):
@@ -765,11 +766,11 @@ class Engine:
         prompts = [  # looks at each sequence of every sweep
             one
             for one in scheduled
-            if one.sequence.num_computed < one.sequence.num_prompt
-            or (one.num_tokens != 1 and one.num_tokens - len(one.sequence.drafts) != 1)
+            if one.sequence.num_computed < one.sequence.num_prompt or (one.num_tokens != 1 and not one.samples)
         ]
         keys = sum([sequence.num_computed for sequence, _ in scheduled])
         keys -= sum([one.sequence.num_computed for one in prompts])
+        self.stats.decoded += len(scheduled) - len(prompts)
         self.stats.decode_keys += keys + len(scheduled) - len(prompts)
         self.stats.drafted_tokens += sum([len(sequence.drafts) for sequence in drafted])
         self.stats.prefilled_tokens += sum([one.num_tokens for one in prompts])
@@ -782,7 +783,6 @@ class Engine:
         if sweep.wait is not None:
             sweep.wait()
         ran = time.perf_counter()
-        generated = stats.generated_tokens
         drafting, result = call.scheduler.drafting, sweep.result or call.handler.end_sweep()
         if isinstance(call.handler, Generation):
             # Where a device runs the sweeps, masks are made meanwhile, and the host need not wait for them. Tokens that
@@ -797,7 +797,7 @@ class Engine:
         stats.busy_s["sampling"] += time.perf_counter() - ran
         call.learn_lengths(finished)
         if call.adaptation or drafting:
-            measured = self._measured(sweep, stats.generated_tokens - generated)
+            measured = self._measured(sweep)
             if call.adaptation:
                 call.adaptation.after_sweep(measured)
             if drafting:
@@ -806,14 +806,16 @@ class Engine:
                 stats.accepted_tokens = drafting.num_accepted
         return finished
 
-    def _measured(self, sweep: _Sweep, tokens: int) -> Measured:
-        """The measured times of a sweep. tokens: Tokens that it has generated."""
+    def _measured(self, sweep: _Sweep) -> Measured:
+        """The measured times of a sweep, whose tokens have been taken."""
         now, lanes = time.perf_counter(), self._lanes_s()
         busy, stalled = (
             {lane: a[lane] - b[lane] for lane in a} for a, b in zip(lanes, self._lanes_before, strict=True)
         )
         seconds = now - max(sweep.started_s, self._collected_s)
+        tokens = self.stats.generated_tokens - self._generated_before  # those that grammars forced before it among them
         self._lanes_before, self._collected_s = lanes, now
+        self._generated_before = self.stats.generated_tokens
         return Measured(seconds, tokens, busy, stalled, sweep.has_prompts)
 
     def _lanes_s(self) -> tuple[dict[str, float], dict[str, float]]:

@@ -168,6 +168,8 @@ def test_forced_tokens_take_no_sweep_and_change_no_sample(family, tier, kind, ti
         done, stats = found(drafts)
         assert_same(done, wanted)
         assert stats.generated_tokens == without.generated_tokens
+        assert stats.prefilled_tokens == without.prefilled_tokens
+        assert stats.decoded == without.decoded - stats.forced_tokens - stats.accepted_tokens
         assert (stats.forced_tokens > 0) == ("logprobs" not in kind)
         if "logprobs" not in kind or (drafts and (family, tier) == ("llama", "memory")):
             assert stats.sweeps < without.sweeps
