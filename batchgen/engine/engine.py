@@ -21,7 +21,7 @@ from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.lane_costs import NOT_KNOWN, LaneCosts
 from batchgen.core.machine import trim_freed_memory
 from batchgen.core.partial import PartialCompletion
-from batchgen.core.plan import Policy
+from batchgen.core.plan import Policy, takes_forced
 from batchgen.core.rare_collections import collected_rarely
 from batchgen.core.request import Completion, Embedded, Request, SamplingParams, Scored, ScoreRequest
 from batchgen.distributed.launch import ranks_of_host
@@ -70,6 +70,7 @@ if TYPE_CHECKING:
 
 ON_OVERLONG = ("error", "truncate-left", "truncate-right")
 _MAX_NUM_SEQS = 256
+_ENOUGH_STEPS = 64  # until forced tokens say anything of those of other jobs
 _INPUT_AHEAD = 512  # tokenized requests waiting for the scheduler
 _FILL_S = 0.2  # the longest time that a call waits for more requests than one, to begin with the first of them in order
 
@@ -556,6 +557,14 @@ class Engine:
         """Rates of the drafts of the last call of `generate`; None: too few were judged."""
         drafting = self._running.drafting if self._running else None
         return drafting.rates if drafting else None
+
+    @property
+    def forced_per_step(self) -> float | None:
+        """Tokens that grammars forced for each sampled one; None: too few were sampled, or forced ones take sweeps."""
+        stats, parts = self.stats, self.parts
+        steps = stats.generated_tokens - stats.forced_tokens - stats.accepted_tokens
+        takes = takes_forced(parts.compute_tier, self.policy.attention_budget) and parts.sweeps_in_flight == 1
+        return stats.forced_tokens / steps if takes and steps >= _ENOUGH_STEPS else None
 
     def partials(self) -> list[PartialCompletion]:
         """The tokens so far of rows that the last call of `generate` has started and not finished, or had at its end.

@@ -200,6 +200,7 @@ def engine_report(engine: Engine | None, plan: Plan | None, wall_s: float) -> di
         "vectors": stats.embedded,
         "drafted_tokens": stats.drafted_tokens,
         "accepted_tokens": stats.accepted_tokens,
+        "forced_tokens": stats.forced_tokens,
         "wall_s": wall_s,
         "load_s": engine.parts.load_s if engine else 0.0,
         "generated_tokens_per_s": stats.generated_tokens / wall_s,

@@ -608,7 +608,7 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
                 left.close()
             job.row_sizes.stop()
             learner.keep()
-            keep_drafts(job.resolved, engine.draft_rates)
+            keep_drafts(job.resolved, engine.draft_rates, engine.forced_per_step)
     return None if state.is_done(total_rows) else stopped
 
 
