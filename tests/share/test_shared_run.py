@@ -126,7 +126,7 @@ def test_a_changed_input_is_described_to_a_worker(tmp_path):
     how = {"rows": ROWS, "lease_s": 60.0, "describe_files": lambda was: f"{was['files'][0]} has changed"}
     with (
         open_shared_run(tmp_path / "out.parquet", {"input": {"files": ["a", 5]}}, **how),
-        pytest.raises(InputError, match="worked on with other settings: a has changed. Give"),
+        pytest.raises(InputError, match="worked on with other settings: a has changed"),
     ):
         open_shared_run(tmp_path / "out.parquet", {"input": {"files": ["a", 6]}}, **how)
 
