@@ -76,6 +76,7 @@ _FILL_S = 0.2  # the longest time that a call waits for more requests than one, 
 
 
 R = TypeVar("R", bound="SweepResult")
+N = TypeVar("N", int, float)
 
 
 class RequestHandler(Protocol[R]):
@@ -230,6 +231,11 @@ class _Call:
             self.drop(self.deferred_batches)
         for sequence in (*self.scheduler.running, *self.scheduler.waiting):
             self.scheduler.finish(sequence)
+
+
+def _since(now: dict[str, N], before: dict[str, N]) -> dict[str, N]:
+    """What numbers by name have become more since an earlier time."""
+    return {name: value - before.get(name, 0) for name, value in now.items()}
 
 
 def _in_order(ahead: Prefetch, lengths: ExpectedLengths | None, *, share_prefixes: bool) -> Prefetch | PromptOrder:
@@ -447,14 +453,13 @@ class Engine:
             raise InputError(f"expected_output_len must be at least 1, not {expected_output_len}")
         self.parts = parts
         self._closed = False
-        self.stats = EngineStats()
         self._sampling = sampling or SamplingParams()
         self._expected_output_len = expected_output_len
         self._planned_output_len = planned_output_len
         self._lane_costs = lane_costs
         self._on_overlong, self._drafts = on_overlong, drafts
         self._longest_first = False
-        self.changes: list[Change] = []  # made by adaptation
+        self.count_anew()
         self._running: Scheduler | None = None  # of the newest call
         self._generation: Generation | None = None  # of the last call
         policy = parts.policy
@@ -462,6 +467,28 @@ class Engine:
         self._pools = kv_pools(policy, parts.memory)
         self._token_slots = TokenSlots()  # a call may begin while a sweep of another is in flight
         self._exchange_slots = TokenSlots(policy.kv_seqs.get(KVPlacement.DEFERRED, 0))
+
+    def count_anew(self) -> None:
+        """Begin to count with nothing, for another job with the loaded model."""
+        executor = self.parts.executor
+        self.stats = EngineStats()
+        self.changes: list[Change] = []  # made by adaptation
+        self._before = executor.busy_s, executor.stalled_s, executor.bytes_moved
+
+    @property
+    def busy_s(self) -> dict[str, float]:
+        """Seconds that each lane was busy, by the lane's name."""
+        return _since(self.parts.executor.busy_s, self._before[0])
+
+    @property
+    def stalled_s(self) -> dict[str, float]:
+        """Seconds that compute waited for each lane, by the lane's name."""
+        return _since(self.parts.executor.stalled_s, self._before[1])
+
+    @property
+    def bytes_moved(self) -> dict[str, int]:
+        """Bytes that each lane has moved, by the lane's name."""
+        return _since(self.parts.executor.bytes_moved, self._before[2])
 
     @property
     def policy(self) -> Policy:

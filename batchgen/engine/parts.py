@@ -157,7 +157,7 @@ def process_peaks(executor: SweepRunner | None) -> dict[str, int]:
 
 @dataclass
 class EngineStats:
-    """Running totals since the engine was made.
+    """Running totals since the engine was made, or since it counts anew.
 
     Attributes:
         prompt_tokens: Prompt tokens of prefilled rows, whether computed or taken from the prefix cache.
