@@ -234,7 +234,7 @@ class _Call:
 
 
 def _since(now: dict[str, N], before: dict[str, N]) -> dict[str, N]:
-    """What numbers by name have become more since an earlier time."""
+    """Numbers by name, less what they were at an earlier time."""
     return {name: value - before.get(name, 0) for name, value in now.items()}
 
 
