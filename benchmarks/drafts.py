@@ -39,7 +39,7 @@ from tier_runs import hardware_for
 
 from batchgen.core.cache_folder import cache_dir
 from batchgen.core.device import Device
-from batchgen.core.draft_rates import DraftRates
+from batchgen.core.draft_rates import NO_RATES, DraftRates
 from batchgen.core.dtypes import NATIVE
 from batchgen.core.plan import Policy
 from batchgen.core.request import Completion, Request, SamplingParams
@@ -177,6 +177,9 @@ def generate(
         done = {completion.index: completion for completion in engine.generate(requests)}
         seconds, cpu_s = time.perf_counter() - started, time.process_time() - started_cpu
         stats, rates, counts = engine.stats, engine.draft_rates, engine.parts.executor.routing
+        forced = engine.forced_per_step
+    if forced:  # in sweeps without drafts too
+        rates = replace(rates or replace(NO_RATES, most=0), forced=forced)
     errors = [completion.error for completion in done.values() if completion.error]
     if errors:
         raise SystemExit(f"{len(errors)} rows failed: {errors[0]}")
@@ -228,7 +231,7 @@ def predicted_s(
         prediction = replace(plan.prediction, drafts=((policy.max_num_seqs, drafts),) if drafts else ())
         return simulate_job(replace(plan, prediction=prediction), config, problem.hardware).total_s
 
-    return min(map(seconds, (0, 1, 2, 4, 8, 16) if rates is not None else (0,)))
+    return min(map(seconds, (0, 1, 2, 4, 8, 16) if rates is not None and rates.most else (0,)))
 
 
 def problem_in(

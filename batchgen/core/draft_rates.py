@@ -28,7 +28,7 @@ class DraftRates:
     Attributes:
         proposed: Part of the decoding steps in which anything is proposed.
         accepted: Chance that a draft is accepted if those before it are.
-        most: Most drafts of a sequence in a sweep.
+        most: Most drafts of a sequence in a sweep; 0: there are tokens that grammars force alone.
         forced: Tokens that a decoding step has beside its sampled one, as the grammar allows no others: the mean.
         only_while_streaming: Whether there are drafts only where weights or KV come from another tier in each sweep,
             and in memory that is free anyway: nobody has asked for them.

@@ -215,6 +215,18 @@ def takes_drafts(attention_budget: str) -> bool:
     return AttentionBudget.of(attention_budget) is None
 
 
+def takes_forced(compute_tier: str, attention_budget: str) -> bool:
+    """Tell whether a token that a grammar allows no other for takes no sweep, in a job without drafts too.
+
+    Where a device runs the sweeps it takes one, as the host would have to wait for the grammar before each.
+
+    Args:
+        compute_tier: The tier of the compute device's own memory.
+        attention_budget: Field of `Policy`.
+    """
+    return compute_tier == "cpu" and takes_drafts(attention_budget)
+
+
 def first_batch_cpu_share(tokens: float, delegated: float, balance_tokens: float) -> float:
     """The fraction, from 0 to 1/2, of sequences with CPU attention that go into the first of two micro-batches.
 
@@ -503,6 +515,13 @@ class Plan:
     weights_reason: str = ""
     quality_line: str = ""
     states: PlannedStates | None = None
+
+    @property
+    def forced_per_step(self) -> float:
+        """Tokens that grammars are expected to force for each sampled one, where forced ones take no sweep."""
+        rates, tier = self.workload.drafts, "gpu" if "gpu" in self.budgets else "cpu"
+        counts = self.prediction.drafts or takes_forced(tier, self.policy.attention_budget)
+        return rates.forced if rates is not None and counts else 0.0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"policy": self.policy.to_json()}

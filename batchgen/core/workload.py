@@ -79,7 +79,8 @@ class Workload:
         routing: Spread of the tokens over experts, for a mixture-of-experts model.
         is_pooled: Whether these positions are not scored, but make the sequence's vector.
         prefix_seqs: Mean number of sequences with the same shared prefix, above 1; None: all of them have the same one.
-        drafts: Rates of the drafts that sequences have while weights or KV stream; None: nothing is drafted.
+        drafts: Rates of the drafts that sequences have while weights or KV stream; None: nothing is drafted
+            or forced.
     """
 
     num_seqs: int

@@ -46,6 +46,11 @@ class Dataset:
         return self._source.duplicates
 
     @property
+    def is_stream(self) -> bool:
+        """True where rows come from elsewhere as they are read, and may have no end."""
+        return self._source.is_stream
+
+    @property
     def num_rows(self) -> int | None:
         """The number of rows after limit and shard; None where the input must be read to know it."""
         begin, stop = self._bounds()

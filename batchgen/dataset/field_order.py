@@ -172,7 +172,7 @@ def _sets_variable(lines: Sequence[str], number: int, schema: pa.Schema) -> bool
 
 def _hashes(column: pa.Array) -> tuple[_Numbers, int]:
     """Hashes of the values of a column [rows], and the characters of all of them."""
-    if pa.types.is_nested(column.type):  # Arrow has no dictionaries of these
+    if pa.types.is_nested(column.type) or isinstance(column, pa.ExtensionArray):  # Arrow has no dictionaries of these
         column = pa.array([str(value) for value in column.to_pylist()], pa.large_string())
     elif pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()

@@ -21,7 +21,7 @@ from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.lane_costs import NOT_KNOWN, LaneCosts
 from batchgen.core.machine import trim_freed_memory
 from batchgen.core.partial import PartialCompletion
-from batchgen.core.plan import Policy
+from batchgen.core.plan import Policy, takes_forced
 from batchgen.core.rare_collections import collected_rarely
 from batchgen.core.request import Completion, Embedded, Request, SamplingParams, Scored, ScoreRequest
 from batchgen.distributed.launch import ranks_of_host
@@ -70,11 +70,13 @@ if TYPE_CHECKING:
 
 ON_OVERLONG = ("error", "truncate-left", "truncate-right")
 _MAX_NUM_SEQS = 256
+_ENOUGH_STEPS = 64  # until forced tokens say anything of those of other jobs
 _INPUT_AHEAD = 512  # tokenized requests waiting for the scheduler
 _FILL_S = 0.2  # the longest time that a call waits for more requests than one, to begin with the first of them in order
 
 
 R = TypeVar("R", bound="SweepResult")
+N = TypeVar("N", int, float)
 
 
 class RequestHandler(Protocol[R]):
@@ -229,6 +231,11 @@ class _Call:
             self.drop(self.deferred_batches)
         for sequence in (*self.scheduler.running, *self.scheduler.waiting):
             self.scheduler.finish(sequence)
+
+
+def _since(now: dict[str, N], before: dict[str, N]) -> dict[str, N]:
+    """Numbers by name, less what they were at an earlier time."""
+    return {name: value - before.get(name, 0) for name, value in now.items()}
 
 
 def _in_order(ahead: Prefetch, lengths: ExpectedLengths | None, *, share_prefixes: bool) -> Prefetch | PromptOrder:
@@ -446,14 +453,13 @@ class Engine:
             raise InputError(f"expected_output_len must be at least 1, not {expected_output_len}")
         self.parts = parts
         self._closed = False
-        self.stats = EngineStats()
         self._sampling = sampling or SamplingParams()
         self._expected_output_len = expected_output_len
         self._planned_output_len = planned_output_len
         self._lane_costs = lane_costs
         self._on_overlong, self._drafts = on_overlong, drafts
         self._longest_first = False
-        self.changes: list[Change] = []  # made by adaptation
+        self.count_anew()
         self._running: Scheduler | None = None  # of the newest call
         self._generation: Generation | None = None  # of the last call
         policy = parts.policy
@@ -461,6 +467,28 @@ class Engine:
         self._pools = kv_pools(policy, parts.memory)
         self._token_slots = TokenSlots()  # a call may begin while a sweep of another is in flight
         self._exchange_slots = TokenSlots(policy.kv_seqs.get(KVPlacement.DEFERRED, 0))
+
+    def count_anew(self) -> None:
+        """Begin to count with nothing, for another job with the loaded model."""
+        executor = self.parts.executor
+        self.stats = EngineStats()
+        self.changes: list[Change] = []  # made by adaptation
+        self._before = executor.busy_s, executor.stalled_s, executor.bytes_moved
+
+    @property
+    def busy_s(self) -> dict[str, float]:
+        """Seconds that each lane was busy, by the lane's name."""
+        return _since(self.parts.executor.busy_s, self._before[0])
+
+    @property
+    def stalled_s(self) -> dict[str, float]:
+        """Seconds that compute waited for each lane, by the lane's name."""
+        return _since(self.parts.executor.stalled_s, self._before[1])
+
+    @property
+    def bytes_moved(self) -> dict[str, int]:
+        """Bytes that each lane has moved, by the lane's name."""
+        return _since(self.parts.executor.bytes_moved, self._before[2])
 
     @property
     def policy(self) -> Policy:
@@ -557,6 +585,14 @@ class Engine:
         drafting = self._running.drafting if self._running else None
         return drafting.rates if drafting else None
 
+    @property
+    def forced_per_step(self) -> float | None:
+        """Tokens that grammars forced for each sampled one; None: too few were sampled, or forced ones take sweeps."""
+        stats, parts = self.stats, self.parts
+        steps = stats.generated_tokens - stats.forced_tokens - stats.accepted_tokens
+        takes = takes_forced(parts.compute_tier, self.policy.attention_budget) and parts.sweeps_in_flight == 1
+        return stats.forced_tokens / steps if takes and steps >= _ENOUGH_STEPS else None
+
     def partials(self) -> list[PartialCompletion]:
         """The tokens so far of rows that the last call of `generate` has started and not finished, or had at its end.
 
@@ -636,6 +672,7 @@ class Engine:
         drop, in_flight = self.parts.executor.drop, self.parts.sweeps_in_flight
         call = _Call(handler, scheduler, source, adaptation, in_flight, drop=drop, lengths=lengths)
         self._lanes_before, self._collected_s = self._lanes_s(), time.perf_counter()
+        self._generated_before = self.stats.generated_tokens
         try:
             with collected_rarely():
                 if isinstance(source, PromptOrder):
@@ -765,11 +802,11 @@ class Engine:
         prompts = [  # looks at each sequence of every sweep
             one
             for one in scheduled
-            if one.sequence.num_computed < one.sequence.num_prompt
-            or (one.num_tokens != 1 and one.num_tokens - len(one.sequence.drafts) != 1)
+            if one.sequence.num_computed < one.sequence.num_prompt or (one.num_tokens != 1 and not one.samples)
         ]
         keys = sum([sequence.num_computed for sequence, _ in scheduled])
         keys -= sum([one.sequence.num_computed for one in prompts])
+        self.stats.decoded += len(scheduled) - len(prompts)
         self.stats.decode_keys += keys + len(scheduled) - len(prompts)
         self.stats.drafted_tokens += sum([len(sequence.drafts) for sequence in drafted])
         self.stats.prefilled_tokens += sum([one.num_tokens for one in prompts])
@@ -782,7 +819,6 @@ class Engine:
         if sweep.wait is not None:
             sweep.wait()
         ran = time.perf_counter()
-        generated = stats.generated_tokens
         drafting, result = call.scheduler.drafting, sweep.result or call.handler.end_sweep()
         if isinstance(call.handler, Generation):
             # Where a device runs the sweeps, masks are made meanwhile, and the host need not wait for them. Tokens that
@@ -797,7 +833,7 @@ class Engine:
         stats.busy_s["sampling"] += time.perf_counter() - ran
         call.learn_lengths(finished)
         if call.adaptation or drafting:
-            measured = self._measured(sweep, stats.generated_tokens - generated)
+            measured = self._measured(sweep)
             if call.adaptation:
                 call.adaptation.after_sweep(measured)
             if drafting:
@@ -806,14 +842,16 @@ class Engine:
                 stats.accepted_tokens = drafting.num_accepted
         return finished
 
-    def _measured(self, sweep: _Sweep, tokens: int) -> Measured:
-        """The measured times of a sweep. tokens: Tokens that it has generated."""
+    def _measured(self, sweep: _Sweep) -> Measured:
+        """The measured times of a sweep, whose tokens have been taken."""
         now, lanes = time.perf_counter(), self._lanes_s()
         busy, stalled = (
             {lane: a[lane] - b[lane] for lane in a} for a, b in zip(lanes, self._lanes_before, strict=True)
         )
         seconds = now - max(sweep.started_s, self._collected_s)
+        tokens = self.stats.generated_tokens - self._generated_before  # those that grammars forced before it among them
         self._lanes_before, self._collected_s = lanes, now
+        self._generated_before = self.stats.generated_tokens
         return Measured(seconds, tokens, busy, stalled, sweep.has_prompts)
 
     def _lanes_s(self) -> tuple[dict[str, float], dict[str, float]]:

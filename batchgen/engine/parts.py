@@ -157,7 +157,7 @@ def process_peaks(executor: SweepRunner | None) -> dict[str, int]:
 
 @dataclass
 class EngineStats:
-    """Running totals since the engine was made.
+    """Running totals since the engine was made, or since it counts anew.
 
     Attributes:
         prompt_tokens: Prompt tokens of prefilled rows, whether computed or taken from the prefix cache.
@@ -165,7 +165,8 @@ class EngineStats:
         computed_tokens: Tokens that went through the layers.
         prefilled_tokens: Prompt tokens among `computed_tokens`, or what else went through in chunks.
         prefill_keys: Tokens that these attended to, all together.
-        decode_keys: Tokens that the other computed tokens attended to, all together.
+        decoded: Sequences that gained tokens in a sweep after that of their prompt, summed over sweeps.
+        decode_keys: Tokens that the first token of each of these in a sweep attended to, all together.
         generated_tokens: Generated tokens.
         drafted_tokens: Drafted tokens that went through the layers beside `computed_tokens` that were known.
         forced_tokens: Generated tokens that no sweep sampled, as their grammar allowed no others.
@@ -188,6 +189,7 @@ class EngineStats:
     computed_tokens: int = 0
     prefilled_tokens: int = 0
     prefill_keys: int = 0
+    decoded: int = 0
     decode_keys: int = 0
     generated_tokens: int = 0
     drafted_tokens: int = 0

@@ -86,11 +86,18 @@ class Speed:
         self._measured = np.zeros((2, _OCTAVES))  # seconds by kind and size, older ones counted less
         self._planned = np.zeros((2, _OCTAVES))
         self._passed_s = 0.0
-        self._added: list[tuple[float, Sweeps]] = []  # since the speed was last asked for, as few at a time cost more
+        # Since the speed was last asked for, as few at a time cost more.
+        self._added: list[tuple[float, float, Sweeps]] = []
 
-    def add(self, seconds: float, sweep: Sweeps) -> None:
-        """Count a sweep. seconds: as measured. sweep: what it had, arrays of length 1."""
-        self._added.append((seconds, sweep))
+    def add(self, seconds: float, sweep: Sweeps, times: float = 1.0) -> None:
+        """Count a sweep that did the work of `times` planned ones.
+
+        Args:
+            seconds: Its seconds, as measured.
+            sweep: The work of such a planned one, arrays of length 1.
+            times: The number of planned ones.
+        """
+        self._added.append((seconds, times, sweep))
         if len(self._added) >= _MOST_ADDED:
             self._count_added()
 
@@ -98,16 +105,16 @@ class Speed:
         """Count the sweeps that were added, in their order."""
         if not self._added:
             return
-        sweeps = Sweeps(*map(np.concatenate, zip(*(sweep for _, sweep in self._added), strict=True)))
+        sweeps = Sweeps(*map(np.concatenate, zip(*(sweep for *_, sweep in self._added), strict=True)))
         of_sweeps = (*(values.tolist() for values in _kinds_and_octaves(sweeps)), self._planned_s(sweeps).tolist())
-        for (seconds, _), kind, octave, planned_s in zip(self._added, *of_sweeps, strict=True):
+        for (seconds, times, _), kind, octave, planned_s in zip(self._added, *of_sweeps, strict=True):
             self._passed_s += seconds
             half_life_s = max(_LEAST_HALF_LIFE_S, _HALF_LIFE_FRAC * self._passed_s)
             kept = 0.5 ** (seconds / half_life_s)
             self._measured *= kept
             self._planned *= kept
             self._measured[kind, octave] += seconds
-            self._planned[kind, octave] += planned_s
+            self._planned[kind, octave] += times * planned_s
         self._added = []
 
     def sweep_s(self, sweeps: Sweeps) -> Array:
@@ -169,8 +176,10 @@ class Estimator:
             keys, context = seen.prefill_keys - before.prefill_keys, seen.decode_keys - before.decode_keys
             if not prompt and self._rows_left(seen) > decode / self._expected.seqs_per_row:
                 self._capacity = max(self._capacity, decode)
-            values = prompt, keys / max(1, prompt), decode, context / max(1, decode)
-            self._speed.add(seconds, Sweeps(*(np.array([value], float) for value in values)))
+            # In a planned sweep each sequence gains one token.
+            times = 1 + max(0, seen.more_gained - before.more_gained) / decode if decode else 1.0
+            values = prompt / times, keys / max(1, prompt), decode, context / max(1, decode)
+            self._speed.add(seconds, Sweeps(*(np.array([value], float) for value in values)), times)
         self._seen = seen
 
     def time_left(self) -> TimeLeft:

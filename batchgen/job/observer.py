@@ -115,8 +115,9 @@ class Observer:
             stats.cached_prompt_tokens,
             stats.prefilled_tokens,
             stats.prefill_keys,
-            stats.computed_tokens - stats.prefilled_tokens,
+            stats.decoded,
             stats.decode_keys,
+            stats.forced_tokens + stats.accepted_tokens,
         )
         return Counts(
             self._total_rows,

@@ -187,8 +187,8 @@ def engine_report(engine: Engine | None, plan: Plan | None, wall_s: float) -> di
     tokens = stats.prompt_tokens + stats.generated_tokens
     executor = engine.parts.executor if engine else None
     lanes = {"input": stats.busy_s["input_wait"]}
-    if executor:
-        lanes |= executor.busy_s
+    if engine:
+        lanes |= engine.busy_s
         lanes["compute"] += stats.busy_s["sampling"]
     peaks = process_peaks(executor)
     others = engine.parts.peaks_of_others() if engine else ()
@@ -200,6 +200,7 @@ def engine_report(engine: Engine | None, plan: Plan | None, wall_s: float) -> di
         "vectors": stats.embedded,
         "drafted_tokens": stats.drafted_tokens,
         "accepted_tokens": stats.accepted_tokens,
+        "forced_tokens": stats.forced_tokens,
         "wall_s": wall_s,
         "load_s": engine.parts.load_s if engine else 0.0,
         "generated_tokens_per_s": stats.generated_tokens / wall_s,
@@ -210,9 +211,9 @@ def engine_report(engine: Engine | None, plan: Plan | None, wall_s: float) -> di
         "bottleneck": max(lanes, key=lambda lane: lanes[lane]) if engine else None,
         "peak_bytes": peaks,
         "processes": [{"rank": rank, "peak_bytes": of} for rank, of in enumerate([peaks, *others])],
-        "bytes_moved": executor.bytes_moved if executor else {},
+        "bytes_moved": engine.bytes_moved if engine else {},
         "busy_s": dict(stats.busy_s) | {lane: s for lane, s in lanes.items() if lane not in ("input", "compute")},
-        "stalled_s": executor.stalled_s if executor else {},
+        "stalled_s": engine.stalled_s if engine else {},
         "routing": _routing(executor),
         "adaptations": [change.to_json() for change in engine.changes] if engine else [],
         "sweeps": stats.sweeps,

@@ -560,7 +560,7 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
     observer = Observer(state, total_rows, row_counts, job.progress, job.publisher)
     stepped = isinstance(job.source, SteppedSource)  # its later steps are not in the plan
     expected = None if stepped else expected_of(plan, options, state, total_rows, job.row_sizes)
-    in_order = sorts_rows(plan) and not stepped
+    in_order = sorts_rows(plan) and not stepped and not job.source.dataset.is_stream
     if expected is not None:
         mixed = MOST_REQUESTS if plan.policy.share_prefixes else 1
         job.row_sizes.mixed(total_rows if in_order and total_rows is not None else mixed)
@@ -608,7 +608,7 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
                 left.close()
             job.row_sizes.stop()
             learner.keep()
-            keep_drafts(job.resolved, engine.draft_rates)
+            keep_drafts(job.resolved, engine.draft_rates, engine.forced_per_step)
     return None if state.is_done(total_rows) else stopped
 
 

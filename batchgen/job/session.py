@@ -79,6 +79,7 @@ class Session:
             self._engine = load()
             self.loads += 1
         self._plan = plan
+        self._engine.count_anew()
         try:
             yield self._engine
         except BaseException:  # what it is at is not known

@@ -18,8 +18,9 @@ class Seen:
         cached_tokens: Part of `prompt_tokens` that came from the prefix cache.
         prefilled: Prompt tokens that went through the layers.
         prefill_keys: Tokens that these attended to, all together.
-        decoded: Tokens that went through the layers one by one, after a prompt.
-        decode_keys: Tokens that these attended to, all together.
+        decoded: Sequences that gained tokens in a sweep after that of their prompt, summed over sweeps.
+        decode_keys: Tokens that the first token of each of these in a sweep attended to, all together.
+        more_gained: Tokens that these gained beside one each: accepted drafts, and tokens that grammars forced.
     """
 
     rows: int = 0
@@ -31,6 +32,7 @@ class Seen:
     prefill_keys: int = 0
     decoded: int = 0
     decode_keys: int = 0
+    more_gained: int = 0
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,8 @@ def measure_workload(
         outputs = Lengths.of(sequence.of_choice or sequence.limit for sequence in sequences)
     prompt_len = Lengths.of(len(sequence.tokens) for sequence in sequences)
     scored = [sequence.scored for sequence in sequences if sequence.scored is not None]
-    are_sorted = source.requests_per_row == 1  # `sorts_rows` says no where rows take no time
+    # `sorts_rows` says no where rows take no time.
+    are_sorted = source.requests_per_row == 1 and not source.dataset.is_stream
     shared = _shared(rows, copies, rows_to_run, are_sorted=are_sorted) if options.share_prefixes else _NOTHING
     workload = Workload(
         num_seqs=max(1, round(rows_to_run * seqs_per_row)),

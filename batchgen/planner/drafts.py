@@ -1,8 +1,9 @@
-"""Drafts in a plan: how many each sequence has in each phase of a job, and what that saves.
+"""Drafts in a plan: how many each sequence has in each phase of a job, and what that saves; and tokens that are forced.
 
 A phase with drafts has fewer sweeps, each with more tokens. Prompts come faster, as rows end faster. The number is the
 one with which the phase takes least by the cost model: several where weights or KV stream, none where computation
-binds. The placement is the one that is fastest without drafts.
+binds. The placement is the one that is fastest without drafts. Tokens that a grammar forces are taken with drafts, and
+without them where the CPU runs the sweeps.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import replace
 
 from batchgen.core.draft_rates import MOST_DRAFTS, DraftRates
 from batchgen.core.kv_placement import KVPlacement
-from batchgen.core.plan import Plan, takes_drafts
+from batchgen.core.plan import Plan, takes_drafts, takes_forced
 from batchgen.planner.costs import job_seconds
 from batchgen.planner.linear import number
 from batchgen.planner.phases import Phase
@@ -50,8 +51,10 @@ def drafted_phases(s: CostInputs, phases: Sequence[Phase], at: Placement) -> tup
         at: The placement.
     """
     rates = s.workload.drafts
-    if rates is None or not _takes_drafts(s, at, rates):
+    if rates is None:
         return tuple(phases)
+    if not _takes_drafts(s, at, rates):
+        return tuple(_undrafted(s, phase, rates) for phase in phases)
     if s.model.state:
         rates = replace(rates, proposed=rates.proposed * s.draft_state_share)
     holds_logits = s.on_gpu and number(at.head_cpu) > 0
@@ -88,6 +91,8 @@ def _takes_drafts(s: CostInputs, at: Placement, rates: DraftRates) -> bool:
     The CPU beside an accelerator takes one token of each. Where there are no state slots for drafts, their number
     depends on the slots that are free at the moment, so none are counted.
     """
+    if not rates.most:
+        return False
     beside = s.on_gpu and (number(at.kv_cpu) > 0 or s.deferral is not None)
     streams = max(map(number, (at.w_streamed if s.on_gpu else at.w_disk, at.kv_streamed, at.kv_disk))) > 0
     if beside or (s.model.state and not s.draft_state_share) or (rates.only_while_streaming and not streams):
@@ -103,12 +108,20 @@ def _fastest(s: CostInputs, phase: Phase, at: Placement, rates: DraftRates, most
     """
     if not phase.decode_seqs:
         return phase
-    seconds = {phase: job_seconds(s, (phase,), at) / _LEAST_GAIN}
+    undrafted = _undrafted(s, phase, rates)
+    seconds = {undrafted: job_seconds(s, (undrafted,), at) / _LEAST_GAIN}
     for count in {min(count, rates.most) for count in _COUNTS}:
         drafted = _drafted(phase, count, rates, s.max_num_batched_tokens)
         if drafted is not None and phase.decode_seqs * (1 + drafted.drafts) <= most_rows:
             seconds[drafted] = job_seconds(s, (drafted,), at)
     return min(seconds, key=lambda each: seconds[each])
+
+
+def _undrafted(s: CostInputs, phase: Phase, rates: DraftRates) -> Phase:
+    """A phase without drafts, with the tokens that grammars force where these are always taken."""
+    if not takes_forced("gpu" if s.on_gpu else "cpu", s.attention_budget) or not (phase.decode_seqs and rates.forced):
+        return phase
+    return _drafted(phase, 0, rates, s.max_num_batched_tokens) or phase
 
 
 def _drafted(phase: Phase, count: int, rates: DraftRates, budget: float) -> Phase | None:

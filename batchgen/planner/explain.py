@@ -326,17 +326,24 @@ def explain(plan: Plan, explained: Explanation | None = None) -> list[str]:
 
 
 def _draft_lines(plan: Plan) -> list[str]:
+    """The forced tokens and drafts that sequences are expected to have; no line where there are none of a kind."""
+    lines = []
+    if forced := plan.forced_per_step:
+        lines.append(f"forced tokens, which take no sweep: {forced:.2f} for each other one")
+    return lines + _lines_of_drafts(plan)
+
+
+def _lines_of_drafts(plan: Plan) -> list[str]:
     """The drafts that sequences are expected to have; no line where nothing may be drafted."""
     rates, drafts = plan.workload.drafts, plan.prediction.drafts
     streams = plan.policy.streams("gpu" if "gpu" in plan.budgets else "cpu")
-    if rates is None or (rates.only_while_streaming and not streams):
+    if rates is None or not rates.most or (rates.only_while_streaming and not streams):
         return []
     if reason := why_no_drafts(plan):
         return [f"no drafts: {reason}"]
-    if rates == replace(NO_RATES, most=rates.most):
+    if rates == replace(NO_RATES, most=rates.most, forced=rates.forced):
         return ["drafts are not counted, as no job with these prompts has measured any"]
     expected = f"proposed in {rates.proposed:.0%} of the steps, each accepted with a chance of {rates.accepted:.0%}"
-    expected += f", {rates.forced:.2f} tokens of a step forced" if rates.forced else ""
     if not drafts:
         return [f"no drafts, as they would save no time ({expected})"]
     counts = ", ".join(f"{count} for up to {seqs:,} decoding sequences" for seqs, count in drafts)

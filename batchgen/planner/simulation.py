@@ -268,8 +268,10 @@ class SimulatedJob:
         self._scheduler = Scheduler(kv_pools(policy, memory), limits, (lambda s: expected) if expected else None)
         self._split = splitter(policy, memory, self._compute_tier)
         self._drafts: _SimulatedDrafts | None = None
-        if plan.prediction.drafts and plan.workload.drafts is not None:
+        drafts = plan.prediction.drafts
+        if plan.workload.drafts is not None and (drafts or plan.forced_per_step):
             self._drafts = _SimulatedDrafts(plan.workload.drafts)
+        if drafts and self._drafts is not None:
             self._scheduler.drafting = Drafting([self._drafts], always=plan.prediction.most_drafts)
         self._adaptation: Adaptation | None = None
         if adapts and policy.admission == "continuous":

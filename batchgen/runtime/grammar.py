@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
@@ -78,8 +78,8 @@ class Constraint:
 
     takes_drafts = True
 
-    def __init__(self, matcher: Any, mask: np.ndarray) -> None:
-        self.matcher = matcher
+    def __init__(self, matcher: Any, mask: np.ndarray, vocab_size: int) -> None:
+        self.matcher, self._vocab_size = matcher, vocab_size
         self.error: str | None = None  # why the sample cannot go on
         self._mask = mask
         self._wait: Callable[[], None] | None = None  # where the mask is being made
@@ -108,10 +108,11 @@ class Constraint:
     def forced(self) -> list[int]:
         """The tokens that the text goes on with, whichever is chosen: its next bytes, as the tokenizer writes them.
 
-        Waits for the thread that makes masks.
+        They end before one that the model lacks. Waits for the thread that makes masks.
         """
         self.mask()
-        return [] if self.error is not None else list(self.matcher.compute_ff_tokens())
+        tokens = [] if self.error is not None else self.matcher.compute_ff_tokens()
+        return list(takewhile(lambda token: token < self._vocab_size, tokens))
 
     def after(self, num_drafts: int) -> MaskAfterDrafts:
         """The state after the first drafts of those given to `Grammars.draft`."""
@@ -158,12 +159,12 @@ class Unconstrained(_WithoutDrafts):
 class Grammar:
     """A compiled rule of a text."""
 
-    def __init__(self, matcher: Any, first_mask: np.ndarray) -> None:
-        self._matcher, self._first_mask = matcher, first_mask
+    def __init__(self, matcher: Any, first_mask: np.ndarray, vocab_size: int) -> None:
+        self._matcher, self._first_mask, self._vocab_size = matcher, first_mask, vocab_size
 
     def start(self) -> Constraint:
         """The state of a new sample."""
-        return Constraint(self._matcher.deep_copy(), self._first_mask)
+        return Constraint(self._matcher.deep_copy(), self._first_mask, self._vocab_size)
 
     def before(self, first: int | None = None, *, must_begin: bool = False) -> Unconstrained:
         """The state of a new sample whose grammar begins later.
@@ -275,7 +276,7 @@ class Grammars:
         mask = self._next_masks([matcher])[0]
         if matcher.is_error() or not (mask & self._known).any():
             raise InputError(_refused(rule, matcher.get_error() or "no token of the model begins it"))
-        return Grammar(matcher, mask)
+        return Grammar(matcher, mask, self._vocab_size)
 
     def _masks_made(self, made: Future, constraint: Constraint) -> np.ndarray:
         self._wait_for(made)

@@ -139,9 +139,14 @@ class SharedRun:
     rows_known = 0  # a worker looks its rows up as it runs them
 
     def __init__(
-        self, output_path: Path, lease_s: float, open_plain: Callable[[], Run], fingerprint: dict[str, Any]
+        self,
+        output_path: Path,
+        lease_s: float,
+        open_plain: Callable[[], Run],
+        fingerprint: dict[str, Any],
+        describe_files: DescribeFiles | None = None,
     ) -> None:
-        self.output_path = output_path
+        self.output_path, self._describe_files = output_path, describe_files
         self.directory = directory = run_directory(output_path)
         self.totals: dict[str, int] | None = None
         self.done_rows = Tally()
@@ -440,7 +445,7 @@ class SharedRun:
                         return
                 else:
                     time.sleep(min(0.1, self._poll_s))
-            if changes := describe_changes(job.fingerprint, self._fingerprint):
+            if changes := describe_changes(job.fingerprint, self._fingerprint, self._describe_files):
                 raise InputError(
                     f"{self.directory} is worked on with other settings: {changes}. "
                     "Give all workers the same ones, or another --output"
@@ -633,7 +638,7 @@ def open_shared_run(
             describe_files=describe_files,
         )
 
-    run = SharedRun(target_path(Path(output_path)), lease_s, open_plain, fingerprint)
+    run = SharedRun(target_path(Path(output_path)), lease_s, open_plain, fingerprint, describe_files)
     try:
         run.open(rows)
     except BaseException:

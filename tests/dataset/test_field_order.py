@@ -106,8 +106,12 @@ def test_fields_without_equal_values_or_rows_keep_their_order():
         pa.array([["a", "b"], ["c"], None, ["c"]]),
         pa.array([{"x": 1}, {"x": 2}, None, {"x": 2}]),
         pa.array(["a", "b", None, "b"]).dictionary_encode(),
+        pa.ExtensionArray.from_storage(pa.uuid(), pa.array([b"a" * 16, b"b" * 16, None, b"b" * 16], pa.binary(16))),
+        pa.ExtensionArray.from_storage(
+            pa.fixed_shape_tensor(pa.int32(), [2]), pa.array([[1, 2], [3, 4], None, [3, 4]], pa.list_(pa.int32(), 2))
+        ),
     ],
-    ids=["lists", "structs", "categories"],
+    ids=["lists", "structs", "categories", "extensions", "tensors"],
 )
 def test_values_of_any_type_are_counted(column):
     batch = pa.record_batch({"review": column, "brand": [1, 2, 3, 4]})

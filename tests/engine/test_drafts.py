@@ -1,5 +1,6 @@
 """Drafted tokens change no text, whoever drafts them, however many are wrong, and wherever weights and KV are."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -167,6 +168,8 @@ def test_forced_tokens_take_no_sweep_and_change_no_sample(family, tier, kind, ti
         done, stats = found(drafts)
         assert_same(done, wanted)
         assert stats.generated_tokens == without.generated_tokens
+        assert stats.prefilled_tokens == without.prefilled_tokens
+        assert stats.decoded == without.decoded - stats.forced_tokens - stats.accepted_tokens
         assert (stats.forced_tokens > 0) == ("logprobs" not in kind)
         if "logprobs" not in kind or (drafts and (family, tier) == ("llama", "memory")):
             assert stats.sweeps < without.sweeps
@@ -187,18 +190,21 @@ def test_forced_tokens_are_taken_no_further_than_a_sample_may_be_long(path, stor
     assert list(map(len, taken)) == [1, 6]
 
 
-@pytest.mark.parametrize("end", [{"stop": ("b",)}, {"max_tokens": 2}, {"stop_token_ids": "b"}])
-def test_a_sample_that_ends_in_forced_text_ends_well_though_no_token_follows(end, tmp_path, stores):
-    """A grammar whose text goes on with a byte that the model has no token for."""
+@pytest.mark.parametrize("drafts", [0, lambda: Drafting(always=4)], ids=["no drafts", "drafts"])
+@pytest.mark.parametrize(
+    "end", [{"stop": ("b",)}, {"max_tokens": 2}, {"stop_token_ids": "b"}, {"stop": ("b",), "logprobs": 1}]
+)
+def test_a_sample_that_ends_in_forced_text_ends_well_though_no_token_follows(end, drafts, tmp_path, stores):
+    """A grammar whose text goes on with a byte that the model has no token for, which the tokenizer has."""
     pytest.importorskip("llguidance")
     make_tiny_model("llama", tmp_path, vocab_size=98)
     parts = make_parts(tmp_path, CPU, policy_of(tmp_path, "memory", "float32", "continuous", 1), stores)
-    with Engine.from_parts(parts, drafts=0) as engine:
+    with Engine.from_parts(parts, drafts=drafts) as engine:
         if "stop_token_ids" in end:
             end = {"stop_token_ids": (parts.tokenizer.token_id("b"),)}
         sampling = SamplingParams(choice=("ab\u4e2d",), **{"max_tokens": 9, **end})
         (done,) = engine.generate([Request([5, 6, 7], sampling)])
-        (failed,) = engine.generate([Request([5, 6, 7], SamplingParams(choice=("ab\u4e2d",), max_tokens=9))])
+        (failed,) = engine.generate([Request([5, 6, 7], replace(sampling, stop=(), stop_token_ids=(), max_tokens=9))])
     assert done.error is None
     assert len(done.samples[0].token_ids) == 2
     assert "as its grammar wants" in failed.error

@@ -31,13 +31,13 @@ def test_rates_are_kept_for_jobs_that_are_alike(job_of):
     measured = DraftRates(0.5, 0.75)
     job, unknown = job_of(prompt_template="Extract: {{ text }}", drafts=4), replace(UNKNOWN_RATES, most=4)
     assert expected_drafts(job) == unknown
-    keep_drafts(job, None)
+    keep_drafts(job, None, None)
     assert expected_drafts(job) == unknown, "too little was judged"
-    keep_drafts(job, measured)
+    keep_drafts(job, measured, None)
     assert expected_drafts(job) == replace(measured, most=4)
     assert expected_drafts(job_of(prompt_template="Classify: {{ text }}", drafts=4)) == unknown
     by_column = {"prompt_column": "text", "drafts": 4}
-    keep_drafts(job_of(**by_column), measured)
+    keep_drafts(job_of(**by_column), measured, None)
     assert expected_drafts(job_of(**by_column)) == replace(measured, most=4)
     assert expected_drafts(job_of(source="other.parquet", **by_column)) == unknown, "its texts may be of any kind"
     schema = SamplingParams(json_schema={"type": "object"})
@@ -49,8 +49,28 @@ def test_the_option_says_how_many_drafts_are_expected(job_of):
     assert expected_drafts(job_of(drafts=0)) is None
     assert expected_drafts(job_of(drafts=3)) == replace(UNKNOWN_RATES, most=3)
     assert expected_drafts(job_of(task="score")) is None
-    keep_drafts(job_of(), DraftRates(0.5, 0.75))
+    keep_drafts(job_of(), DraftRates(0.5, 0.75), None)
     assert expected_drafts(job_of()) == DraftRates(0.5, 0.75, only_while_streaming=True)
+
+
+def test_forced_tokens_are_expected_with_any_number_of_drafts(job_of):
+    keep_drafts(job_of(), None, 0.75)
+    assert expected_drafts(job_of()) == replace(NO_RATES, forced=0.75)
+    assert expected_drafts(job_of(drafts=0)) == replace(NO_RATES, most=0, forced=0.75)
+    assert expected_drafts(job_of(drafts=3)) == replace(UNKNOWN_RATES, most=3, forced=0.75)
+    assert expected_drafts(job_of(task="score")) is None
+
+
+def test_the_next_job_under_a_schema_is_planned_with_the_tokens_that_it_forces(tiny_models, tmp_path, monkeypatch):
+    pytest.importorskip("llguidance")
+    monkeypatch.setenv("BATCHGEN_CACHE", str(tmp_path / "cache"))
+    path, _ = tiny_models("llama")
+    schema = {"enum": ["The first of two long texts", "Whatever is in the other one"]}
+    given = {"dtype": "float32", "max_tokens": 60, "chat": False, "drafts": 0, "json_schema": schema}
+    rows = [f"{row}: one two three" for row in range(40)]
+    reports = [batchgen.run(path, rows, tmp_path / f"{run}.jsonl", **given) for run in range(2)]
+    sweeps = [report["predicted"]["sweeps"] for report in reports]
+    assert reports[1]["sweeps"] <= sweeps[1] < 0.5 * sweeps[0]
 
 
 def test_a_job_measures_its_drafts_and_reports_them(tiny_models, tmp_path, monkeypatch):

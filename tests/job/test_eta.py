@@ -1,6 +1,7 @@
 """The time left of a job, on the real scheduler with a simulated clock: rows of equal and of very unequal length."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from planner_cases import cpu_box, opt
 from simulated_clock import replay
 from thorough import some_of
 
+from batchgen.core.draft_rates import NO_RATES, DraftRates
 from batchgen.core.plan import Plan
 from batchgen.core.workload import Lengths, Workload
 from batchgen.engine.in_flight import InFlight
@@ -57,9 +59,12 @@ def sizes_of(rows):
     return sizes
 
 
-def told(rows, limit, *, finished=(), ends_itself=False, **more):
+def told(rows, limit, *, finished=(), ends_itself=False, gained=None, drafts=(), **more):
     plan = planned(rows, limit, ends_itself=ends_itself, **more)
     expected = Expected.of(plan, len(rows), ends_itself=ends_itself, finished=finished, sizes=sizes_of(rows))
+    if gained is not None:  # tokens that the plan knows nothing of
+        workload, prediction = replace(plan.workload, drafts=gained), replace(plan.prediction, drafts=drafts)
+        plan = replace(plan, workload=workload, prediction=prediction)
     # A machine that is slower than its profile, more so in sweeps of few tokens, with neighbours.
     return replay(plan, CONFIG, cpu_box(), expected, rows, slower=lambda tokens: 1.6 if tokens <= 8 else 1.3, noise=0.2)
 
@@ -77,6 +82,11 @@ def lengths(kind):
         "log-normal prompts and outputs": (list(zip(prompts, outputs, strict=True)), 300, {"ends_itself": True}),
         "very long prompts at the end": ([(40, 20)] * ROWS + long_rows, 20, {}),
         "very long prompts at the beginning": (long_rows + [(40, 20)] * ROWS, 20, {}),
+        "forced tokens": ([(60, 48)] * ROWS, 48, {"gained": replace(NO_RATES, most=0, forced=1.5)}),
+        "forced tokens of outputs that end early": (
+            [(60, n) for n in outputs], 300, {"ends_itself": True, "gained": replace(NO_RATES, most=0, forced=4.0)},
+        ),
+        "drafts": ([(60, 48)] * ROWS, 48, {"gained": DraftRates(0.7, 0.6), "drafts": ((MOST_SEQS, 4),)}),
         "a shared prefix": ([(400, 8)] * ROWS, 8, {"shared": 368.0}),
         "a resumed job": (
             [(60, n) for n in outputs], 300,
@@ -98,6 +108,7 @@ KINDS = (
     "a resumed job",
     "scored rows",
 )
+SEVERAL_TOKENS = "forced tokens", "forced tokens of outputs that end early", "drafts"  # of a sequence in a sweep
 
 
 def test_long_rows_are_expected_anywhere_among_rows_that_run_in_any_order():
@@ -112,7 +123,7 @@ def test_long_rows_are_expected_anywhere_among_rows_that_run_in_any_order():
     assert sizes.prompt_tokens(0, 1) == pytest.approx([50.0])
 
 
-@pytest.mark.parametrize("kind", some_of(KINDS, 5, "kinds of jobs"))
+@pytest.mark.parametrize("kind", [*some_of(KINDS, 5, "kinds of jobs"), *SEVERAL_TOKENS])
 def test_the_time_left_is_within_a_quarter_from_the_tenth_part_on(kind):
     draws.seed(3)
     rows, limit, more = lengths(kind)

@@ -11,8 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchgen
+from batchgen.core.request import SamplingParams
 from batchgen.job.options import JobOptions
 from batchgen.job.report import Origin, result_lines, summary
+from batchgen.job.run import run_job
+from batchgen.job.session import Session
 
 OPTIONS = {"dtype": "float32", "cpu_memory": "4GiB", "max_num_seqs": 2, "max_tokens": 3}
 
@@ -89,6 +92,23 @@ def test_counts_of_a_stopped_job_have_rows_of_earlier_runs_too(model, rows):
 def test_counts_with_workers_have_the_rows_of_all(model, rows):
     report = run(model, rows, share=True)
     assert report["finish_reasons"] == {"length": 5} and report["answered"] == 5
+
+
+def test_a_job_with_a_model_that_is_loaded_already_counts_its_own_work_alone(model, rows):
+    """As `serve-batches` runs one job after the other."""
+    session, reports = Session(), []
+    for number in range(2):
+        output = str(rows.parent / f"{number}.parquet")
+        given = {**OPTIONS, "sampling": SamplingParams(max_tokens=OPTIONS["max_tokens"])}
+        del given["max_tokens"]
+        reports.append(run_job(JobOptions(model, str(rows), output, progress="none", chat=False, **given), session))
+    session.close()
+    assert session.loads == 1
+    first, second = reports
+    for name in ("prompt_tokens", "generated_tokens", "sweeps"):
+        assert second[name] == first[name] > 0, name
+    assert second["cached_prompt_tokens"] <= second["prompt_tokens"]
+    assert all(second["busy_s"][lane] < second["wall_s"] for lane in second["busy_s"])
 
 
 def test_choices_are_counted(model, rows):

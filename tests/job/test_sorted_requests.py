@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from command_line import invoke
 
+import batchgen
 from batchgen.cli import commands
 from batchgen.core.errors import BatchgenError
 from batchgen.core.request import ChatOptions, Request, SamplingParams, ScoreRequest
@@ -181,6 +182,30 @@ def test_a_job_that_was_begun_on_fewer_rows_sorts_the_rest(tiny_models, tmp_path
     assert code == 0 and report["rows_resumed"] == 200 and f"{count - 200} rows are sorted" in said, said
     assert run(model, source, tmp_path / "whole.parquet")[0] == 0
     assert (tmp_path / "begun.parquet").read_bytes() == (tmp_path / "whole.parquet").read_bytes()
+
+
+def test_rows_of_a_stream_are_not_read_to_its_end_before_the_first_one_runs(
+    tiny_models, tmp_path, small_window, monkeypatch
+):
+    datasets = pytest.importorskip("datasets")
+    numbers, make_result = itertools.count(), run_module._row_result
+
+    def rows():
+        for number in range(4000):
+            yield {"prompt": f"row {number}"}
+        raise AssertionError("the stream was read too far")
+
+    def stop_early(*args):
+        if next(numbers) == 20:
+            raise BatchgenError("cut short")
+        return make_result(*args)
+
+    monkeypatch.setattr(run_module, "_row_result", stop_early)
+    stream = datasets.IterableDataset.from_generator(rows, datasets.Features({"prompt": datasets.Value("string")}))
+    with pytest.raises(BatchgenError, match="cut short"):
+        batchgen.run(
+            tiny_models("llama")[0], stream, tmp_path / "out.jsonl", max_tokens=3, dtype="float32", max_num_seqs=4,
+        )  # fmt: skip
 
 
 def test_workers_take_ranges_of_the_sorted_rows(tiny_models, tmp_path, small_window, monkeypatch):

@@ -58,6 +58,23 @@ def test_a_plan_that_streams_weights_has_drafts_and_predicts_what_they_save(rate
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
+@pytest.mark.parametrize("most", [0, 4])
+def test_forced_tokens_take_no_sweep_in_a_plan_without_drafts_too(most):
+    rates = replace(NO_RATES, most=most, forced=0.8)
+    for memory in (8 * GIB, 30 * GIB):
+        without, _ = planned(None, memory=memory, rows=64)
+        plan, run = planned(rates, memory=memory, rows=64)
+        assert plan.prediction.drafts == ()
+        assert sweeps_s(plan) == pytest.approx(run.total_s, rel=0.15)
+        assert plan.prediction.sweeps == pytest.approx(without.prediction.sweeps / 1.8, rel=0.15)
+        assert sweeps_s(plan) < (0.8 if memory == 8 * GIB else 0.95) * sweeps_s(without)
+        lines = explain(plan)
+        assert "forced tokens, which take no sweep: 0.80 for each other one" in lines
+        assert any("drafts" in line for line in lines) == (memory == 8 * GIB and most > 0)
+    budget, _ = planned(rates, memory=30 * GIB, attention_budget="10%")
+    assert not any("forced" in line for line in explain(budget))
+
+
 def test_streaming_alone_has_drafts_where_only_that_is_asked_for():
     rates = replace(NEARLY_ALL, only_while_streaming=True)
     in_memory, _ = planned(rates, memory=24 * GIB)

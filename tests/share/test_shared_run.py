@@ -122,6 +122,15 @@ def test_rows_of_a_plain_run_are_kept_and_a_plain_run_keeps_out(tmp_path):
     check(output)
 
 
+def test_a_changed_input_is_described_to_a_worker(tmp_path):
+    how = {"rows": ROWS, "lease_s": 60.0, "describe_files": lambda was: f"{was['files'][0]} has changed"}
+    with (
+        open_shared_run(tmp_path / "out.parquet", {"input": {"files": ["a", 5]}}, **how),
+        pytest.raises(InputError, match="worked on with other settings: a has changed"),
+    ):
+        open_shared_run(tmp_path / "out.parquet", {"input": {"files": ["a", 6]}}, **how)
+
+
 def test_another_job_is_refused_and_leaves_nothing(tmp_path):
     output = tmp_path / "out.parquet"
     with (

@@ -39,16 +39,18 @@ class CountedJob(SimulatedJob):
 
     def _sample(self, sampled):
         begun = [s for s in sampled if s.num_generated == 0]
-        ending = [s for s in sampled if s.num_generated + 1 >= self._output_len[s]]
+        generated = sum(s.num_generated for s in sampled)
         self.seen = replace(
             self.seen,
             prompt_tokens=self.seen.prompt_tokens + sum(s.num_prompt for s in begun),
             cached_tokens=self.seen.cached_tokens + sum(s.num_cached for s in begun),
         )
         super()._sample(sampled)
-        for sequence in ending:
-            self._on_end(sequence.num_generated, sequence.sampling.max_tokens)
-        self.seen = replace(self.seen, rows=self.num_done)
+        for sequence in sampled:
+            if sequence not in self._output_len:
+                self._on_end(sequence.num_generated, sequence.sampling.max_tokens)
+        more = sum(s.num_generated for s in sampled) - generated - len(sampled)
+        self.seen = replace(self.seen, rows=self.num_done, more_gained=self.seen.more_gained + more)
 
     def _commit(self, sweep):
         self.seen = counted(self.seen, sweep)
@@ -60,14 +62,14 @@ class CountedJob(SimulatedJob):
 
 def counted(seen: Seen, sweep) -> Seen:
     """The counts with those of a sweep that is about to run."""
-    decode = [s for s in sweep if s.decodes]
-    prompts = [s for s in sweep if not s.decodes]
+    decode = [s for s in sweep if s.sequence.num_computed >= s.sequence.num_prompt and (s.decodes or s.samples)]
+    prompts = [s for s in sweep if s not in decode]
     return replace(
         seen,
         prefilled=seen.prefilled + sum(s.num_tokens for s in prompts),
         prefill_keys=seen.prefill_keys + sum(s.prefill_keys for s in prompts),
         decoded=seen.decoded + len(decode),
-        decode_keys=seen.decode_keys + sum(s.num_keys for s in decode),
+        decode_keys=seen.decode_keys + sum(s.sequence.num_computed + 1 for s in decode),
     )
 
 
@@ -78,7 +80,7 @@ def replay(plan: Plan, config, hardware, expected: Expected, rows, *, slower=lam
         plan: The plan that is run.
         config: The model's configuration.
         hardware: The machine.
-        expected: What the estimator is told beforehand.
+        expected: What the estimator is told beforehand; its plan may be another one.
         rows: (prompt tokens, generated tokens) of each row.
         slower: From a sweep's tokens to how much slower it is than the profile of the machine says.
         noise: Greatest relative deviation of a sweep's time.
