@@ -566,7 +566,7 @@ class Crasher:
 
 @pytest.fixture
 def memory_path(tmp_path):
-    """A folder in memory, where the system has one: renaming takes a disk milliseconds, and the machine does not stop."""
+    """A folder in memory, where the system has one: the machine goes on, and renaming takes a disk milliseconds."""
     memory = Path("/dev/shm")
     if not os.access(memory, os.W_OK):
         yield tmp_path
