@@ -1,6 +1,5 @@
 import gc
 import importlib.util
-import itertools
 import math
 import os
 import signal
@@ -96,15 +95,28 @@ def pytest_ignore_collect(collection_path, config):
     return True if "\n@pytest.mark.gpu" not in collection_path.read_text() else None
 
 
-_tests = itertools.count()
+_frozen_modules = 0
 
 
 @pytest.fixture(autouse=True)
 def little_to_collect():
     """Freezes what tests have imported so far: an engine collects garbage, a quarter of a second with all of it."""
-    if next(_tests) % 16 == 0 and len(gc.get_objects()) > 50_000:  # to count them takes a millisecond
+    global _frozen_modules
+    if len(sys.modules) > _frozen_modules + 100:
+        _frozen_modules = len(sys.modules)
         gc.collect()
         gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def plans_of_the_same_problem_are_made_once(monkeypatch):
+    """Jobs of this process share their plans. Planning is not imported for those that have no jobs."""
+    if planning := sys.modules.get("batchgen.job.planning"):
+        import known_plans
+
+        monkeypatch.setattr(planning, "plan_problem", known_plans.plan_of_job)
+        monkeypatch.setattr(planning, "with_strategies", known_plans.with_strategies)
+        monkeypatch.setattr(planning, "other_quality", known_plans.other_quality)
 
 
 @pytest.fixture

@@ -15,6 +15,12 @@
 
 #include "simd/tile_config.h"
 
+// The set around it is not optimised (CMakeLists.txt), but the products of tiles are most of what it does.
+#ifndef __clang__
+#pragma GCC push_options
+#pragma GCC optimize("O2")
+#endif
+
 namespace batchgen {
 namespace {
 
@@ -118,3 +124,7 @@ struct Tiles {
 
 }  // namespace
 }  // namespace batchgen
+
+#ifndef __clang__
+#pragma GCC pop_options
+#endif

@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+from new_threads import NewThreads
 from thorough import rotating
 from tiered import CPU, EMULATED, before_each_step, everything_moves, make_parts, make_policy, make_requests
 
@@ -57,7 +58,12 @@ def expected(model, stores):
 
 
 @pytest.fixture
-def engine_of(model, stores):
+def threads():
+    return NewThreads()
+
+
+@pytest.fixture
+def engine_of(model, stores, threads):
     """An engine with weights and KV in all tiers; closed afterwards, and its threads gone."""
     made = []
 
@@ -74,17 +80,7 @@ def engine_of(model, stores):
     yield make
     for engine in made:
         engine.close()
-    assert left_running() == []
-
-
-def left_running():
-    """Threads of ours; the one that reads the input may take a moment to see that it is over."""
-    until = time.monotonic() + 300
-    while True:
-        found = [t.name for t in threading.enumerate() if t.name.startswith("batchgen")]
-        if not found or time.monotonic() > until:
-            return found
-        time.sleep(0.01)
+    assert threads.left() == []
 
 
 def rows(count=10):
@@ -115,7 +111,7 @@ def raise_in(engine, kind, error, after=0):
     return raised
 
 
-def fails_with(engine, error, raised):
+def fails_with(engine, threads, error, raised):
     """The very error comes out, although there are rows without end, and the engine says why it does not go on."""
     with pytest.raises(type(error)) as found:
         list(engine.generate(endless()))
@@ -125,40 +121,40 @@ def fails_with(engine, error, raised):
         list(engine.generate(rows()))
     assert "\n" not in str(refused.value) and (str(error) or type(error).__name__) in str(refused.value)
     engine.close()
-    assert left_running() == []
+    assert threads.left() == []
 
 
 @pytest.mark.parametrize("kind", ON_AN_ACCELERATOR)
-def test_an_error_in_any_step(engine_of, kind):
+def test_an_error_in_any_step(engine_of, threads, kind):
     engine = engine_of()
     error = Trouble(f"in {kind}")
-    fails_with(engine, error, raise_in(engine, kind, error, after=rotating(kind).randrange(12)))
+    fails_with(engine, threads, error, raise_in(engine, kind, error, after=rotating(kind).randrange(12)))
 
 
 @pytest.mark.parametrize("kind", ON_THE_CPU)
-def test_an_error_in_any_step_on_the_cpu(engine_of, kind):
+def test_an_error_in_any_step_on_the_cpu(engine_of, threads, kind):
     engine = engine_of(CPU)
     error = Trouble(f"in {kind}")
-    fails_with(engine, error, raise_in(engine, kind, error, after=rotating(kind).randrange(12)))
+    fails_with(engine, threads, error, raise_in(engine, kind, error, after=rotating(kind).randrange(12)))
 
 
-def test_an_error_in_serial_mode(engine_of):
+def test_an_error_in_serial_mode(engine_of, threads):
     engine = engine_of(serial=True)
     error = Trouble("alone")
-    fails_with(engine, error, raise_in(engine, "store_cache", error, after=3))
+    fails_with(engine, threads, error, raise_in(engine, "store_cache", error, after=3))
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_an_interrupt_in_any_step(engine_of, seed):
+def test_an_interrupt_in_any_step(engine_of, threads, seed):
     """Whichever thread it comes to."""
     rng = rotating(seed)
     engine = engine_of(CPU if seed % 4 == 0 else EMULATED)
     error = KeyboardInterrupt()
     kind = rng.choice(ON_THE_CPU if seed % 4 == 0 else ON_AN_ACCELERATOR)
-    fails_with(engine, error, raise_in(engine, kind, error, after=rng.randrange(30)))
+    fails_with(engine, threads, error, raise_in(engine, kind, error, after=rng.randrange(30)))
 
 
-def test_ctrl_c_at_any_moment(engine_of):
+def test_ctrl_c_at_any_moment(engine_of, threads):
     """The real signal, in the midst of whatever the main thread does."""
     rng = rotating()
     main = threading.main_thread().ident
@@ -182,7 +178,7 @@ def test_ctrl_c_at_any_moment(engine_of):
                 over.set()
         thread.join()
         engine.close()
-        assert left_running() == []
+        assert threads.left() == []
 
 
 @pytest.mark.parametrize("device", [EMULATED, CPU], ids=str)

@@ -52,7 +52,8 @@ def model(tiny_models):
 
 @pytest.fixture(scope="module")
 def engine(model):
-    return make_engine(model)
+    with make_engine(model) as engine:
+        yield engine
 
 
 def make_engine(model, **options):
@@ -186,18 +187,18 @@ def seen(completion):
 def test_rows_of_one_batch_equal_those_alone(engine, model):
     rows = mixed_rows()
     together = [seen(c) for c in complete(engine, rows)]
-    alone = make_engine(model, max_num_seqs=2)  # the two samples of a row
-    assert together == [seen(complete(alone, [row])[0]) for row in rows]
+    with make_engine(model, max_num_seqs=2) as alone:  # the two samples of a row
+        assert together == [seen(complete(alone, [row])[0]) for row in rows]
     assert len({str(t) for t in together}) > 20
 
 
 def test_preempted_rows_keep_their_state_in_the_grammar(engine, model):
     rows = mixed_rows(seed=1)
     expected = [seen(c) for c in complete(engine, rows)]
-    tight = make_engine(model, max_model_len=128, expected_output_len=1)
-    tight._pools = {"cpu": BlockManager(14, 16)}
-    assert [seen(c) for c in complete(tight, rows)] == expected
-    assert tight.stats.preempted > 3
+    with make_engine(model, max_model_len=128, expected_output_len=1) as tight:
+        tight._pools = {"cpu": BlockManager(14, 16)}
+        assert [seen(c) for c in complete(tight, rows)] == expected
+        assert tight.stats.preempted > 3
 
 
 def test_masks_are_made_while_the_next_sweep_computes(model, monkeypatch):
@@ -210,18 +211,18 @@ def test_masks_are_made_while_the_next_sweep_computes(model, monkeypatch):
         make(self, steps, ahead)
 
     monkeypatch.setattr(Grammars, "_advance", make_while_computing)
-    engine = make_engine(model, drafts=0)  # which are chosen when masks are there
-    run = engine.parts.executor.run
+    with make_engine(model, drafts=0) as engine:  # which are chosen when masks are there
+        run = engine.parts.executor.run
 
-    def run_and_tell(batches, on_logits, **options):
-        computing.set()
-        run(batches, on_logits, **options)
-        computing.clear()
+        def run_and_tell(batches, on_logits, **options):
+            computing.set()
+            run(batches, on_logits, **options)
+            computing.clear()
 
-    monkeypatch.setattr(engine.parts.executor, "run", run_and_tell)
-    (completion,) = complete(engine, [Request([5], SamplingParams(regex="[a-c]{5}", max_tokens=20, logprobs=1))])
-    assert re.fullmatch("[a-c]{5}", completion.text) and not too_late
-    assert engine.stats.busy_s["masks"] > 0
+        monkeypatch.setattr(engine.parts.executor, "run", run_and_tell)
+        (completion,) = complete(engine, [Request([5], SamplingParams(regex="[a-c]{5}", max_tokens=20, logprobs=1))])
+        assert re.fullmatch("[a-c]{5}", completion.text) and not too_late
+        assert engine.stats.busy_s["masks"] > 0
 
 
 # Ends.
@@ -400,7 +401,8 @@ def test_a_tokenizer_without_bytes_is_refused_by_name(tmp_path):
             sampling=SamplingParams(regex="a"),
             on_load=lambda *done: pytest.fail("weights were read"),
         )
-    assert complete(make_engine(str(tmp_path)), [Request([1])])[0].error is None
+    with make_engine(str(tmp_path)) as engine:
+        assert complete(engine, [Request([1])])[0].error is None
 
 
 def test_without_llguidance(model, monkeypatch):
@@ -410,7 +412,8 @@ def test_without_llguidance(model, monkeypatch):
     hint = re.escape("pip install 'llguidance>=1.7'")
     with pytest.raises(InputError, match=hint):
         make_engine(model, sampling=SamplingParams(regex="only here"))
-    free, bound = complete(make_engine(model), [Request([7]), Request([7], SamplingParams(regex="or here"))])
+    with make_engine(model) as engine:
+        free, bound = complete(engine, [Request([7]), Request([7], SamplingParams(regex="or here"))])
     assert free.error is None and re.search(hint, bound.error)
 
 

@@ -39,7 +39,8 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(model):
-    return engine_of(model)
+    with engine_of(model) as engine:
+        yield engine
 
 
 def engine_of(model, **options):

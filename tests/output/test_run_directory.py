@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -562,14 +564,25 @@ class Crasher:
         self.steps = None
 
 
+@pytest.fixture
+def memory_path(tmp_path):
+    """A folder in memory, where the system has one: the machine goes on, and renaming takes a disk milliseconds."""
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        yield Path(folder)
+
+
 @pytest.mark.parametrize("fail", [False, True])
-def test_a_crash_at_any_step_of_a_run(tmp_path, undisturbed, monkeypatch, fail):
+def test_a_crash_at_any_step_of_a_run(memory_path, undisturbed, monkeypatch, fail):
     result = bad_every_5 if fail else result_of
     crasher = Crasher(monkeypatch)
-    steps = crasher.steps_of(lambda: work(tmp_path / "whole.parquet", result=result))
+    steps = crasher.steps_of(lambda: work(memory_path / "whole.parquet", result=result))
     assert steps > 20
     for k in range(steps):
-        output = tmp_path / f"{k}.parquet"
+        output = memory_path / f"{k}.parquet"
         crasher.crash_after(k, lambda output=output: work(output, result=result))
         computed, run = work(output, result=result)
         assert len(computed) + run.rows_resumed in (0, 40) or run.complete
@@ -580,24 +593,33 @@ def test_a_crash_at_any_step_of_a_run(tmp_path, undisturbed, monkeypatch, fail):
             assert part_paths(run.parts_dir) == []
 
 
-def test_a_crash_at_any_step_of_overwriting(tmp_path, monkeypatch):
+@pytest.fixture
+def finished(memory_path):
+    """A function that gives the output of a job that has finished, by a copy with its run directory: name -> path."""
+    folder = memory_path / "finished"
+    folder.mkdir()
+    work(folder / "out.parquet", result=bad_every_5)
+
+    def copied(name: object) -> Path:
+        return Path(shutil.copytree(folder, memory_path / str(name))) / "out.parquet"
+
+    return copied
+
+
+def test_a_crash_at_any_step_of_overwriting(finished, monkeypatch):
     crasher = Crasher(monkeypatch)
     other = {"other": 1}
 
     def overwrite(output):
         return work(output, fingerprint=other, overwrite=True)
 
-    for k in range(10_000):
-        output = tmp_path / f"{k}.parquet"
-        work(output, result=bad_every_5)
-        old = output.read_bytes()
-        if k == 0:
-            whole = tmp_path / "whole.parquet"
-            work(whole, result=bad_every_5)
-            steps = crasher.steps_of(lambda whole=whole: overwrite(whole))
-            new = whole.read_bytes()
-        if k == steps:
-            break
+    whole = finished("whole")
+    old = whole.read_bytes()
+    steps = crasher.steps_of(lambda: overwrite(whole))
+    new = whole.read_bytes()
+    assert steps > 20 and new != old
+    for k in range(steps):
+        output = finished(k)
         crasher.crash_after(k, lambda output=output: overwrite(output))
         assert output.read_bytes() in (old, new), k
         try:  # either job can be asked to go on, and what it gives is whole
@@ -611,17 +633,12 @@ def test_a_crash_at_any_step_of_overwriting(tmp_path, monkeypatch):
         assert output.read_bytes() == new
 
 
-def test_a_crash_at_any_step_of_a_retry(tmp_path, monkeypatch):
+def test_a_crash_at_any_step_of_a_retry(finished, monkeypatch):
     crasher = Crasher(monkeypatch)
-    for k in range(10_000):
-        output = tmp_path / f"{k}.parquet"
-        work(output, result=bad_every_5)
-        if k == 0:
-            whole = tmp_path / "whole.parquet"
-            work(whole, result=bad_every_5)
-            steps = crasher.steps_of(lambda whole=whole: work(whole, retry_failed=True))
-        if k == steps:
-            break
+    steps = crasher.steps_of(lambda: work(finished("whole"), retry_failed=True))
+    assert steps > 10
+    for k in range(steps):
+        output = finished(k)
         crasher.crash_after(k, lambda output=output: work(output, retry_failed=True))
         assert len(read(output)) == 40
         computed, _ = work(output, retry_failed=k % 2 == 0)
@@ -634,7 +651,7 @@ def test_a_crash_at_any_step_of_a_retry(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("fail", [False, True])
-def test_a_crash_at_any_step_of_going_on(tmp_path, monkeypatch, fail):
+def test_a_crash_at_any_step_of_going_on(memory_path, monkeypatch, fail):
     """From a complete job of 12 rows to one of 40.
 
     No finished row is run again, and the old output stays until the new one is whole.
@@ -643,7 +660,7 @@ def test_a_crash_at_any_step_of_going_on(tmp_path, monkeypatch, fail):
     crasher = Crasher(monkeypatch)
 
     def smaller(name):
-        output = tmp_path / name
+        output = memory_path / name
         grow(output, 12, result=result)
         return output
 

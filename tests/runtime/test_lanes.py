@@ -9,6 +9,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 import pytest
+from new_threads import NewThreads
 from timing import undisturbed
 
 from batchgen.core.errors import BatchgenError
@@ -216,7 +217,7 @@ class Broken(Exception):
 @pytest.mark.parametrize("shared_cores", [False, True])
 @pytest.mark.parametrize("lane", LANES)
 def test_what_a_step_raises_comes_out_of_execute_or_drain(lane, shared_cores):
-    steps = make_steps(streams=OF_STAGE)
+    steps, threads = make_steps(streams=OF_STAGE), NewThreads()
     error = Broken(lane)
     ran_after = []
     failed = threading.Event()
@@ -241,7 +242,26 @@ def test_what_a_step_raises_comes_out_of_execute_or_drain(lane, shared_cores):
     assert raised.value is error
     in_time(lanes.close)
     assert len(ran_after) <= len(LANES), "only what each lane was about to run"
-    assert not [t for t in threading.enumerate() if t.name.startswith("batchgen-")]
+    assert threads.running() == []
+
+
+def test_threads_that_another_test_has_left_are_not_those_of_this_one():
+    over = threading.Event()
+
+    def start(name):
+        thread = threading.Thread(target=over.wait, name=name, daemon=True)
+        thread.start()
+        return thread
+
+    started = [start("batchgen-masks")]
+    threads = NewThreads()
+    assert threads.running() == []
+    started.append(start("batchgen-h2d"))
+    assert threads.running() == ["batchgen-h2d"]
+    over.set()
+    for thread in started:
+        thread.join(20)
+    assert threads.left() == []
 
 
 def test_a_failure_does_not_wait_for_what_other_lanes_are_at():
