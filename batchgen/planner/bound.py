@@ -51,7 +51,7 @@ class LowerBounds:
         return self._once(s, phases, self._quick_s, close=False)
 
     def _once(self, s: CostInputs, phases: tuple[Phase, ...], bound: Callable[..., float], *, close: bool) -> float:
-        """What a bound is of an entry, computed once: entries of a problem differ in nothing else."""
+        """A bound of an entry, computed once: entries of one problem that have the same key differ in nothing else."""
         key = self._key(phases, s.weight_format, s.num_gpu_batches), s.max_num_seqs, s.kv_format, close
         if key not in self._known:
             self._known[key] = bound(s, phases)

@@ -124,7 +124,7 @@ def candidates(
         most: kinds that are looked at, the fastest of each number of micro-batches before any others.
         prune: prune predicate, asked with a lower bound on a candidate's seconds before the candidate is worked out.
         prune_order: prune predicate for an order of micro-batches, asked likewise.
-        bounds: of other searches of the same problem too; None: of this one alone.
+        bounds: Bounds of other searches of the same problem too; None: those of this one alone.
 
     Raises:
         InputError: no plan fits. It says what is short.
