@@ -100,10 +100,10 @@ def warm_up() -> None:
 
 def clear_caches() -> None:
     """Forgets the phases of earlier plans, which a new process would not have."""
-    from batchgen.planner.phases import phases_of, phases_of_each
+    from batchgen.planner.phases import known_phases, phases_of
 
     phases_of.cache_clear()
-    phases_of_each.cache_clear()
+    known_phases.cache_clear()
 
 
 def main() -> None:

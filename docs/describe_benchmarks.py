@@ -172,6 +172,20 @@ def budget_speed(placement: str) -> Callable[[dict], str]:
     return words
 
 
+def budget_loss(d: dict) -> str:
+    """Of the longest contexts that were measured."""
+    results = d["results"]
+    start = next(name for name in reversed(results) if ", perplexity, " in name).rsplit(", ", 2)[0]
+    whole, *some = (results[f"{start}, perplexity, {budget}"]["perplexity"] for budget in ("all", *BUDGETS))
+    found = [results[f"{start}, retrieval, {budget}"] for budget in ("all", *BUDGETS)]
+    counts = [f"{one['numbers_found'] * one['cases']:.0f}" for one in found]
+    losses = " and ".join(f"{value / whole - 1:.1%}".replace("%", " %") for value in some)
+    return (
+        f"{int(start.rsplit(', ', 1)[1]):,} tokens: perplexity {losses} higher; {' and '.join(counts[1:])} of"
+        f" {found[0]['cases']} numbers found in the text, with `all` {counts[0]}"
+    )
+
+
 def state_decode(dtype: str) -> Callable[[dict], str]:
     def words(d: dict) -> str:
         shares = []
@@ -650,6 +664,12 @@ TABLES: dict[str, list[Row]] = {
             for placement, place in (("cpu", "in memory"), ("disk", "on disk"))
         ),
         Row(
+            "what an attention budget of 20% and of 10% loses, the demo model in fp32",
+            "attention_budget_losses",
+            "attention_budget.py --rows 4 --part perplexity --part retrieval --lengths 2048 4096 --output FILE",
+            budget_loss,
+        ),
+        Row(
             "the demo model in Q4_1",
             f"native_weights-{C}",
             "native_weights.py --work-dir DIR --peers DIR",
@@ -949,6 +969,7 @@ def quotes() -> Iterator[tuple[Path, str]]:
         yield tiers, f"| `{name}` | {KV_CODE_BITS[name]}.5 | +{format_loss(loss)} |"
     yield tiers, f"Weights in int8 and int4 have a perplexity that is {format_losses(WEIGHT_LOSSES)} higher"
     yield from budget_quotes(ROOT / "docs" / "attention_budget.md", read("attention_budget")["results"])
+    yield from budget_losses(ROOT / "docs" / "attention_budget.md", read("attention_budget_losses")["results"])
     for quality in (NEAR, SMALL):
         yield ROOT / "docs" / "planning.md", f"at most {QUALITIES[quality]:.0%} higher".replace("%", " %")
 
@@ -961,6 +982,20 @@ def budget_quotes(page: Path, results: dict) -> Iterator[tuple[Path, str]]:
             yield page, f"| {length:,} | {place} | " + " | ".join(f"{ratios[b]:.2f}" for b in BUDGETS) + " |"
     whole, fifth, tenth = results["demo, bfloat16, 8192, speed, disk"]["disk_bytes_read"].values()
     yield page, f"{whole / 1e6:.0f} MB, {fifth / 1e6:.0f} MB and {tenth / 1e6:.0f} MB"
+
+
+def budget_losses(page: Path, results: dict) -> Iterator[tuple[Path, str]]:
+    """Rows of the table of what attention budgets lose."""
+    for name, found in results.items():
+        start, kind, budget = name.rsplit(", ", 2)
+        if kind != "perplexity":
+            continue
+        length, value = int(start.rsplit(", ", 1)[1]), found["perplexity"]
+        loss = value / results[f"{start}, perplexity, all"]["perplexity"] - 1
+        numbers = results[f"{start}, retrieval, {budget}"]
+        count = round(numbers["numbers_found"] * numbers["cases"])
+        against = f" +{loss * 100:.1f} % " if budget != "all" else " "
+        yield page, f"| {length:,} | `{budget}` | {value:.2f} |{against}| {count} of {numbers['cases']} |"
 
 
 def described() -> str:

@@ -52,6 +52,20 @@ class Rates:
         """A copy in which every rate is multiplied by `factor`."""
         return Rates(self.axes, _map_points(self.points, len(self.axes), lambda rate: rate * factor))
 
+    def slowed(self, slowing: Callable[[float], float]) -> Rates:
+        """A copy in which work of every size on the last axis takes longer by a factor.
+
+        Args:
+            slowing: Function from the size to the factor on its seconds; a constant rate is one for any size, however
+                large.
+        """
+        if not self.axes:
+            return self.scaled(1 / slowing(math.inf))
+        if len(self.axes) == 1:
+            return Rates(self.axes, tuple((size, rate / slowing(size)) for size, rate in self.points))
+        inner = ((size, Rates(self.axes[1:], points).slowed(slowing).points) for size, points in self.points)
+        return Rates(self.axes, tuple(inner))
+
     def to_json(self) -> Any:
         return {"axes": list(self.axes), "points": self.points} if self.axes else self.points
 

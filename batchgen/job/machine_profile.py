@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from batchgen.core.cache_folder import cache_dir
-from batchgen.core.cores import dedicated_core, on_cores
+from batchgen.core.cores import dedicated_core
 from batchgen.core.device import Device
 from batchgen.core.direct_io import make_offload_dir
 from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, matmul_key
@@ -108,10 +108,12 @@ def for_device(device: Device, find: Callable[[], HardwareProfile]) -> tuple[Har
     """
     if device.slowdown is None:
         return find(), None
+    from batchgen.ops import cpp as kernels  # with torch, which a plan for another machine does without
+
     core, others = dedicated_core()
     profiles = []
     for cores in (others, core):
-        with on_cores(cores):
+        with kernels.on_cores(cores):
             profiles.append(find())
     return profiles[0], profiles[1]
 

@@ -9,7 +9,7 @@ or else the fastest that the machine has.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from batchgen.core.cores import on_cores as keep_to_cores
 from batchgen.core.dtypes import BLOCK_FORMATS, WEIGHT_CODE_BITS, weight_row_bytes
 from batchgen.core.kernel_choice import TORCH
 from batchgen.ops import attention_plan as plans
@@ -104,6 +105,28 @@ def num_threads() -> int:
 def set_num_threads(count: int) -> None:
     """Set the number of threads that execute a kernel, for all callers but the threads that called `run_alone`."""
     _kernels.set_num_threads(count)
+
+
+@contextmanager
+def on_cores(cores: Collection[int]) -> Iterator[None]:
+    """Within a `with` block, keep this thread, the kernels' threads and torch's to these cores, at most one on each.
+
+    No kernel of another thread may be running when the block begins or ends.
+
+    Args:
+        cores: Numbers of cores.
+    """
+    threads, of_torch = _process.num_threads(), torch.get_num_threads()
+    try:
+        with keep_to_cores(cores):
+            _process.follow_affinity()
+            set_num_threads(min(threads, len(cores)))
+            torch.set_num_threads(min(of_torch, len(cores)))
+            yield
+    finally:
+        _process.follow_affinity()
+        set_num_threads(threads)
+        torch.set_num_threads(of_torch)
 
 
 def supports_head_dim(head_dim: int) -> bool:

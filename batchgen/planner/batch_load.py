@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,7 +13,6 @@ from batchgen.core.attention_budget import AttentionBudget
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.ops.attention_plan import SequenceSlice, SweepTables, find_shared_groups
 from batchgen.planner.layer_sizes import AttentionKind
-from batchgen.schedule.extents import runs_of
 from batchgen.schedule.micro_batches import by_placement
 from batchgen.schedule.page_staging import choosers_of
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
@@ -182,10 +182,10 @@ def load_of(
     host_blocks = _history_blocks(on_host, kv_block_size, windowed=False)
     windowed_host_blocks = _history_blocks(on_host, kv_block_size, windowed=True) if windows else host_blocks
     of_disk = _disk_load(on_disk, kv_block_size, all_runs=reuses_kv)
-    writes: list[tuple[int, int]] = []
-    for s in on_disk:
-        table = s.sequence.block_table[: _blocks(s.num_keys, kv_block_size)]
-        writes += runs_of(table[s.sequence.num_computed // kv_block_size :])
+    written = [
+        s.sequence.block_table[s.sequence.num_computed // kv_block_size : _blocks(s.num_keys, kv_block_size)]
+        for s in on_disk
+    ]
     return BatchLoad(
         tokens=sum([s.num_tokens for s in batch]),
         sampled=sum([s.num_keys >= len(s.sequence.tokens) for s in batch]),
@@ -199,7 +199,7 @@ def load_of(
             _blocks(s.num_keys, kv_block_size) - _blocks(s.sequence.num_computed, kv_block_size) for s in on_host
         ),
         disk_reads=of_disk.reads,
-        disk_writes=_blocks_and_runs(writes),
+        disk_writes=blocks_and_runs(written),
         all_disk=of_disk.all_reads,
         states=StagedStates(_begun(on_host), len(on_host), _begun(on_disk), len(on_disk)),
         hidden_on_host=hidden_on_host,
@@ -262,24 +262,33 @@ def _disk_load(on_disk: Sequence[ScheduledSequence], kv_block_size: int, *, all_
         kv_block_size: Tokens of a KV block.
         all_runs: Whether runs of all blocks are counted too; they are 0 otherwise.
     """
-    reads: list[tuple[int, int]] = []
-    all_reads: list[tuple[int, int]] = []
+    reads: list[array[int]] = []
+    all_reads: list[array[int]] = []
     read: set[int] = set()
     shares = any(s.sequence.num_matched_blocks for s in on_disk)
-    num_blocks = 0
     for s in on_disk:
-        table, first = s.sequence.block_table[: _blocks(s.num_keys, kv_block_size)], 0
+        table = s.sequence.block_table[: _blocks(s.num_keys, kv_block_size)]
+        old = _blocks(s.sequence.num_computed, kv_block_size)
         if shares:
             first = num_shared(table, read)
-            read.update(table[first:])
-        num_blocks += len(table) - first
-        reads += runs_of(table[first : _blocks(s.sequence.num_computed, kv_block_size)])
-        all_reads += runs_of(table[first:]) if all_runs else ()
-    return _DiskLoad(_blocks_and_runs(reads), (num_blocks, len(all_reads)))
+            table, old = table[first:], max(0, old - first)
+            read.update(table)
+        reads.append(table[:old])
+        all_reads.append(table)
+    num_blocks = sum(map(len, all_reads))
+    return _DiskLoad(blocks_and_runs(reads), blocks_and_runs(all_reads) if all_runs else (num_blocks, 0))
 
 
-def _blocks_and_runs(runs: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    return sum(count for _, count in runs), len(runs)
+def blocks_and_runs(tables: Sequence[array[int]]) -> tuple[int, int]:
+    """The number of blocks of all these parts of block tables, and of the runs of neighbours that each has."""
+    blocks = np.frombuffer(b"".join(tables), dtype=np.intc)
+    if not len(blocks):
+        return 0, 0
+    begins = np.ones(len(blocks), dtype=bool)
+    begins[1:] = np.diff(blocks) != 1
+    ends = np.cumsum([len(table) for table in tables])
+    begins[ends[ends < len(blocks)]] = True
+    return len(blocks), int(begins.sum())
 
 
 def _begun(members: Sequence[ScheduledSequence]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 from batchgen.core.hardware import known
@@ -32,9 +33,10 @@ _NOTHING = Placement(
 
 
 class LowerBounds:
-    """Lower bounds of the entries of one search.
+    """Lower bounds of the entries of the searches of one problem, and of the problem with restrictions.
 
-    What a sweep takes in any number of micro-batches is computed once, for entries that have the same phases.
+    What a sweep takes in any number of micro-batches is computed once, for entries that have the same phases, and so is
+    the bound of an entry that several searches have.
     """
 
     def __init__(self) -> None:
@@ -42,9 +44,20 @@ class LowerBounds:
         self._products: dict[_Key, tuple[float, ...]] = {}
         self._sweeps: dict[_Key, tuple[_Sweep, ...]] = {}
         self._phases: dict[int, tuple[Phase, ...]] = {}  # by identity, which lasts as long as they are kept
+        self._known: dict[tuple[_Key, int, str, bool], float] = {}  # quick and close bounds
 
     def quick_s(self, s: CostInputs, phases: tuple[Phase, ...]) -> float:
         """Seconds below `bound_s`, from parts of it that are soon computed: products, and weights that must move."""
+        return self._once(s, phases, self._quick_s, close=False)
+
+    def _once(self, s: CostInputs, phases: tuple[Phase, ...], bound: Callable[..., float], *, close: bool) -> float:
+        """A bound of an entry, computed once: entries of one problem that have the same key differ in nothing else."""
+        key = self._key(phases, s.weight_format, s.num_gpu_batches), s.max_num_seqs, s.kv_format, close
+        if key not in self._known:
+            self._known[key] = bound(s, phases)
+        return self._known[key]
+
+    def _quick_s(self, s: CostInputs, phases: tuple[Phase, ...]) -> float:
         layers, seconds = s.model.num_layers, 0.0
         weights, off_gpu_s = float(s.layer_bytes * layers), 0.0
         if s.on_gpu:
@@ -64,6 +77,9 @@ class LowerBounds:
         and must cross the bus or be attended to by the CPU, and what must come from disk. Where not all fits, what
         costs least is away: KV, as far as there is any, or weights.
         """
+        return self._once(s, phases, self._bound_s, close=True)
+
+    def _bound_s(self, s: CostInputs, phases: tuple[Phase, ...]) -> float:
         layers = s.model.num_layers
         weights, kv = s.layer_bytes * layers, s.max_num_seqs * (s.seq_kv_bytes + s.seq_state_bytes)
         free = {tier: s.budgets[tier] - number(taken) for tier, taken in peak_bytes(s, _NOTHING).items()}

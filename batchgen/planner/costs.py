@@ -447,8 +447,9 @@ def layer_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
     (NEO section 3). Steps that follow one another within a layer make lanes of their own, named `chain...` (`_chains`).
     Where the GPU is emulated by the same cores, nothing overlaps that needs them: the lane `cores`. On a CPU-only
     machine attention is part of compute, as is what the kernel does for each request to the disk: matmuls wait for
-    their slowest core. DRAM carries every byte that enters or leaves host memory. Reads and writes share the disk: the
-    lane `disk`. A GPU computes no faster than the host launches: the lane `launch` (`_launch_s`).
+    their slowest core, and for memory while it takes what the disk brings. DRAM carries every byte that enters or
+    leaves host memory. Reads and writes share the disk: the lane `disk`. A GPU computes no faster than the host
+    launches: the lane `launch` (`_launch_s`).
     """
     moved, requests = moved_bytes(s, phase, at), _requests(s, phase, at)
     resident_s = prompt_compute_s(s, phase) + phase_dequantize_s(s, phase)
@@ -463,7 +464,8 @@ def layer_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
             lanes["cores"] = lanes["compute"] + lanes["cpu_attention"] + _copy_s(s, moved) + requests_s
         lanes |= {name: transfers[name] for name in ("h2d", "d2h")}
     else:
-        lanes["compute"] = compute + phase_decode_attention_s(s, phase, s.rates) + requests_s
+        on_disk_s = (moved["disk_read"] + moved["disk_write"]) * (1 / s.hardware.dram_bytes_per_s)
+        lanes["compute"] = compute + phase_decode_attention_s(s, phase, s.rates) + requests_s + on_disk_s
         if dequantizes_after_router(s):
             lanes["compute"] = lanes["compute"] - experts_skipped_frac(s, phase) * dequantize_experts_s(s)
         if reads_on_demand(s, phase):

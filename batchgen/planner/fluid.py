@@ -1,11 +1,13 @@
 """A fluid model of the scheduler, for many block sizes and token budgets at once.
 
-Time goes in steps of so many sweeps that a row's output takes about 32 of them. All settings go through a step
-together: columns of arrays with a row for each step.
+Time goes in steps of so many sweeps that a row's output takes about 32 of them, or where its prompt takes longer than
+that, so many that this takes a few. Settings whose steps are as long go through a step together: columns of arrays with
+a row for each step.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,6 +18,8 @@ from batchgen.core.workload import Workload
 
 # Steps per mean output length, and block fillings simulated before the middle ones are taken as typical.
 _STEPS_PER_OUTPUT = 32
+# At least so many for a prompt that takes more sweeps, and less than twice as many.
+_STEPS_PER_PROMPT = 4
 _GENERATIONS = 6
 _NONE = 1e-9  # rows
 # Kinds of steps: by how much is prefilled, and by how many thirds of the block decode.
@@ -59,10 +63,24 @@ def flow_through(workload: Workload, settings: Sequence[Setting]) -> list[list[M
         For each setting, groups of sweeps that prefill and decode about as much, with their averages; groups come in
             the order of their first sweeps.
     """
-    block = np.array([float(setting.max_num_seqs) for setting in settings])
-    simulated = np.minimum(workload.num_seqs, _GENERATIONS * block)
-    steps = _simulate(workload, settings, block, simulated)
-    return _merged(_repeat_middle(steps, workload, block, workload.num_seqs - simulated), block)
+    by_step: dict[float, list[Setting]] = {}
+    for setting in settings:
+        by_step.setdefault(_sweeps_of_step(workload, setting), []).append(setting)
+    groups: dict[Setting, list[Mean]] = {}
+    for step, alike in by_step.items():
+        block = np.array([float(setting.max_num_seqs) for setting in alike])
+        simulated = np.minimum(workload.num_seqs, _GENERATIONS * block)
+        steps = _simulate(workload, alike, block, simulated, step)
+        repeated = _repeat_middle(steps, workload, block, workload.num_seqs - simulated)
+        groups |= zip(alike, _merged(repeated, block), strict=True)
+    return [groups[setting] for setting in settings]
+
+
+def _sweeps_of_step(workload: Workload, setting: Setting) -> float:
+    """The number of sweeps of a step; of the number that a prompt asks for, the power of two below it."""
+    of_output = max(1.0, float(np.mean(workload.output_len.values)) / _STEPS_PER_OUTPUT)
+    of_prompt = workload.computed_prompt_len / setting.budget / _STEPS_PER_PROMPT
+    return max(of_output, 2.0 ** math.floor(math.log2(max(1.0, of_prompt))))
 
 
 @dataclass(frozen=True)
@@ -87,9 +105,8 @@ class _Steps:
         return self.decode_seqs * self.sweeps
 
 
-def _simulate(workload: Workload, settings: Sequence[Setting], block: Array, rows: Array) -> _Steps:
+def _simulate(workload: Workload, settings: Sequence[Setting], block: Array, rows: Array, step: float) -> _Steps:
     outputs = np.array(workload.output_len.values, dtype=float)
-    step = max(1.0, float(outputs.mean()) / _STEPS_PER_OUTPUT)  # sweeps
     # A row is prefilled somewhere within its first step, on average half way; its first token comes with that sweep.
     lost = (step + 1) / 2
     starts = np.maximum(0.0, np.arange(int(outputs.max() / step) + 3) * step - lost)

@@ -7,7 +7,7 @@ one number. The result is a handful of phases, each a number of like sweeps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -129,15 +129,20 @@ def phases_of(
     return phases_of_each(workload, ((admission, max_num_seqs, max_num_batched_tokens),))[0]
 
 
-@lru_cache(maxsize=16)
-def phases_of_each(workload: Workload, settings: tuple[tuple[str, int, float], ...]) -> tuple[tuple[Phase, ...], ...]:
+def phases_of_each(workload: Workload, settings: Sequence[tuple[str, int, float]]) -> list[tuple[Phase, ...]]:
     """The phases of a whole job for each setting of admission, sequences in flight and token budget."""
     within = [Setting(admission, min(size, workload.num_seqs), budget) for admission, size, budget in settings]
-    logits_rows = workload.scored_len or 1.0
-    return tuple(
-        tuple(Phase(*group, logits_rows_per_prompt=logits_rows) for group in groups)
-        for groups in flow_through(workload, within)
-    )
+    known, logits_rows = known_phases(workload), workload.scored_len or 1.0
+    missing = list(dict.fromkeys(setting for setting in within if setting not in known))
+    for setting, groups in zip(missing, flow_through(workload, missing), strict=True):
+        known[setting] = tuple(Phase(*group, logits_rows_per_prompt=logits_rows) for group in groups)
+    return [known[setting] for setting in within]
+
+
+@lru_cache(maxsize=16)
+def known_phases(workload: Workload) -> dict[Setting, tuple[Phase, ...]]:
+    """The phases of a job that were computed already, by setting: the searches of one plan have many in common."""
+    return {}
 
 
 def _with_deferred(phases: Iterable[Phase], workload: Workload, deferral: Deferral, budget: float) -> tuple[Phase, ...]:

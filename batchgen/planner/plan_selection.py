@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan
+from batchgen.planner.bound import LowerBounds
 from batchgen.planner.costs import moved_bytes
 from batchgen.planner.drafts import with_drafts
 from batchgen.planner.format_search import in_best_formats
@@ -117,8 +118,9 @@ def simulate_candidates(problem: Problem) -> list[Simulated]:
 
     most_gain = 1.0  # by drafts, which the search leaves out
     fastest: Candidate | None = None
-    searched = candidates(problem, _MOST_COARSE_KINDS if problem.coarse else _MOST_KINDS, prune, prune_order)
-    added = () if problem.coarse else added_candidates(problem, prune)
+    most, bounds = _MOST_COARSE_KINDS if problem.coarse else _MOST_KINDS, LowerBounds()
+    searched = candidates(problem, most, prune, prune_order, bounds)
+    added = () if problem.coarse else added_candidates(problem, prune, bounds)
     for candidate in itertools.chain(searched, added):
         without_drafts_s = candidate.job_s
         candidate = with_drafts(candidate)

@@ -98,9 +98,12 @@ def search(problem: Problem) -> Candidate:
     return next(candidates(problem, most=1))
 
 
-def search_unless_pruned(problem: Problem, prune: Prune) -> Candidate | None:
-    """The fastest plan; None once all that may still be found are pruned. Raises InputError if no plan fits."""
-    entries = BestFirst(problem)
+def search_unless_pruned(problem: Problem, prune: Prune, bounds: LowerBounds | None = None) -> Candidate | None:
+    """The fastest plan; None once all that may still be found are pruned. Raises InputError if no plan fits.
+
+    bounds: of another search of the same problem, or of one with restrictions; None: of this one alone.
+    """
+    entries = BestFirst(problem, bounds)
     fastest = entries.fastest(prune)
     return _least_movement(fastest, entries.problem.allowed) if fastest else None
 
@@ -110,6 +113,7 @@ def candidates(
     most: int,
     prune: Prune = prune_nothing,
     prune_order: PruneOrder = prune_nothing,
+    bounds: LowerBounds | None = None,
 ) -> Iterator[Candidate]:
     """The fastest plan by the cost model, and then plans of other kinds that are not much slower by it.
 
@@ -120,11 +124,12 @@ def candidates(
         most: kinds that are looked at, the fastest of each number of micro-batches before any others.
         prune: prune predicate, asked with a lower bound on a candidate's seconds before the candidate is worked out.
         prune_order: prune predicate for an order of micro-batches, asked likewise.
+        bounds: Bounds of other searches of the same problem too; None: those of this one alone.
 
     Raises:
         InputError: no plan fits. It says what is short.
     """
-    entries = BestFirst(problem)
+    entries = BestFirst(problem, bounds)
     problem = entries.problem
     fastest = entries.fastest()
     assert fastest is not None  # nothing was given up
@@ -152,12 +157,20 @@ class BestFirst:
     on.
     """
 
-    def __init__(self, problem: Problem) -> None:
-        """Raises InputError for a budget that the machine does not have."""
+    def __init__(self, problem: Problem, bounds: LowerBounds | None = None) -> None:
+        """Put all entries in their order by quick bounds.
+
+        Args:
+            problem: The problem.
+            bounds: Bounds of other searches of the same problem too; None: of this one alone.
+
+        Raises:
+            InputError: The machine does not have one of the budgets.
+        """
         check_budgets(problem)
         self._too_slow = False
         self._kinds: dict[tuple[int, int], _Relaxed] = {}
-        self._bounds = LowerBounds()
+        self._bounds = bounds or LowerBounds()
         self._heap = [
             _Entry(least_startup_s(s) + self._bounds.quick_s(s, phases), i, s, phases)
             for i, (s, phases) in enumerate(search_space(problem))

@@ -414,17 +414,9 @@ class SimulatedJob:
     def _sample(self, sampled: list[Sequence]) -> None:
         self.num_refused = 0
         for sequence in sampled:
-            accepted = forced = 0
-            left = max(0, self._output_len[sequence] - sequence.num_generated - 1)
-            if sequence.drafts and self._drafts is not None:
-                accepted = self._drafts.accepted(len(sequence.drafts), left)
-                self.num_refused += len(sequence.drafts) - accepted
-                sequence.num_computed += accepted
-                sequence.drafts = []
-            if self._drafts is not None:
-                forced = min(self._drafts.forced(), left - accepted)
-            sequence.tokens += [0] * (1 + accepted + forced)
-            self._generated += 1 + accepted + forced
+            gained = 1 if self._drafts is None else self._gained(sequence, self._drafts)
+            sequence.tokens += [0] * gained
+            self._generated += gained
             if sequence.num_generated >= self._output_len[sequence]:
                 del self._output_len[sequence]
                 self._scheduler.finish(sequence)
@@ -434,6 +426,16 @@ class SimulatedJob:
 
         if self._scheduler.drafting is not None:
             self._scheduler.drafting.taken()
+
+    def _gained(self, sequence: Sequence, drafts: _SimulatedDrafts) -> int:
+        """Tokens that a sequence gains in a sweep, with its drafts that are accepted and those that are forced."""
+        accepted, left = 0, max(0, self._output_len[sequence] - sequence.num_generated - 1)
+        if sequence.drafts:
+            accepted = drafts.accepted(len(sequence.drafts), left)
+            self.num_refused += len(sequence.drafts) - accepted
+            sequence.num_computed += accepted
+            sequence.drafts = []
+        return 1 + accepted + min(drafts.forced(), left - accepted)
 
     def _take_rows(self) -> None:
         """Add as many rows as the engine holds ready, without those that fit no pool, which would fail there."""
@@ -498,10 +500,12 @@ def _phase_of(sweep: list[ScheduledSequence], workload: Workload) -> Phase:
         elif scheduled.sequence.kv_placement is not KVPlacement.DEFERRED or not scheduled.defers:
             decodes.append(scheduled)
     contexts = [s.num_keys for s in decodes]
-    drafts = [s.num_drafts for s in decodes if s.num_drafts]
-    accepted = 0.0
-    if drafts and workload.drafts is not None:
+    drafts: list[int] = []
+    accepted = forced = 0.0
+    if workload.drafts is not None and decodes:
+        drafts = [s.num_drafts for s in decodes if s.num_drafts]
         accepted = sum(expected_accepted(workload.drafts.accepted, count) for count in drafts) / len(decodes)
+        forced = sum(s.num_tokens - s.num_drafts - 1 for s in decodes) / len(decodes)
     return Phase(
         sweeps=1,
         prefill_tokens=sum(s.num_tokens for s in prompts),
@@ -512,5 +516,5 @@ def _phase_of(sweep: list[ScheduledSequence], workload: Workload) -> Phase:
         most_drafts=max(drafts, default=0),
         drafts=sum(drafts) / max(1, len(decodes)),
         accepted=accepted,
-        forced=sum(s.num_tokens - s.num_drafts - 1 for s in decodes) / max(1, len(decodes)),
+        forced=forced,
     )

@@ -382,7 +382,7 @@ class _SweepCosts:
         self._packed = multiplies_packed(costs.inputs, sum(load.tokens for load in loads))
         self._computing = [_Computing.of(costs, load, packed=self._packed) for load in loads]
         self._joined = [0] * len(loads)  # rows of deferred batches that are with the micro-batch
-        self._owed_s = 0.0  # that copies take of the cores of the next computation
+        self._owed_s = 0.0  # that copies take of the cores or the memory of the next computation
 
     def seconds(self, step: Step) -> float:
         """Seconds of a Step."""
@@ -404,7 +404,7 @@ class _SweepCosts:
         return sum(transfer_s(size, rate, 1, hardware.link_overhead_s) for size, rate in links if rate and size)
 
     def computed(self, step: Step, load: BatchLoad) -> float:
-        """Seconds of a computation, and what the copies before it took of its cores."""
+        """Seconds of a computation, and what the copies before it took of its cores, or the disk of the memory."""
         costs = self._costs
         seconds, owed_s, self._owed_s = self._with_deferred(step, load), self._owed_s, 0.0
         if (step.layer, step.weight_slot) in costs.without_experts:
@@ -513,15 +513,17 @@ class _SweepCosts:
         at, size, requests = (step.layer, step.weight_slot), sum(layer.expert_bytes), len(layer.expert_bytes)
         if step.kind == "read_weight":
             costs.without_experts.discard(at)
-            return transfer_s(layer.read_bytes, hardware.disk_read_bytes_per_s)
+            return self._over_memory(layer.read_bytes, transfer_s(layer.read_bytes, hardware.disk_read_bytes_per_s))
         expert_s = transfer_s(size, hardware.disk_read_bytes_per_s, requests, hardware.disk_read_overhead_s)
         tokens, routing = sum(load.tokens for load in self._loads), costs.inputs.workload.routing
         ahead, part = experts_read_ahead(costs.config, tokens, routing)
         if step.kind == "read_experts":
-            return (1 - part) * self._added_experts(step) * expert_s
+            demanded = (1 - part) * self._added_experts(step)
+            return self._over_memory(demanded * size, demanded * expert_s)
         costs.without_experts.add(at)
         dense = layer.read_bytes - costs.config.num_experts * size
-        return ahead * expert_s + transfer_s(dense, hardware.disk_read_bytes_per_s)
+        seconds = ahead * expert_s + transfer_s(dense, hardware.disk_read_bytes_per_s)
+        return self._over_memory(ahead * size + dense, seconds)
 
     def read_kv(self, step: Step, load: BatchLoad) -> float:
         """Seconds of reading a micro-batch's KV, or its states, from disk."""
@@ -531,7 +533,8 @@ class _SweepCosts:
         size = blocks * aligned(s.layers.read_blocks[step.layer])
         if config.has_state(step.layer):
             size, runs = load.states.disk_in * s.state_row_bytes, load.states.disk_in
-        return transfer_s(size, hardware.disk_read_bytes_per_s, runs, hardware.disk_read_overhead_s)
+        seconds = transfer_s(size, hardware.disk_read_bytes_per_s, runs, hardware.disk_read_overhead_s)
+        return self._over_memory(size, seconds)
 
     def written_kv(self, step: Step, load: BatchLoad) -> float:
         """Seconds of writing a micro-batch's KV, or its states, to disk."""
@@ -540,7 +543,14 @@ class _SweepCosts:
         size = blocks * aligned(s.layers.blocks[step.layer])
         if self._costs.config.has_state(step.layer):
             size, runs = load.states.disk_out * s.state_row_bytes, load.states.disk_out
-        return transfer_s(size, hardware.disk_write_bytes_per_s, runs, hardware.disk_write_overhead_s)
+        seconds = transfer_s(size, hardware.disk_write_bytes_per_s, runs, hardware.disk_write_overhead_s)
+        return self._over_memory(size, seconds)
+
+    def _over_memory(self, size: float, seconds: float) -> float:
+        """The seconds of a Step of the disk, whose bytes take of the memory's bandwidth where the CPU computes."""
+        if not self._costs.inputs.on_gpu:
+            self._owed_s += size / self._costs.hardware.dram_bytes_per_s
+        return seconds
 
 
 # The seconds of each kind of Step. Those between stages of a pipeline are the pipeline's (sweep_sampling.py).

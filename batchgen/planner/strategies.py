@@ -14,6 +14,7 @@ from batchgen.core.errors import InputError
 from batchgen.core.kv_placement import TIERS, KVPlacement
 from batchgen.core.plan import Policy
 from batchgen.core.units import format_bytes
+from batchgen.planner.bound import LowerBounds
 from batchgen.planner.deferred_attention import may_defer, with_deferred_attention
 from batchgen.planner.kv_memory import giving_window, kv_block_bytes
 from batchgen.planner.problem import Problem
@@ -130,8 +131,12 @@ def best_candidates(strategy: Strategy, problem: Problem) -> list[Candidate]:
     return extended
 
 
-def added_candidates(problem: Problem, prune: Prune) -> Iterator[Candidate]:
-    """Candidates of the strategies whose plans the search does not find by itself, but for those that are pruned."""
+def added_candidates(problem: Problem, prune: Prune, bounds: LowerBounds | None = None) -> Iterator[Candidate]:
+    """Candidates of the strategies whose plans the search does not find by itself, but for those that are pruned.
+
+    bounds: of the search; None: those that it computed are not known.
+    """
+    bounds = bounds or LowerBounds()
     for strategy in strategies_for(problem):
         if not strategy.beside_search:
             continue
@@ -139,7 +144,7 @@ def added_candidates(problem: Problem, prune: Prune) -> Iterator[Candidate]:
         with contextlib.suppress(NotApplicable, InputError):
             restricted = strategy.restrict(replace(problem, most_seqs=most_seqs))
             # What is extended may be faster than what it is made from.
-            fastest = search_unless_pruned(restricted, prune_nothing if strategy.extend else prune)
+            fastest = search_unless_pruned(restricted, prune_nothing if strategy.extend else prune, bounds)
             if fastest is None or strategy.unused(fastest):
                 continue
             if not prune(fastest.job_s):

@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 TIME_S = 20.0  # for all rates, about, on two idle cores
 # Keys of `HardwareProfile.measured`.
 BUSY, _MACHINE = "busy", "machine"
-# Fields of a model's configuration that decide the time of its layers.
-_SHAPE = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "gated_mlp")
+# Fields of a model's configuration that decide the time of its layers: their number says whether caches hold them.
+_SHAPE = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "gated_mlp")
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 The rates of a profile are measured by running one operation many times. In a sweep another operation has used the
 caches in between, so each takes longer. Calibration runs a few sweeps of known sequences on a few layers of the model,
-with dummy weights. It fits one factor for each kind of cost (GEMMs, attention, element-wise work), so that the
-predicted times come closest to the measured times.
+with dummy weights. It fits one factor for each kind of cost (GEMMs of few and of many tokens, attention, element-wise
+work), so that the predicted times come closest to the measured times.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import math
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,6 +20,7 @@ import numpy as np
 from batchgen.core.dtypes import FORMAT_BYTES
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.kernel_choice import KernelChoice
+from batchgen.core.knowledge import few_share
 from batchgen.core.kv_placement import KVPlacement
 from batchgen.core.machine import available_memory_bytes
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
@@ -50,7 +51,8 @@ _MEMORY_FRAC = 0.6  # of the free memory, for layers and KV
 # Weight of a rate's factor's distance from 1 beside relative errors of times, which count once. A factor with a wider
 # limit has as much less weight.
 _PRIOR = 0.05
-_FACTORS = ("gemm", "elementwise", "prefill_attention", "decode_attention", "shared_attention")
+_FACTORS = ("gemm_few", "gemm_many", "elementwise", "prefill_attention", "decode_attention", "shared_attention")
+_GEMM = _FACTORS[:2]
 # The fixed time of a layer is measured on a model that fits the innermost caches. Beside the weights of a real one it
 # grows by more than any rate does.
 _FIXED, _MOST_FIXED = "step_overhead", 10.0
@@ -127,9 +129,11 @@ def calibrated(profile: HardwareProfile, model: ModelConfig, dtype: str, until_s
     limits = [(_LEAST, _MOST)] * len(_FACTORS) + [(_LEAST, _MOST_FIXED)]
     found = fit(np.array([terms[i] for i in affordable]), times, limits).tolist()
     factors = dict(zip((*_FACTORS, _FIXED), found, strict=True))
-    scaled = profile.scaled(**{name: 1 / factors[name] for name in _FACTORS})
+    scaled = profile.scaled(**{name: 1 / factors[name] for name in _FACTORS if name not in _GEMM})
+    products = {kind: rates.slowed(gemm_slowing(factors)) for kind, rates in scaled.cpu.gemm_flops_per_s.items()}
     fixed_s = profile.cpu.step_overhead_s * factors[_FIXED]
-    scaled = replace(scaled, cpu=replace(scaled.cpu, step_overhead_s=fixed_s))
+    cpu = replace(scaled.cpu, gemm_flops_per_s=products, step_overhead_s=fixed_s)
+    scaled = replace(scaled, cpu=cpu)
     noted = {name: round(float(factor), 3) for name, factor in factors.items()}
     spread = float(np.median(np.max(rounds, axis=0) / np.min(rounds, axis=0)))
     kept = {
@@ -137,6 +141,23 @@ def calibrated(profile: HardwareProfile, model: ModelConfig, dtype: str, until_s
         "spread": round(spread, 3),
     }
     return replace(scaled, measured=profile.measured | kept)
+
+
+def gemm_slowing(factors: Mapping[str, float]) -> Callable[[float], float]:
+    """The function from a number of tokens to the factor on the seconds of GEMMs.
+
+    Few tokens wait for weights, and many for the cores: what slows the one need not slow the other.
+
+    Args:
+        factors: Factors of `calibrated`, by name; those that are missing are 1.
+    """
+    few, many = (factors.get(name, 1.0) for name in _GEMM)
+
+    def factor(tokens: float) -> float:
+        share = few_share(tokens)
+        return share * few + (1 - share) * many
+
+    return factor
 
 
 def affordable_sweeps(
@@ -216,8 +237,9 @@ def _terms(profile: HardwareProfile, model: ModelConfig, dtype: str, sweep: _Swe
         phase_prefix_attention_s(inputs, phase),
         inputs.rates.step_overhead_s,
     )
-    moved = of_all(lambda s, sampled: elementwise_s(s, sampled.tokens))
-    return [of_all(phase_matmul_s), moved, *(model.num_layers * seconds for seconds in rest)]
+    few = of_all(lambda s, part: few_share(part.tokens) * phase_matmul_s(s, part))
+    moved = of_all(lambda s, part: elementwise_s(s, part.tokens))
+    return [few, of_all(phase_matmul_s) - few, moved, *(model.num_layers * seconds for seconds in rest)]
 
 
 def _inputs(profile: HardwareProfile, model: ModelConfig, dtype: str, workload: Workload) -> CostInputs:

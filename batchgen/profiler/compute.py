@@ -58,12 +58,14 @@ class Subjects:
         attention: Models whose decode attention is measured, one for each number of query heads per KV head.
         main: Model for all other rates.
         state: Shape of the state layers whose rates are measured; None: the model has none.
+        layers: Number of layers whose weights a sweep multiplies with; None: more than caches hold.
     """
 
     products: tuple[ModelConfig, ...]
     attention: tuple[ModelConfig, ...]
     main: ModelConfig
     state: DeltaNet | None
+    layers: int | None = None
 
 
 def subjects_of(device: str, effort: Effort, model: ModelConfig | None) -> Subjects:
@@ -75,7 +77,8 @@ def subjects_of(device: str, effort: Effort, model: ModelConfig | None) -> Subje
         model: Model whose rates are wanted; None: models of several usual sizes.
     """
     if model is not None:
-        return Subjects((model,), (model,), model, model.state if isinstance(model.state, DeltaNet) else None)
+        state = model.state if isinstance(model.state, DeltaNet) else None
+        return Subjects((model,), (model,), model, state, model.num_layers)
     width, kv_heads, head_dim = _GENERIC[device]
     groups = tuple(_llama(width, kv_heads * group, kv_heads, head_dim) for group in effort.groups)
     widths = tuple(_llama(w, max(1, w // head_dim), kv_heads, head_dim) for w in effort.widths)
@@ -100,7 +103,9 @@ def measure_compute(device: Device, dtype_name: str, subjects: Subjects, effort:
     dtype = getattr(torch, dtype_name)
     where = f"in {dtype_name} on {device.kind}"
     pool = device.pool(dtype, effort)
-    gemm = timed(f"matrix products {where}", lambda: gemm_rates(device, pool, subjects.products, effort))
+    gemm = timed(
+        f"matrix products {where}", lambda: gemm_rates(device, pool, subjects.products, effort, layers=subjects.layers)
+    )
     decode = timed(f"decode attention {where}", lambda: decode_rates(device, pool, subjects.attention, effort))
     prefill = timed(f"prefill attention {where}", lambda: prefill_rates(device, pool, subjects.main, effort))
     elementwise = timed(f"element-wise work {where}", lambda: elementwise_rates(device, pool, subjects.main, effort))
@@ -221,7 +226,7 @@ def measure_dequantizing(
     gemm = {}
     if ops.multiplies_packed(pool.device):
         name = f"matrix products with {INT4} weights and {dtype_name} on {device.kind}"
-        rates = timed(name, lambda: gemm_rates(device, pool, subjects.products, effort, INT4))
+        rates = timed(name, lambda: gemm_rates(device, pool, subjects.products, effort, INT4, layers=subjects.layers))
         gemm = {packed_matmul_key(dtype_name): rates}
     return ComputeRates(expand_bytes_per_s=rate, gemm_flops_per_s=gemm)
 
@@ -252,7 +257,8 @@ def measure_products(  # what is measured, how, and for how long
     name = f"matrix products with {weight_format} weights{' in rows' * as_stored} and {dtype_name} on {device.kind}"
 
     def gemm() -> Rates:
-        return gemm_rates(device, pool, subjects.products, effort, weight_format, as_stored=as_stored)
+        how: dict[str, Any] = {"as_stored": as_stored, "layers": subjects.layers}
+        return gemm_rates(device, pool, subjects.products, effort, weight_format, **how)
 
     return ComputeRates(
         gemm_flops_per_s={matmul_key(weight_format, dtype_name, as_stored=as_stored): timed(name, gemm)}
@@ -289,8 +295,11 @@ def gemm_rates(
     weight_format: str | None = None,
     *,
     as_stored: bool = False,
+    layers: int | None = None,
 ) -> Rates:
     """FLOP/s of a layer's GEMMs, by hidden size and number of tokens; activation and residual adds are included.
+
+    The weights of a model that fits the caches are in them sweep after sweep. Those that stream never are.
 
     Args:
         device: The compute device.
@@ -299,6 +308,7 @@ def gemm_rates(
         effort: Grid points and time limits.
         weight_format: "int8", "int4" (on a GPU), one of `BLOCK_FORMATS`, or the pool's dtype; None: the pool's dtype.
         as_stored: Whether weights are in the layout in which they stream from disk, not prepacked.
+        layers: Number of layers whose weights a sweep multiplies with; None: more than caches hold.
     """
     stored_in = weight_format or dtype_name(pool.dtype)
 
@@ -309,12 +319,12 @@ def gemm_rates(
         sizes = [rows * columns for rows, columns in shapes]
         # A layer larger than the pool is larger than any cache.
         large = pool if sum(sizes) <= pool.numel() else pool.repeat(-(-sum(sizes) // pool.numel()))
-        layers = [
+        weights = [
             [
                 _weight(part.view(shape), stored_in, gated=model.gated_mlp and i == 2, as_stored=as_stored)
                 for i, (part, shape) in enumerate(zip(layer.split(sizes), shapes, strict=True))
             ]
-            for layer in pieces(large, sum(sizes))
+            for layer in pieces(large, sum(sizes))[: None if as_stored else layers]
         ]
 
         # K is rounded up to whole blocks: a model with such a K has another format there.
@@ -327,7 +337,7 @@ def gemm_rates(
             inputs = {n: values.to(pool.dtype) for n, values in numbers.items()}
 
             def run(i: int) -> None:
-                qkv, out, up, down = layers[i % len(layers)]
+                qkv, out, up, down = weights[i % len(weights)]
                 ops.linear(inputs[depths[width]], qkv)
                 ops.linear(inputs[depths[attention]], out, residual=inputs[width])
                 activation = model.mlp_activation if model.gated_mlp else "relu"

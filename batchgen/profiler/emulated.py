@@ -18,6 +18,8 @@ from batchgen.ops import dispatch as ops
 _MOST_BYTES, _LEAST_BYTES = 16 << 20, 4096  # of a copied piece
 _PIECE_S, _LINK_S = 0.05, 0.2
 _HANDOVERS = 100
+# From compute to the link, from there to CPU attention, and back to compute: each waits for the one before.
+_ATTENDED_HANDOVERS = 3
 # Copies like those of the queries, keys and values of a few sequences.
 _COPIES_OF_STEP, _COPIED_ROWS, _COPIED_WIDTH, _LONGEST_COPY_S = 3, 8, 512, 1e-3
 _WAKINGS, _WAKING_WIDTH, _WAKING_LAYERS, _LEAST_SLEEP_S = 60, 512, 16, 5e-4
@@ -41,7 +43,8 @@ def emulated_profile(cpu: HardwareProfile, device: Device, core: HardwareProfile
     emulated = replace(
         cpu,
         name=f"{device} on {cpu.name}",
-        gpu=replace(cpu.cpu, step_overhead_s=cpu.cpu.step_overhead_s + handover_s()),
+        cpu=replace(cpu.cpu, waking_overhead_s=cpu.cpu.waking_overhead_s + _ATTENDED_HANDOVERS * handover_s()),
+        gpu=cpu.cpu,
         gpu_memory_bytes=device.gpu_memory_bytes,
         cpu_memory_bytes=max(1, cpu.cpu_memory_bytes - device.gpu_memory_bytes),
         h2d_bytes_per_s=1 / statistics.median(h2d_s),
@@ -66,18 +69,17 @@ def dedicated_core_profile(
     Copies of the device run on that core too, while it sleeps to be as slow as the emulated device.
 
     Args:
-        profile: Profile with a `gpu` that computes on the CPU's cores; the extra time of its layers is kept.
+        profile: Profile with a `gpu` that computes on the CPU's cores; the extra time of CPU attention is kept.
         device: The emulated device, which is slower than its core.
         core: Profile of the core, as a CPU.
         waking: Seconds by which a computation takes longer after such a sleep.
     """
     assert profile.gpu is not None and device.slowdown is not None
-    waits_s = profile.gpu.step_overhead_s - profile.cpu.step_overhead_s
-    step_s = device.slowdown * core.cpu.step_overhead_s + device.step_overhead_s + waits_s
+    step_s = device.slowdown * core.cpu.step_overhead_s + device.step_overhead_s
     waking_gpu, waking_cpu = (slower * waking * (slower > 1) for slower in (device.slowdown, device.cpu_slowdown))
     profile = replace(
         profile,
-        cpu=replace(profile.cpu, waking_overhead_s=waking_cpu),
+        cpu=replace(profile.cpu, waking_overhead_s=profile.cpu.waking_overhead_s + waking_cpu),
         gpu=replace(core.cpu, step_overhead_s=step_s, waking_overhead_s=waking_gpu),
         sampling_logits_per_s=core.sampling_logits_per_s,
         sweep_overhead_s=core.sweep_overhead_s,

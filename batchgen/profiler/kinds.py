@@ -106,8 +106,7 @@ def corrected(profile: HardwareProfile, knowledge: Knowledge, model: ModelConfig
 
     cpu = profile.cpu
     gemm = {
-        key: _by_tokens(rates, _slowing(means, weights_name(key), common))
-        for key, rates in cpu.gemm_flops_per_s.items()
+        key: rates.slowed(_slowing(means, weights_name(key), common)) for key, rates in cpu.gemm_flops_per_s.items()
     }
     rates = replace(
         cpu,
@@ -145,14 +144,6 @@ def _slowing(means: Any, weights: str, common: float) -> Callable[[float], float
     return factor
 
 
-def _by_tokens(rates: Rates, slowing: Callable[[float], float]) -> Rates:
-    """Rates of products divided by a factor that depends on the number of tokens, their last axis."""
-    if rates.axes == ("tokens",):
-        return Rates(rates.axes, tuple((tokens, rate / slowing(tokens)) for tokens, rate in rates.points))
-    by_width = ((width, Rates(("tokens",), points)) for width, points in rates.points)
-    return Rates(rates.axes, tuple((width, _by_tokens(one, slowing).points) for width, one in by_width))
-
-
 @lru_cache
 def _table(name: str) -> HardwareProfile:
     profile = HardwareProfile.from_json(json.loads((_FOLDER / f"{name}.json").read_text(encoding="utf-8")))
@@ -184,7 +175,7 @@ def _of_cores(one: HardwareProfile, cores: int, speed: float) -> HardwareProfile
 
     cpu: ComputeRates = replace(
         one.cpu,
-        gemm_flops_per_s={key: _by_tokens(rates, grown) for key, rates in one.cpu.gemm_flops_per_s.items()},
+        gemm_flops_per_s={key: rates.slowed(grown) for key, rates in one.cpu.gemm_flops_per_s.items()},
         prefill_attention_flops_per_s=scaled("prefill_attention_flops_per_s", computing),
         decode_attention_bytes_per_s=scaled("decode_attention_bytes_per_s", reading),
         state_update_bytes_per_s=scaled("state_update_bytes_per_s", reading),

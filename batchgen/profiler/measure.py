@@ -17,6 +17,7 @@ from batchgen.core.hardware import ComputeRates, HardwareProfile
 from batchgen.core.machine import available_cores, available_memory_bytes, cpu_name, resident_bytes
 from batchgen.models.config import DTYPES, ModelConfig
 from batchgen.ops.instruction_set import forced_instruction_set, instruction_set
+from batchgen.profiler.calibration import gemm_slowing
 from batchgen.profiler.timing import FULL, Device, Effort
 from batchgen.profiler.transfer import copy_rates, disk_rates, dram_read_rate, first_touch_rate
 
@@ -251,9 +252,9 @@ def add_products(
     watch = _Stopwatch()
     subjects = subjects_of(device, effort, model)
     rates = measure_products(Device(device), dtype, weight_format, subjects, effort, watch, as_stored=as_stored)
-    # The factor that whole sweeps have shown for the dtype's own GEMMs holds for these too.
-    slower = profile.measured.get("sweep_factors", {}).get(dtype, {}).get("gemm", 1.0)
-    scaled = {kind: table.scaled(1 / slower) for kind, table in rates.gemm_flops_per_s.items()}
+    # The factors that whole sweeps have shown for the dtype's own GEMMs hold for these too.
+    slowing = gemm_slowing(profile.measured.get("sweep_factors", {}).get(dtype, {}))
+    scaled = {kind: table.slowed(slowing) for kind, table in rates.gemm_flops_per_s.items()}
     rates = replace(rates, gemm_flops_per_s=scaled)
     return _with_rates(profile, rates, watch)
 
@@ -287,7 +288,7 @@ def sizes(device: str, offload_dir: Path) -> dict[str, Any]:
     }
 
 
-_METHOD = 4  # version of the way in which rates are measured
+_METHOD = 5  # version of the way in which rates are measured
 
 
 def identity(device: str) -> dict[str, Any]:

@@ -1,26 +1,32 @@
 """Which measurement a job waits for, with rates and probes of its own."""
 
 import math
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from planner_cases import GIB, opt
 from tiny_gguf import write_tiny_gguf
 from tiny_models import make_tiny_model
 from tiny_tokenizers import make_tiny_tokenizer
 
+from batchgen.core.cores import dedicated_core
 from batchgen.core.device import Device
 from batchgen.core.hardware import HARDWARE_VARIABLE
 from batchgen.core.knowledge import DISK, MANY, MEASURED, SPEED, Knowledge
+from batchgen.core.machine import available_cores
 from batchgen.core.workload import Workload
 from batchgen.engine.loader import TYPICAL_PROCESS_BYTES
 from batchgen.job import machine_profile, plan
 from batchgen.job.command_options import ProfileOptions
 from batchgen.job.job import Job
-from batchgen.job.machine_profile import knowledge_of_table, profile_here, record_of_machine
+from batchgen.job.machine_profile import for_device, knowledge_of_table, profile_here, record_of_machine
 from batchgen.job.options import JobOptions
 from batchgen.models.files import ModelFiles
+from batchgen.ops import cpp as kernels
+from batchgen.ops.instruction_set import follow_affinity
 from batchgen.planner.sizes import store_bytes
 from batchgen.profiler import kinds
 from batchgen.profiler.cache import BUSY
@@ -155,3 +161,19 @@ def test_profile_measures_the_shapes_and_formats_of_the_model_that_is_named(tmp_
     of_model, of_any = asked
     assert of_model.model.hidden_size == 256 and of_model.weight_formats[0] == "q4_0"
     assert of_any.model is None and of_model.dtypes == of_any.dtypes == ("float32",)
+
+
+@pytest.mark.skipif(available_cores() < 2, reason="an emulated device has a core of its own beside others")
+def test_kernels_and_torch_keep_to_the_cores_that_are_measured():
+    def threads():
+        return sorted(os.sched_getaffinity(0)), kernels.num_threads(), torch.get_num_threads()
+
+    before, (core, others) = threads(), dedicated_core()
+    device = Device("emulated", GIB, 1e9, 1e9, slowdown=2.0)
+    for known in (True, False):  # whether anybody had asked for the number of threads before
+        if not known:
+            follow_affinity()
+        of_others, of_core = for_device(device, threads)
+        assert of_core == (sorted(core), 1, 1)
+        assert of_others == (sorted(others), *(min(count, len(others)) for count in before[1:]))
+        assert threads() == before

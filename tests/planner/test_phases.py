@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from thorough import some_draws
 
 from batchgen.core.workload import Lengths, Workload
+from batchgen.planner import fluid
 from batchgen.planner.phases import deferral_of, phases_of
 
 
@@ -101,3 +102,23 @@ def test_deferred_sequences_end_with_the_job(rows, outputs):
     sweeps = sum(phase.sweeps for phase in phases)
     assert deferred * deferral.sweeps_per_token <= deferral.seqs * sweeps * (1 + 1e-9)
     assert all(phase.tokens <= 512 + 16 + deferral.seqs for phase in phases)
+
+
+@pytest.mark.parametrize("rows", [40, 2_000])
+def test_prompts_of_many_sweeps_take_few_steps(rows, monkeypatch):
+    """As many sweeps as in steps of one sweep each, which would be a hundred times as many as there are rows."""
+    workload = Workload.uniform(rows, 100_000, 32)
+    sizes = [fluid.Setting("continuous", size, budget) for size in (1, 4, rows) for budget in (1024, 4096, 20_000)]
+    steps = []
+    simulate = fluid._simulate
+    monkeypatch.setattr(fluid, "_simulate", lambda *args: [taken := simulate(*args), steps.append(len(taken.there))][0])
+    found = fluid.flow_through(workload, sizes)
+    assert max(steps) < 10 * rows + 100
+    if rows > 40:
+        return
+    monkeypatch.setattr(fluid, "_STEPS_PER_PROMPT", 1e9)
+    for means, finer in zip(found, fluid.flow_through(workload, sizes), strict=True):
+        for field in ("prefill_tokens", "prefill_seqs", "decode_seqs"):
+            done, wanted = (sum(m.sweeps * getattr(m, field) for m in group) for group in (means, finer))
+            assert done == pytest.approx(wanted, rel=1e-3)
+        assert sum(m.sweeps for m in means) == pytest.approx(sum(m.sweeps for m in finer), rel=0.06)

@@ -15,7 +15,7 @@ from batchgen.core.routing import Routing
 from batchgen.core.workload import Workload
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.hf.config import config_of_hf
-from batchgen.planner.costs import job_seconds, moved_bytes
+from batchgen.planner.costs import job_seconds, layer_lanes, moved_bytes
 from batchgen.planner.explanation import explanation_of
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Counts
@@ -136,6 +136,22 @@ def test_matmuls_of_streamed_weights_have_rates_of_their_own_in_the_cost_model_a
         assert modelled == pytest.approx(starts[10, "embed"] - starts[4, "embed"], rel=0.05)
         took.append(modelled)
     assert took[1] > 1.05 * took[0]
+
+
+@pytest.mark.parametrize("rows", [4, 200])
+def test_bytes_of_the_disk_take_of_the_memorys_bandwidth_where_the_cpu_computes(rows):
+    plan, apart, beside = plan_with(rows, 0), cpu_box(dram_bytes_per_s=1e18), cpu_box(dram_bytes_per_s=5e9)
+    policy = plan.policy
+    layers = dict.fromkeys(policy.weight_layers, (0, 2, 4))
+    plan = replace(plan, policy=replace(policy, weight_layers=layers))
+    runs = [simulate_job(plan, MODEL, hardware) for hardware in (apart, beside)]
+    moved = sum(runs[0].busy_s[f"disk_{way}"] * getattr(apart, f"disk_{way}_bytes_per_s") for way in ("read", "write"))
+    assert runs[1].busy_s["compute"] - runs[0].busy_s["compute"] == pytest.approx(moved / 5e9, rel=0.02)
+    s, at = cost_inputs(plan, MODEL, apart)
+    phase = Phase(1, 0, 0, rows, 8)
+    compute_s = [layer_lanes(replace(s, hardware=hardware), phase, at)["compute"] for hardware in (apart, beside)]
+    read = moved_bytes(s, phase, at)["disk_read"]
+    assert compute_s[1] - compute_s[0] == pytest.approx(read / 5e9, rel=1e-6)
 
 
 @pytest.mark.parametrize("rows", [3, 9])  # few, and too many to read experts on demand

@@ -1,9 +1,11 @@
 """The simulator against hand-made cases, its rules tried out tick by tick, the lanes, the cost model and the engine."""
 
+import itertools
 import json
 import random
 import sys
 import time
+from array import array
 from collections import deque
 from dataclasses import replace
 
@@ -28,7 +30,7 @@ from batchgen.core.workload import Lengths, Workload
 from batchgen.engine.engine import Engine
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import read_config, resolve_model
-from batchgen.planner.batch_load import Attended, load_of
+from batchgen.planner.batch_load import Attended, blocks_and_runs, load_of
 from batchgen.planner.costs import head_lanes, layer_lanes, phase_matmul_s
 from batchgen.planner.memory_requirements import most_kv_tokens
 from batchgen.planner.phases import Phase
@@ -38,6 +40,7 @@ from batchgen.planner.simulation import simulate_job, simulated_rows, trace_plan
 from batchgen.planner.step_costs import StepCosts, streams_of
 from batchgen.planner.step_simulator import Simulator, simulate
 from batchgen.runtime.lanes import Lanes
+from batchgen.schedule.extents import runs_of
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
 from batchgen.schedule.sequence import Sequence
 from batchgen.schedule.step_graph import LANES, BatchFlow, Step, Streams
@@ -354,7 +357,7 @@ def test_matmuls_with_streamed_weights_take_as_long_as_with_weights_as_they_are_
     The output matrix is in memory, in the order of products, though it is the embeddings too.
     """
     model, workload = opt(2048, 24, 32), Workload.uniform(64, 400, 64)
-    plain = cpu_box()
+    plain = cpu_box(dram_bytes_per_s=1e18)  # for which it does not matter what the disk brings
     products = plain.cpu.gemm_flops_per_s
     known = {matmul_key("float16", "float16", as_stored=True): products["float16"].scaled(0.5)}
     told = replace(plain, cpu=replace(plain.cpu, gemm_flops_per_s=products | known))
@@ -652,3 +655,14 @@ def test_prefixes_are_shared_on_disk_too_and_with_no_block_of_host_memory():
         batch = [scheduled(number, placement) for number, placement in enumerate(placements)]
         load = load_of(batch, kv_block_size=16, compute_tier="gpu")
         assert load.attended[KVPlacement.STREAMED].shared == groups
+
+
+def test_blocks_and_runs_of_block_tables_are_those_of_each_table():
+    draw = random.Random(0)
+    for _ in range(200):
+        tables = [
+            array("i", itertools.accumulate([draw.choice((1, 1, 1, 2, 9)) for _ in range(draw.randrange(9))]))
+            for _ in range(draw.randrange(5))
+        ]
+        runs = [run for table in tables for run in runs_of(table)]
+        assert blocks_and_runs(tables) == (sum(count for _, count in runs), len(runs)), tables

@@ -94,16 +94,18 @@ def test_a_tiny_model_is_calibrated():
     before = replace(shipped_profile("zen4"), measured={"threads": 2})
     after = calibrated(before, TINY, "float32")
     factors = after.measured["sweep_factors"]["float32"]
-    rates = {"gemm", "elementwise", "prefill_attention", "decode_attention", "shared_attention"}
+    rates = {"gemm_few", "gemm_many", "elementwise", "prefill_attention", "decode_attention", "shared_attention"}
     assert set(factors) == rates | {"step_overhead"}
     assert 0.5 <= factors["step_overhead"] <= 10.0
     fixed_s = before.cpu.step_overhead_s * factors.pop("step_overhead")
     assert after.cpu.step_overhead_s == pytest.approx(fixed_s, rel=2e-3, abs=1e-9)
     assert all(0.5 <= factor <= 3.0 for factor in factors.values())
     assert after.measured["threads"] == 2
-    for name, curve in (("gemm", "gemm_flops_per_s"), ("elementwise", "elementwise_bytes_per_s")):
-        rates = [getattr(p.cpu, curve)["float32"].at(tokens=50, width=64) for p in (before, after)]
-        assert rates[1] == pytest.approx(rates[0] / factors[name], rel=2e-3)
+    for tokens in (1, 16, 1024):
+        gemm = [p.cpu.gemm_flops_per_s["float32"].at(tokens=tokens, width=512) for p in (before, after)]
+        assert gemm[1] == pytest.approx(gemm[0] / calibration.gemm_slowing(factors)(tokens), rel=2e-3)
+    rates = [p.cpu.elementwise_bytes_per_s["float32"].at(tokens=50) for p in (before, after)]
+    assert rates[1] == pytest.approx(rates[0] / factors["elementwise"], rel=2e-3)
     for group in (1, 2, 8):
         rates = [p.cpu.decode_attention_bytes_per_s["float32"].at(group=group) for p in (before, after)]
         assert rates[1] == pytest.approx(rates[0] / factors["decode_attention"], rel=2e-3)
@@ -120,15 +122,18 @@ def test_a_machine_that_differs_in_known_ways_is_recognised(monkeypatch):
     believed = replace(
         believed, cpu=replace(believed.cpu, shared_attention_flops_per_s=believed.cpu.prefill_attention_flops_per_s)
     )
+    products = {"gemm_few": 2.0, "gemm_many": 1.3}
     slower = {
-        "gemm": 1.5,
         "elementwise": 1.2,
         "prefill_attention": 2.0,
         "decode_attention": 0.8,
         "shared_attention": 1.4,
     }
     true = believed.scaled(**{name: 1 / factor for name, factor in slower.items()})
-    true = replace(true, cpu=replace(true.cpu, step_overhead_s=4 * believed.cpu.step_overhead_s))
+    slowing = calibration.gemm_slowing(products)
+    gemm = {kind: rates.slowed(slowing) for kind, rates in true.cpu.gemm_flops_per_s.items()}
+    fixed_s = 4 * believed.cpu.step_overhead_s
+    true = replace(true, cpu=replace(true.cpu, gemm_flops_per_s=gemm, step_overhead_s=fixed_s))
     model = replace(TINY, hidden_size=2048, num_heads=32, num_kv_heads=8, head_dim=64, intermediate_size=8192)
 
     def sweep_s(profile, sweep, model=model):
@@ -139,7 +144,8 @@ def test_a_machine_that_differs_in_known_ways_is_recognised(monkeypatch):
     )
     monkeypatch.setattr(calibration, "_LONGEST_S", 60.0)
     found = calibrated(believed, model, "float32")
-    assert found.measured["sweep_factors"]["float32"]["gemm"] == pytest.approx(1.5, rel=0.05)
+    factors = found.measured["sweep_factors"]["float32"]
+    assert {name: factors[name] for name in products} == pytest.approx(products, rel=0.05)
     for sweep in calibration._SWEEPS:
         assert abs(sweep_s(believed, sweep) / sweep_s(true, sweep) - 1) > 0.1
         assert sweep_s(found, sweep) == pytest.approx(sweep_s(true, sweep), rel=0.05)

@@ -168,7 +168,7 @@ class TestMeasure:
     @pytest.mark.parametrize("as_stored", [False, True])
     def test_products_of_packed_weights_are_merged_in(self, measured, packing, dtype, key, as_stored, logged):
         key = f"{key} in rows" if as_stored else key
-        slower = {"sweep_factors": {dtype: {"gemm": 2.0}}}
+        slower = {"sweep_factors": {dtype: {"gemm_few": 2.0, "gemm_many": 2.0}}}
         before = dataclasses.replace(measured, measured=measured.measured | slower)
         model = profile_compute._llama(width=64, heads=4, kv_heads=2, head_dim=16, inner=96)  # rows of whole blocks
         after = add_products(before, dtype, packing, effort=TINY, model=model, as_stored=as_stored)
@@ -226,17 +226,30 @@ class TestMeasure:
         gemm = profile_compute.gemm_rates(device, device.pool(torch.float32, effort), [model], effort)
         assert gemm.at(width=1024, tokens=256) > 2 * gemm.at(width=1024, tokens=1)
 
-    def test_weights_of_products_rotate_through_the_whole_pool(self, monkeypatch):
-        """Else they would still be in the caches when they are used again."""
+    @pytest.mark.parametrize("layers", [None, 2])
+    def test_weights_of_products_rotate_through_the_whole_pool_or_all_layers(self, layers, monkeypatch):
+        """Else they would still be in the caches when they are used again, unless they are there in jobs too."""
         used = []
         monkeypatch.setattr(profile_compute.ops, "linear", lambda x, weight, **_: used.append(weight))
         monkeypatch.setattr(profile_compute.ops, "pack_weight", lambda weight, **_: weight)
         monkeypatch.setattr(Device, "rate", lambda self, trial, effort: [trial.run(i) for i in range(99)] and 1.0)
-        model = profile_compute._llama(width=64, heads=4, kv_heads=2, head_dim=16)
+        model, effort = (
+            profile_compute._llama(width=64, heads=4, kv_heads=2, head_dim=16),
+            dataclasses.replace(TINY, tokens=(1,)),
+        )
         pool = torch.zeros((4 << 20) // 4)
-        profile_compute.gemm_rates(Device("cpu"), pool, [model], dataclasses.replace(TINY, tokens=(1,)))
-        again = next(i for i in range(1, len(used)) if used[i].data_ptr() == used[0].data_ptr())
-        assert sum(weight.nbytes for weight in used[:again]) > 0.9 * pool.nbytes
+        two = dataclasses.replace(model, num_layers=2, windows=model.windows * 2)
+        measured = profile_compute.subjects_of("cpu", effort, two) if layers else None
+        for as_stored in (False, True):
+            used.clear()
+            profile_compute.gemm_rates(
+                Device("cpu"), pool, [model], effort, as_stored=as_stored, layers=measured and measured.layers
+            )
+            again = next(i for i in range(1, len(used)) if used[i].data_ptr() == used[0].data_ptr())
+            if layers and not as_stored:  # what streams is never there
+                assert again == layers * 4
+            else:
+                assert sum(weight.nbytes for weight in used[:again]) > 0.9 * pool.nbytes
 
     @pytest.mark.parametrize("weight_format", [None, "int8", "q4_1"])
     def test_making_weights_ready_does_not_take_longer_than_timing_them(self, weight_format, monkeypatch):
