@@ -5,7 +5,7 @@ time of any schedule.
 
     python benchmarks/gpu_case.py recipes/throughput/shapes/opt-30b --policy cpu --gpu-memory 16GiB --output case.json
 
---policy planned needs highspy. The others are plain, and need nothing: weights that the GPU has no memory for
+--policy planned needs highspy and pulp. The others are plain, and need nothing: weights that the GPU has no memory for
 stay in the host's, and KV is where the policy's name says. "resident": all on the GPU; "cpu": on the host, attended to
 by the CPU; "streamed": on the host, staged on the GPU in every pass. Of these, the largest block that memory holds is
 taken.

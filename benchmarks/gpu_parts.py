@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 CALL_SECONDS = 530.0  # of nine minutes: packing the results comes after it
-PLANNER = ("highspy",)  # packages of planned jobs
+PLANNER = ("highspy", "pulp")  # packages of planned jobs
 RATES, PROFILE = "rates.json", "profile.json"  # left by the parts "rates" and "profile"
 SHAPES = "recipes/throughput/shapes"
 # Host memory of jobs that need most of a machine's. It is said, not looked up: machines exist whose memory grows as it

@@ -358,7 +358,8 @@ def drafted(case: str) -> Callable[[dict], str]:
         accepted = run["accepted_tokens"] / max(1, run["drafted_tokens"])
         forced = f", {run['forced_tokens']:,} tokens forced" if run["forced_tokens"] else ""
         return (
-            f"{found['gain']:.2f} times as fast, predicted {found['predicted_gain']:.2f};"
+            f"{found['gain']:.2f} times as fast, predicted {found['predicted_gain']:.2f}; {run['seconds']:.3g} s,"
+            f" predicted {run['predicted_s']:.3g} s;"
             f" {percent(accepted)} of {run['drafted_tokens']:,} accepted{forced}"
         )
 
@@ -605,6 +606,16 @@ TABLES: dict[str, list[Row]] = {
             f"drafts-{E}",
             "drafts.py --work-dir DIR --cases extraction --rounds 1",
             drafted("extraction"),
+        ),
+        *(
+            Row(
+                f"drafts against none: gpt-oss-20b's shape in MXFP4 within 8 GiB, {rows} rows whose answers are spans of"
+                " prompts; one round",
+                f"drafts-{E}",
+                f"drafts.py --work-dir DIR --cases 'experts {rows}' --rounds 1 --prompt-tokens 96 --output-tokens 48",
+                drafted(f"experts {rows}"),
+            )
+            for rows in (16, 64)
         ),
         Row(
             "drafts against none: restaurant entries into JSON under a schema, demo on disk, 32 rows at a time",

@@ -9,6 +9,8 @@ from typing import TypeAlias
 class Expression:
     """A sum of columns, each times a number, and a constant. Values are never changed.
 
+    The cost model adds and multiplies so many of them that PuLP's expressions would take most of a plan's time.
+
     Attributes:
         terms: column number -> factor.
         constant: number that is added.

@@ -1,4 +1,4 @@
-"""Mixed-integer programs (MIPs) of linear expressions, which HiGHS solves."""
+"""Mixed-integer programs (MIPs) of linear expressions: PuLP's models, which HiGHS solves."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from functools import cache
 
 import highspy
 import numpy as np
+import pulp
 
 from batchgen.planner.linear import Expression, Linear, total
 
@@ -35,36 +36,43 @@ class MIP:
 
     Attributes:
         objective: expression that is minimised.
-        columns: values of all columns in the solution.
     """
 
     def __init__(self) -> None:
         self.objective: Linear = 0.0
-        self.columns: tuple[float, ...] = ()
-        self._most: list[float] = []  # of each column
-        self._integer: list[bool] = []
-        self._rows: list[Expression] = []  # each is kept from exceeding 0, or kept at 0
-        self._equal: list[bool] = []
-        self._duals: tuple[float, ...] = ()
+        self._problem = pulp.LpProblem("plan", pulp.LpMinimize)
+        self._columns: list[pulp.LpVariable] = []
+        self._rows: list[pulp.LpConstraint] = []
 
     def column(self, most: float = math.inf, *, integer: bool = False) -> Expression:
         """A new unknown from 0 to `most`."""
-        self._most.append(most)
-        self._integer.append(integer)
-        return Expression({len(self._most) - 1: 1.0})
+        number, kind = len(self._columns), pulp.LpInteger if integer else pulp.LpContinuous
+        self._columns.append(pulp.LpVariable(str(number), 0, None if most == math.inf else most, kind))
+        return Expression({number: 1.0})
 
     def at_most(self, left: Linear, right: Linear) -> int:
         """Add a row that keeps `left` from exceeding `right`, and return its number."""
-        return self._row(left, right, equal=False)
+        return self._row(total((left, -right)), pulp.LpConstraintLE)
 
     def equal(self, left: Linear, right: Linear) -> int:
         """Add a row that keeps both equal, and return its number."""
-        return self._row(left, right, equal=True)
+        return self._row(total((left, -right)), pulp.LpConstraintEQ)
 
-    def _row(self, left: Linear, right: Linear, *, equal: bool) -> int:
-        self._rows.append(_expression(total((left, -right))))
-        self._equal.append(equal)
+    def _row(self, row: Linear, sense: int) -> int:
+        self._rows.append(pulp.LpConstraint(self._pulp_expression(row), sense))
+        self._problem.addConstraint(self._rows[-1], str(len(self._rows)))
         return len(self._rows) - 1
+
+    def _pulp_expression(self, value: Linear) -> pulp.LpAffineExpression:
+        if not isinstance(value, Expression):
+            return pulp.LpAffineExpression({}, value)
+        terms = {self._columns[number]: factor for number, factor in value.terms.items()}
+        return pulp.LpAffineExpression(terms, value.constant)
+
+    @property
+    def columns(self) -> tuple[float, ...]:
+        """Values of all columns in the solution."""
+        return tuple(column.varValue or 0.0 for column in self._columns)
 
     def solve(self, gap: float, start: Sequence[float] = ()) -> bool:
         """Solve the MIP, and return whether it has a solution.
@@ -73,59 +81,85 @@ class MIP:
             gap: fraction by which an integer solution may exceed the proven bound.
             start: values of all columns that the solver begins with; none: it finds its own.
         """
-        solver = _solver()
-        for name, value in ({"mip_rel_gap": gap} | (_WITH_INTEGERS if any(self._integer) else _WITHOUT)).items():
-            solver.setOptionValue(name, value)
-        self._pass_model(solver, start)
-        solver.run()
-        if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-            return False
-        solution = solver.getSolution()
-        self.columns, self._duals = tuple(solution.col_value), tuple(solution.row_dual)
-        return True
-
-    def _pass_model(self, solver: highspy.Highs, start: Sequence[float]) -> None:
-        """Give HiGHS all columns and rows in one call, and the values to begin with."""
-        objective, rows = _expression(self.objective), self._rows
-        weights = np.zeros(len(self._most))
-        weights[list(objective.terms)] = list(objective.terms.values())
-        highest = -np.array([row.constant for row in rows])
-        solver.passModel(
-            len(self._most),
-            len(rows),
-            sum([len(row.terms) for row in rows]),
-            int(highspy.MatrixFormat.kRowwise),
-            int(highspy.ObjSense.kMinimize),
-            objective.constant,
-            weights,
-            np.zeros(len(self._most)),
-            np.array(self._most, dtype=float),
-            np.where(self._equal, highest, -math.inf),
-            highest,
-            np.cumsum([0, *[len(row.terms) for row in rows]], dtype=np.int32),
-            np.array([column for row in rows for column in row.terms], dtype=np.int32),
-            np.array([factor for row in rows for factor in row.terms.values()], dtype=float),
-            np.array(self._integer, dtype=np.int32),
-        )
-        if len(start):
-            solution = highspy.HighsSolution()
-            solution.col_value = list(start)
-            solver.setSolution(solution)
+        self._problem.setObjective(self._pulp_expression(self.objective))
+        return bool(self._problem.solve(_Highs(self._columns, self._rows, gap, start)) == pulp.LpStatusOptimal)
 
     def value(self, expression: Linear) -> float:
         """Value of an expression in the solution."""
         if not isinstance(expression, Expression):
             return float(expression)
-        terms = [factor * self.columns[number] for number, factor in expression.terms.items()]
+        terms = [factor * (self._columns[number].varValue or 0.0) for number, factor in expression.terms.items()]
         return expression.constant + sum(terms)
 
     def dual(self, row: int) -> float:
         """Change of the objective with each unit by which a row's limit is raised, in a solution without integers."""
-        return self._duals[row]
+        return float(self._rows[row].pi)
 
 
-def _expression(value: Linear) -> Expression:
-    return value if isinstance(value, Expression) else Expression({}, value)
+class _Highs(pulp.LpSolver):  # type: ignore[misc]
+    """HiGHS as a solver of PuLP's.
+
+    PuLP's own one gives HiGHS the columns and rows one by one, which takes longer than solving, and no values to begin
+    with.
+    """
+
+    name = "HiGHS, whole matrix"
+
+    def __init__(
+        self, columns: list[pulp.LpVariable], rows: list[pulp.LpConstraint], gap: float, start: Sequence[float]
+    ) -> None:
+        super().__init__(msg=False)
+        self._columns, self._rows = columns, rows
+        self._gap, self._start = gap, start
+
+    def available(self) -> bool:
+        return True
+
+    def actualSolve(self, lp: pulp.LpProblem) -> int:
+        """Solve a problem of PuLP's; its columns and rows get their values, and the status is returned."""
+        solver = _solver()
+        has_integers = any(column.cat == pulp.LpInteger for column in self._columns)
+        for name, value in ({"mip_rel_gap": self._gap} | (_WITH_INTEGERS if has_integers else _WITHOUT)).items():
+            solver.setOptionValue(name, value)
+        self._pass_model(solver, lp.objective)
+        solver.run()
+        solution = solver.getSolution()
+        for column, value in zip(self._columns, solution.col_value, strict=True):
+            column.varValue = value
+        for row, dual in zip(self._rows, solution.row_dual, strict=True):
+            row.pi = dual
+        optimal = solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
+        status: int = pulp.LpStatusOptimal if optimal else pulp.LpStatusInfeasible
+        lp.assignStatus(status)
+        return status
+
+    def _pass_model(self, solver: highspy.Highs, objective: pulp.LpAffineExpression) -> None:
+        """Give HiGHS all columns and rows in one call, and the values to begin with."""
+        columns, rows = self._columns, self._rows
+        numbers = {column: number for number, column in enumerate(columns)}
+        terms = [[(numbers[column], factor) for column, factor in row.items()] for row in rows]
+        lowest, highest = ([getattr(row, end)() for row in rows] for end in ("getLb", "getUb"))
+        solver.passModel(
+            len(columns),
+            len(rows),
+            sum(map(len, terms)),
+            int(highspy.MatrixFormat.kRowwise),
+            int(highspy.ObjSense.kMinimize),
+            float(objective.constant),
+            np.array([objective.get(column, 0.0) for column in columns], dtype=float),
+            np.array([column.lowBound for column in columns], dtype=float),
+            np.array([math.inf if column.upBound is None else column.upBound for column in columns], dtype=float),
+            np.array([-math.inf if bound is None else bound for bound in lowest], dtype=float),
+            np.array([math.inf if bound is None else bound for bound in highest], dtype=float),
+            np.cumsum([0, *map(len, terms)], dtype=np.int32),
+            np.array([column for row in terms for column, _ in row], dtype=np.int32),
+            np.array([factor for row in terms for _, factor in row], dtype=float),
+            np.array([column.cat == pulp.LpInteger for column in columns], dtype=np.int32),
+        )
+        if len(self._start):
+            solution = highspy.HighsSolution()
+            solution.col_value = list(self._start)
+            solver.setSolution(solution)
 
 
 def _solver() -> highspy.Highs:

@@ -46,7 +46,7 @@ def job(tmp_path, monkeypatch):
 
 def test_a_job_imports_no_library_that_it_does_not_use(job):
     found = imports_of(*job)
-    assert {"torch", "tokenizers", "pyarrow", "highspy"} <= found
+    assert {"torch", "tokenizers", "pyarrow", "pulp"} <= found
     assert found.isdisjoint(SLOW)
 
 
@@ -63,7 +63,7 @@ def test_chats_of_a_gguf_need_no_transformers_either(job, tmp_path):
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["--version"]], ids=" ".join)
 def test_help_imports_neither_torch_nor_anything_that_reads_data(arguments):
-    assert imports_of(*arguments).isdisjoint(SLOW | {"torch", "numpy", "pyarrow", "tokenizers", "highspy"})
+    assert imports_of(*arguments).isdisjoint(SLOW | {"torch", "numpy", "pyarrow", "tokenizers", "pulp", "highspy"})
 
 
 def test_a_mistake_is_told_before_torch_is_imported(job):

@@ -176,9 +176,10 @@ class TestCase:
         with pytest.raises(SystemExit, match=r"gpu_case: --gpu-memory 32\.0 MiB is too small"):
             run_case("resident", "--gpu-memory", "32MiB")
 
-    def test_nothing_is_planned_in_silence_without_a_planner(self, run_case, monkeypatch):
-        monkeypatch.setattr(gpu_case, "find_spec", lambda name: None if name == "highspy" else object())
-        with pytest.raises(SystemExit, match=r"needs highspy.*--policy resident, cpu or streamed"):
+    @pytest.mark.parametrize("missing", ["highspy", "pulp"])
+    def test_nothing_is_planned_in_silence_without_a_planner(self, run_case, monkeypatch, missing):
+        monkeypatch.setattr(gpu_case, "find_spec", lambda name: None if name == missing else object())
+        with pytest.raises(SystemExit, match=rf"needs {missing}.*--policy resident, cpu or streamed"):
             run_case("planned")
 
     def test_fewer_layers_and_what_takes_their_time(self, run_case, tmp_path):

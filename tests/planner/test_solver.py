@@ -1,10 +1,16 @@
-"""Mixed-integer programs against all their integer points."""
+"""Mixed-integer programs against all their integer points, and PuLP without the solver that it ships."""
 
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
+import pulp
 import pytest
 
 from batchgen.planner.linear import total
@@ -61,3 +67,23 @@ def test_the_dual_of_a_row_is_what_a_higher_limit_changes():
 
     (objective, dual), (higher, _) = solved(8), solved(9)
     assert higher - objective == pytest.approx(dual) == pytest.approx(-3)
+
+
+def test_a_mip_needs_no_solver_of_pulps(tmp_path):
+    """PuLP without the folder of its CBC, and without any program on the path."""
+    package = Path(pulp.__file__).parent
+    shutil.copytree(package, tmp_path / "pulp", ignore=shutil.ignore_patterns("solverdir", "tests", "__pycache__"))
+    assert not list(tmp_path.rglob("cbc*"))
+    program = (
+        "import pulp\n"
+        f"assert pulp.__file__.startswith({str(tmp_path)!r})\n"
+        "from batchgen.planner.solver import MIP\n"
+        "mip = MIP()\n"
+        "count = mip.column(9, integer=True)\n"
+        "mip.at_most(2 * count, 7)\n"
+        "mip.objective = -1.0 * count\n"
+        "print(mip.solve(1e-6), mip.value(count))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "PATH": ""}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("True 3.0\n", 0), done.stderr
