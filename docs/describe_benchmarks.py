@@ -611,8 +611,8 @@ TABLES: dict[str, list[Row]] = {
         ),
         *(
             Row(
-                f"drafts against none: gpt-oss-20b's shape in MXFP4 within 8 GiB, {rows} rows whose answers are spans of"
-                " prompts; one round",
+                f"drafts against none: gpt-oss-20b's shape in MXFP4 within 8 GiB, {rows} rows whose answers are"
+                " spans of prompts; one round",
                 f"drafts-{E}",
                 f"drafts.py --work-dir DIR --cases 'experts {rows}' --rounds 1 --prompt-tokens 96 --output-tokens 48",
                 drafted(f"experts {rows}"),
