@@ -173,7 +173,7 @@ def budget_speed(placement: str) -> Callable[[dict], str]:
 
 
 def budget_loss(d: dict) -> str:
-    """Of the longest contexts that were measured."""
+    """The perplexities and the numbers found of all attention budgets, in the longest contexts that were measured."""
     results = d["results"]
     start = next(name for name in reversed(results) if ", perplexity, " in name).rsplit(", ", 2)[0]
     whole, *some = (results[f"{start}, perplexity, {budget}"]["perplexity"] for budget in ("all", *BUDGETS))

@@ -517,10 +517,15 @@ class Plan:
     states: PlannedStates | None = None
 
     @property
+    def compute_tier(self) -> str:
+        """The tier of the compute device's own memory: "gpu" or "cpu"."""
+        return "gpu" if "gpu" in self.budgets else "cpu"
+
+    @property
     def forced_per_step(self) -> float:
         """Tokens that grammars are expected to force for each sampled one, where forced ones take no sweep."""
-        rates, tier = self.workload.drafts, "gpu" if "gpu" in self.budgets else "cpu"
-        counts = self.prediction.drafts or takes_forced(tier, self.policy.attention_budget)
+        rates = self.workload.drafts
+        counts = self.prediction.drafts or takes_forced(self.compute_tier, self.policy.attention_budget)
         return rates.forced if rates is not None and counts else 0.0
 
     def to_json(self) -> dict[str, Any]:

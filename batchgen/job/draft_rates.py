@@ -11,7 +11,7 @@ from batchgen.job.job import Job
 from batchgen.job.kept_values import keep_value, kept_value
 
 _FOLDER, _FORCED_FOLDER = "drafts", "forced"
-_WHAT = "rates of drafts in"
+_DRAFTS_IN, _FORCED_IN = "rates of drafts in", "the rate of forced tokens in"
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ def expected_drafts(job: Job) -> DraftRates | None:
     if options.task != "generate":
         return None
     # The stages of a pipeline have other sequences in flight meanwhile, and sample all tokens.
-    forced = kept_value(_Forced, _FORCED_FOLDER, _key_of(job), _WHAT) if options.pipeline <= 1 else None
+    forced = kept_value(_Forced, _FORCED_FOLDER, _key_of(job), _FORCED_IN) if options.pipeline <= 1 else None
     if options.drafts == 0:
         return replace(NO_RATES, most=0, forced=forced.per_step) if forced else None
-    rates = kept_value(DraftRates, _FOLDER, _key_of(job), _WHAT)
+    rates = kept_value(DraftRates, _FOLDER, _key_of(job), _DRAFTS_IN)
     if options.drafts is None:
         rates = replace(rates or NO_RATES, most=MOST_DRAFTS, only_while_streaming=True)
     else:

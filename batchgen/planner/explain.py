@@ -336,7 +336,7 @@ def _draft_lines(plan: Plan) -> list[str]:
 def _lines_of_drafts(plan: Plan) -> list[str]:
     """The drafts that sequences are expected to have; no line where nothing may be drafted."""
     rates, drafts = plan.workload.drafts, plan.prediction.drafts
-    streams = plan.policy.streams("gpu" if "gpu" in plan.budgets else "cpu")
+    streams = plan.policy.streams(plan.compute_tier)
     if rates is None or not rates.most or (rates.only_while_streaming and not streams):
         return []
     if reason := why_no_drafts(plan):

@@ -249,7 +249,6 @@ class SimulatedJob:
         if not round(plan.workload.shared_prefix_len):
             policy = replace(policy, share_prefixes=False)  # nothing would be found
         self._plan = plan
-        self._compute_tier = "gpu" if "gpu" in plan.budgets else "cpu"
         self._reuses_kv = config.shared_kv_layers > 0
         chooses = any(config.choosing_layers(policy.attention_budget))
         self._budget = AttentionBudget.of(policy.attention_budget) if chooses else None
@@ -260,13 +259,13 @@ class SimulatedJob:
         self._deferred_batches: dict[int, list[Sequence]] = {}  # under way, by number
         self.num_done = self.num_refused = 0
         self.recut_before: Recut | None = None
-        self._longest = longest_sequence(policy, memory, self._compute_tier)
-        limits = scheduler_limits(policy, memory, self._compute_tier, sweeps_in_flight)
+        self._longest = longest_sequence(policy, memory, plan.compute_tier)
+        limits = scheduler_limits(policy, memory, plan.compute_tier, sweeps_in_flight)
         self._sweeps_in_flight = sweeps_in_flight
         self._under_way: deque[list[Sequence]] = deque()  # sequences that sample, of each sweep of a pipeline
         expected = expected_output_len
         self._scheduler = Scheduler(kv_pools(policy, memory), limits, (lambda s: expected) if expected else None)
-        self._split = splitter(policy, memory, self._compute_tier)
+        self._split = splitter(policy, memory, plan.compute_tier)
         self._drafts: _SimulatedDrafts | None = None
         drafts = plan.prediction.drafts
         if plan.workload.drafts is not None and (drafts or plan.forced_per_step):
@@ -281,10 +280,10 @@ class SimulatedJob:
                 planned_output_len=plan.workload.output_len.mean,
                 expected_output_len=expected,
                 lane_costs=costs,
-                sweep_choice=sweep_choice(policy, costs) if self._compute_tier == "gpu" else None,
+                sweep_choice=sweep_choice(policy, costs) if plan.compute_tier == "gpu" else None,
                 expansion_choice=expansion_choice(policy, costs),
                 deferral_choice=deferral_choice(policy, costs, config.num_layers)
-                if self._compute_tier == "gpu"
+                if plan.compute_tier == "gpu"
                 else None,
             )
         self._generated = 0  # tokens since the last call of `adapt`
@@ -364,13 +363,13 @@ class SimulatedJob:
         batches = self._split(sweep, **self._scheduler.cut) or [[]]
         self._begun = [[s.sequence for s in batch if s.defers] for batch in batches]
         first_on_host = len(batches)
-        if self._compute_tier == "gpu":
+        if self._plan.compute_tier == "gpu":
             first_on_host -= self._plan.policy.activation_batches[1]
         return [
             load_of(
                 batch,
                 kv_block_size=self._plan.policy.kv_block_size,
-                compute_tier=self._compute_tier,
+                compute_tier=self._plan.compute_tier,
                 windows=self._windows,
                 reuses_kv=self._reuses_kv,
                 hidden_on_host=k >= first_on_host,

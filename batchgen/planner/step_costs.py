@@ -51,9 +51,8 @@ def streams_of(plan: Plan, config: ModelConfig) -> Streams:
     """The weights and KV that a plan brings to the compute device in every sweep."""
     residency = WeightResidency.of_policy(plan.policy, config)
     on_device = kv_on_device(len(residency.layers), plan.policy.kv_layers)
-    compute_tier = "gpu" if "gpu" in plan.budgets else "cpu"
     return residency.streams(
-        compute_tier,
+        plan.compute_tier,
         on_device,
         config.state_layers,
         config.kv_sources,
