@@ -125,16 +125,19 @@ inline TileOperand rows_of(const Linear& args, int64_t row, int64_t from, int64_
 template <class Mma>
 constexpr TileProduct kTileProduct = kIsInt8<Mma> ? TileProduct::I8 : TileProduct::BF16;
 
-// Part of another panel, which is prefetched beside the products: of each step the cache lines from `line` on, `lines`
-// of them with every 32 rows, until all are.
+// Part of another panel, which is prefetched beside the products of `turns` times 32 rows: of each step some cache
+// lines with each turn, until all are. With one turn, in which a step has little to do, it is one line of four:
+// hardware follows what is read in order of addresses and fetches the others, without the buffers of the first-level
+// cache, for which loads of tiles would have to wait.
 struct PanelAhead {
     const uint8_t* at;  // or null
-    int64_t line, lines;
+    int64_t turns, turn;
 
     TileAhead of_block(int64_t row, int64_t step) const {
-        const int64_t first = line + row / (2 * kStep) * lines;
+        const int64_t apart = turns == 1 ? 4 : 1, lines = (kStepLines / apart + turns - 1) / turns;
+        const int64_t first = (turn + row / (2 * kStep)) * lines;
         if (!at || first >= kStepLines) return kNothingAhead;
-        return {at + (step * kStepLines + first) * 64, int(lines)};
+        return {at + (step * kStepLines + first) * 64, int(lines), int(apart)};
     }
 };
 
@@ -189,7 +192,7 @@ inline void linear_tiles(const Linear& args, int64_t row, int64_t row_stop, int6
     const auto operand = [](const uint32_t* b) {
         return TileOperand{(const uint8_t*)b, 64, kStep * kPanelN * 4, kPanelN * 4};
     };
-    const int64_t turns = (rows + 2 * kStep - 1) / (2 * kStep), lines = (kStepLines + turns - 1) / turns;
+    const int64_t turns = (rows + 2 * kStep - 1) / (2 * kStep);
     Tiles tiles;
     for (int64_t from = 0; from < cut.steps; from += cut.block) {
         const int64_t stop = smaller(cut.steps, from + cut.block), end = smaller(stop * kStep, k);
@@ -213,10 +216,11 @@ inline void linear_tiles(const Linear& args, int64_t row, int64_t row_stop, int6
                 if (last) prefetch_out<O>(args, row + first, p, count);
                 if (whole)
                     tile_panel<Mma>(tiles, count, a, operand(packed(p, from)), whole, c, from,
-                                    {ahead, first / (2 * kStep) * lines, lines});
+                                    {ahead, turns, first / (2 * kStep)});
                 if (begin < end) {
                     const TileOperand rest{a.at + whole * a.step, a.half, a.step, a.stride};
-                    tile_panel<Mma>(tiles, count, rest, operand(s.b), stop - from - whole, c, from || whole, {});
+                    tile_panel<Mma>(tiles, count, rest, operand(s.b), stop - from - whole, c, from || whole,
+                                    {nullptr, turns, 0});
                 }
                 if (last) finish<Mma, T, O>(args, row + first, p, count, c);
             }

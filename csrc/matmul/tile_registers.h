@@ -22,17 +22,19 @@ struct TileOperand {
     int64_t half, step, stride;
 };
 
-// Memory to prefetch: `lines` cache lines in each step, which begin kStepLines apart from step to step.
+// Memory to prefetch: `lines` cache lines in each step, `apart` lines apart, which begin kStepLines further from step
+// to step.
 struct TileAhead {
     const uint8_t* at;
-    int lines;
+    int lines, apart;
 };
 constexpr int kStepLines = 2 * kStep;  // cache lines of a panel in a step
-constexpr TileAhead kNothingAhead{nullptr, 0};
+constexpr TileAhead kNothingAhead{nullptr, 0, 1};
 
 // Prefetches the lines of one step.
 inline void fetch(TileAhead ahead, int64_t step) {
-    for (int i = 0; i < ahead.lines; i++) __builtin_prefetch(ahead.at + (step * kStepLines + i) * 64, 0, 2);
+    for (int i = 0; i < ahead.lines; i++)
+        __builtin_prefetch(ahead.at + (step * kStepLines + i * ahead.apart) * 64, 0, 2);
 }
 
 // Register C += registers A and B, for one kind of product.
