@@ -199,10 +199,8 @@ namespace {
 void move(char* target, const char* source, size_t num_bytes, bool to_device) {
     static const bool empty = option("EMPTY", 0);
     if (empty && num_bytes >= (1 << 20)) return;
-    if (empty && !to_device)
-        memset(target, 0, num_bytes);
-    else
-        memcpy(target, source, num_bytes);
+    if (empty && !to_device) memset(target, 0, num_bytes);
+    else memcpy(target, source, num_bytes);
 }
 
 cudaError_t copy(void* target, const void* source, size_t num_bytes, Stream* stream) {
