@@ -800,6 +800,7 @@ def warm_up(
     from batchgen.runtime.warm_up import dummy_sweeps, sampled_every_way, scored
 
     scoring = {}  # first row -> scorer of the vocabulary chunks of its logits, and its rows
+    sampled = set[int]()  # numbers of rows that have been sampled in every way
 
     def on_logits(rows, logits, start):
         if executor.config.hidden_output:
@@ -813,8 +814,10 @@ def warm_up(
         if task == "score":
             return None
         sequences = [row.sequence for row in rows]
-        for varied in sampled_every_way(sequences, logits.shape[1]):
-            sample(logits, varied)
+        if len(sequences) not in sampled:
+            sampled.add(len(sequences))
+            for varied in sampled_every_way(sequences, logits.shape[1]):
+                sample(logits, varied)
         return sample(logits, sequences).token_ids
 
     for lane, num_bytes in memory.stream_bytes.items():

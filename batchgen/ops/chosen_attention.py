@@ -49,7 +49,11 @@ PreparedPlan: TypeAlias = "ops.PreparedAttention | ChosenAttention"
 
 
 def prepare_attention(
-    plan: AttentionPlan, operands: AttentionOperands, device: torch.device = ops.CPU, isa: str = ""
+    plan: AttentionPlan,
+    operands: AttentionOperands,
+    device: torch.device = ops.CPU,
+    isa: str = "",
+    every_kernel: bool = False,
 ) -> PreparedPlan:
     """Turn the attention plan of a sweep into the form that `paged_attention` takes.
 
@@ -58,10 +62,11 @@ def prepare_attention(
         operands: Shapes and dtypes of queries and KV.
         device: Device that has queries and KV.
         isa: Instruction set that computes attention on the CPU. "": the process's.
+        every_kernel: Whether each kernel of a GPU is launched (`ops.prepare_attention`).
     """
     choice = plan.pages
     if choice is None:
-        return ops.prepare_attention(plan, operands, device=device, isa=isa)
+        return ops.prepare_attention(plan, operands, device=device, isa=isa, every_kernel=every_kernel)
     complete = tuple(upload(n, device) for n in (choice.complete_blocks, choice.complete_summaries))
     if ops.has_cpu_attention(operands, device):
         table = np.zeros((len(choice.tokens), choice.most_pages), np.int32)
@@ -73,7 +78,7 @@ def prepare_attention(
     places = -1 - np.arange(len(choice.tokens) * choice.most_pages, dtype=np.int32)
     decode = chosen_groups(choice, places.reshape(len(choice.tokens), choice.most_pages))
     whole = replace(plan, decode=(*plan.decode, *decode), pages=None)
-    prepared = ops.prepare_attention(whole, operands, device=device, isa=isa)
+    prepared = ops.prepare_attention(whole, operands, device=device, isa=isa, every_kernel=every_kernel)
     return ChosenAttention(prepared, torch_pages.TorchPages.of(choice, device), None, complete, isa)
 
 

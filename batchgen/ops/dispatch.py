@@ -553,6 +553,7 @@ def prepare_attention(
     device: torch.device = CPU,
     isa: str = "",
     chosen: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
+    every_kernel: bool = False,
 ) -> PreparedAttention:
     """Turn the attention plan of a sweep into the form that `paged_attention` takes, once for all layers.
 
@@ -563,6 +564,8 @@ def prepare_attention(
         isa: Instruction set that computes attention on the CPU. "": the process's instruction set.
         chosen: Sequences that attend to chosen pages, as `cpp.attention_plan` takes them, where `has_cpu_attention` is
             true; None: there are none.
+        every_kernel: Whether each kernel is launched that some plan of these operands needs on a GPU, so that none
+            remains for a later sweep to be the first that uses it.
 
     Returns:
         A plan for the kernels of this device and these shapes, or for torch.
@@ -573,10 +576,9 @@ def prepare_attention(
         return kernels.attention_plan(plan, *shape, isa, chosen)
     assert chosen is None
     triton_kernels = None if device.type == "cpu" else device_kernels(device)
-    compute: ModuleType = torch_attention
     if triton_kernels and triton_kernels.supports_attention(operands, device):
-        compute = triton_kernels
-    return compute.prepare_attention(plan, operands, device)
+        return triton_kernels.prepare_attention(plan, operands, device, every_kernel)
+    return torch_attention.prepare_attention(plan, operands, device)
 
 
 def has_cpu_attention(operands: AttentionOperands, device: torch.device) -> bool:

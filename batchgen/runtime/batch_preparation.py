@@ -123,7 +123,8 @@ def _prepared_plans(context: StepContext, segment: Segment, device: torch.device
     """Attention plans of a segment by sliding window, on the device that attends."""
 
     def prepared(plan: AttentionPlan, window: int | None) -> PreparedPlan:
-        return prepare_attention(plan, context.attention_operands(window), device=device, isa=_isa(context, window))
+        operands, isa = context.attention_operands(window), _isa(context, window)
+        return prepare_attention(plan, operands, device=device, isa=isa, every_kernel=context.warms_up)
 
     return {window: prepared(plan, window) for window, plan in _of_layers(context, segment.plans).items()}
 

@@ -207,7 +207,7 @@ class Executor:
             vocabulary_chunks: Whether it takes chunks of the vocabulary.
         """
         context = self.context
-        context.on_logits, context.vocabulary_chunks, context.is_alone = on_logits, vocabulary_chunks, True
+        context.on_logits, context.vocabulary_chunks, context.warms_up = on_logits, vocabulary_chunks, True
         layers = layers_that_differ(context)
         graph, deferred_batches = sweeps_of_layers(context, layers), DeferredBatches()
         with self.lanes.one_by_one(), kernels_alone(), self._computing():
@@ -225,7 +225,7 @@ class Executor:
                     to_run = [empty_batch()] if deferred_batches.waiting else []  # until they are through all layers
                 self._deferred_batches.clear()
                 self.lanes.prepare(partial(clear_kv, context, batches, layers))
-        context.is_alone = False
+        context.warms_up = False
         for counted in (self.weights, *self._caches, self.routing, *(self._tiers.links or ())):
             counted.reset_counts()
 

@@ -20,7 +20,7 @@ from batchgen.schedule.scheduled_sequence import ScheduledSequence
 from batchgen.schedule.scheduler import Scheduler
 from batchgen.schedule.sequence import LogitsRow, Sequence
 
-# Keys of a context that is long enough to be attended to in parts.
+# Tokens of a long row, at most: two sweeps' where these have fewer.
 _LONG = 640
 # Of each row: by the sweep that prefills, and by the one that decodes.
 _TOKENS = 2
@@ -44,7 +44,7 @@ def dummy_sweeps(  # a plain function of what a sweep is made with, so that the 
     First the largest that prefill and that decode, with sequences of all KV placements as far as they are admitted.
     Then sweeps of a quarter as many tokens, a sixteenth, and so on: libraries have other matrix products for few rows
     than for many. Then one that does both. Last a long row in each KV placement, alone: its prompt is cut into chunks,
-    each after the first reads KV of those before it, and attention is cut into parts.
+    of which the second reads KV of the first.
 
     Args:
         scheduler: scheduler with empty pools, used for nothing else.
@@ -73,7 +73,7 @@ def dummy_sweeps(  # a plain function of what a sweep is made with, so that the 
     some = rows(max_num_seqs, length)
     for sequence in some[::2]:
         sequence.sampling = replace(sequence.sampling, max_tokens=1)
-    limits, long = scheduler.limits, max(min(_LONG, 4 * max_num_batched_tokens), dense_tokens + 1)
+    limits, long = scheduler.limits, max(min(_LONG, 2 * max_num_batched_tokens), dense_tokens + 1)
     groups = [(limits, [rows(min(max_num_seqs, tokens), tokens // max_num_seqs)]) for tokens in sizes]
     groups.append((limits, [some, rows(max_num_seqs // 2, length)]))
     for placement in KVPlacement:

@@ -154,7 +154,7 @@ def test_a_long_context_is_cut_into_parts_and_put_together(kv_format):
 def test_attention_to_chosen_pages(monkeypatch):
     """Pages that torch has chosen are in the places of a table that was cut before."""
 
-    def prepare(plan, of, device, isa):
+    def prepare(plan, of, device, isa, every_kernel):
         return prepared(plan, of.heads, of.kv_heads, of.head_dim, of.kv_block_size, of.dtype, of.kv_format.name)
 
     def attend_to_chosen(q, kv, plan, out=None, bits=0):
@@ -185,6 +185,22 @@ def test_wide_heads_under_a_window_and_in_every_kind_of_item(head_dim, formats):
     window = 50 if head_dim == 256 else None
     case = (*case[:2], window, *case[3:]) if window is None else (0, case[1][2:], window, *case[3:])
     check_attention(case, getattr(torch, formats[0]), formats[1], FORMATS[formats])
+
+
+@pytest.mark.parametrize("num_queries", [1, 24])
+def test_all_kernels_are_launched_for_a_plan_that_needs_one(num_queries):
+    slices, groups, num_blocks = laid_out(0, [(num_queries, 40, False)], 16, 0)
+    plan = plan_attention(SweepTables.of(slices), groups, kv_block_size=16, key_bytes=None)
+    operands = AttentionOperands(16, 2, 64, 16, torch.float32, KVFormat.of("float32"))
+    q = random(0, num_queries, 16, 64, dtype=torch.float32)
+    kv, _ = paged(random(1, num_blocks, 2, 2, 16, 64), "float32")
+    needed, whole = (
+        attention.prepare_attention(plan, operands, DEVICE, every_kernel) for every_kernel in (False, True)
+    )
+    launched = [launch.kernel for launch in attention.launches(q.to(DEVICE), kv.to(DEVICE), whole, q.to(DEVICE))]
+    assert launched == [attention._attend, attention._attend, attention._merge]
+    assert len(attention.launches(q.to(DEVICE), kv.to(DEVICE), needed, q.to(DEVICE))) == 1
+    assert torch.equal(attend(q, kv, whole), attend(q, kv, needed))
 
 
 def test_prompts_over_several_tiles():

@@ -7,12 +7,12 @@ torch and Triton run as they are on a card: streams, events, allocator, graphs, 
 played on the streams (`played_operations`, `played_kernels`). What a real card would not have survived, or would not
 have noticed, is told as a fault.
 
-Options are environment variables PLAYED_CUDA_...: KERNELS (1: they are played; 0: they do nothing), COMPILE (1:
-Triton compiles kernels, though nothing runs them), SEED and DELAY_US (of the orders in which streams run), MIB and
+Options are environment variables PLAYED_CUDA_...: KERNELS (1: they are played; 0: they do nothing), COMPILE (1: Triton
+compiles kernels, though nothing runs them), SEED and DELAY_US (of the orders in which streams run), MIB and
 PINNABLE_MIB (memory of the card, and what can be pinned), DEVICES, CAPABILITY, QUEUE (operations that a stream holds),
-EMPTY (1: large copies move nothing), AT_ONCE (1: no thread, for the time that the host takes), REPORT (a file for
-counts and faults). BATCHGEN_CUDA_VENV names the environments with torch's CUDA build, if they are not those that
-`make cuda-env` makes; the first one is taken.
+EMPTY (1: large copies move nothing, and what comes from the card is zeros), AT_ONCE (1: no thread, for the time that
+the host takes), REPORT (a file for counts and faults). BATCHGEN_CUDA_VENV names the environments with torch's CUDA
+build, if they are not those that `make cuda-env` makes; the first one is taken.
 """
 
 from __future__ import annotations

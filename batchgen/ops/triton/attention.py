@@ -47,9 +47,15 @@ def geometry(of: AttentionOperands, device: torch.device) -> Geometry:
     return Geometry(of.heads, of.kv_heads, of.head_dim, of.kv_block_size, few, many, this.num_sms)
 
 
-def prepare_attention(plan: AttentionPlan, operands: AttentionOperands, device: torch.device) -> DevicePlan:
-    """Cut the attention plan of a sweep into work items for a GPU, and copy them to it."""
-    return cut_attention(plan, operands, device).prepare(device)
+def prepare_attention(
+    plan: AttentionPlan, operands: AttentionOperands, device: torch.device, every_kernel: bool = False
+) -> DevicePlan:
+    """Cut the attention plan of a sweep into work items for a GPU, and copy them to it.
+
+    every_kernel: Whether kernels that the plan has nothing for are launched too, with items that are empty.
+    """
+    cut = cut_attention(plan, operands, device)
+    return cut.prepare(device, cut.capacity.of_every_kernel() if every_kernel else None)
 
 
 def cut_attention(plan: AttentionPlan, operands: AttentionOperands, device: torch.device) -> CutPlan:

@@ -105,6 +105,10 @@ class Capacity:
         """Length of a `DevicePlan.buffer`, a multiple of 16 bytes."""
         return _starts(self)[-1]
 
+    def of_every_kernel(self) -> Capacity:
+        """The lengths with a place at least in each array, so that each kernel of attention is launched."""
+        return Capacity(*(max(1, n) for n in self.lengths))
+
     def rounded(self) -> Capacity:
         """The lengths rounded up to powers of two, so that one capacity serves many plans. A length of 0 stays 0."""
         return Capacity(*(power_of_two(n, _LEAST_ROOM) if n else 0 for n in self.lengths))

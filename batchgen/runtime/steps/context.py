@@ -60,7 +60,8 @@ class StepContext:
             nobody wants them.
         vocabulary_chunks: Whether it takes chunks of the vocabulary.
         one_batch: Whether the sweep has one micro-batch.
-        is_alone: Whether nothing is received from other stages of a pipeline, or sent to them.
+        warms_up: Whether sweeps have dummy rows: attention launches every kernel, and nothing is received from other
+            stages of a pipeline, or sent to them.
         expands: Whether the sweep dequantizes 4-bit weights layer by layer; otherwise they are multiplied as stored.
     """
 
@@ -101,7 +102,7 @@ class StepContext:
         self.on_logits: OnLogits = nobody_takes_logits
         self.largest: Largest | None = None
         self.take_hidden: Callable[[Sequence[LogitsRow], Tensor], None] | None = None
-        self.vocabulary_chunks = self.one_batch = self.is_alone = self.expands = False
+        self.vocabulary_chunks = self.one_batch = self.warms_up = self.expands = False
         self._logits: Tensor | None = None
 
     def layer(self, step: Step) -> Tensors:

@@ -55,7 +55,7 @@ def _per_layer_inputs(context: StepContext, step: Step, batch: BatchState, hidde
 def receive(context: StepContext, step: Step, batch: BatchState) -> None:
     """Receive activations from the previous stage."""
     hidden = _received(context, batch)
-    if context.is_alone:
+    if context.warms_up:
         hidden.zero_()
     else:
         context.options.ranks.receive_from_previous(hidden)
@@ -77,7 +77,7 @@ def _received(context: StepContext, batch: BatchState) -> Tensor:
 def send(context: StepContext, step: Step, batch: BatchState) -> None:
     """Send activations, which are in host memory, to the next stage."""
     hidden, batch.hidden = batch.hidden, RELEASED
-    if not context.is_alone:
+    if not context.warms_up:
         context.options.ranks.send_to_next(hidden)
 
 

@@ -191,13 +191,16 @@ PLAYED_API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attribute
     return cudaSuccess;
 }
 
-// Copies. With EMPTY, large ones move nothing: models that this machine could not hold.
+// Copies. With EMPTY, large ones move nothing: models that this machine could not hold. What comes from the card then
+// is zeros, which every reader understands: kernels that do nothing leave no results, and old bytes are no tokens.
 
 namespace {
 
-void move(char* target, const char* source, size_t num_bytes) {
+void move(char* target, const char* source, size_t num_bytes, bool to_device) {
     static const bool empty = option("EMPTY", 0);
-    if (!empty || num_bytes < (1 << 20)) memcpy(target, source, num_bytes);
+    if (empty && num_bytes >= (1 << 20)) return;
+    if (empty && !to_device) memset(target, 0, num_bytes);
+    else memcpy(target, source, num_bytes);
 }
 
 cudaError_t copy(void* target, const void* source, size_t num_bytes, Stream* stream) {
@@ -207,7 +210,7 @@ cudaError_t copy(void* target, const void* source, size_t num_bytes, Stream* str
     count(to_device && from_device ? "bytes d2d" : to_device ? "bytes h2d" : "bytes d2h", (long)num_bytes);
     char *to = behind(target), *from = behind(source);
     if ((to_device && from_device) || is_pinned(to_device ? source : target, num_bytes))
-        return put_or_fail(stream, {kind, [=] { move(to, from, num_bytes); }});
+        return put_or_fail(stream, {kind, [=] { move(to, from, num_bytes, to_device); }});
     // Pageable memory: the host waits, and does it.
     count("pageable copy");
     note_if_closed("a copy of pageable memory");
@@ -216,7 +219,7 @@ cudaError_t copy(void* target, const void* source, size_t num_bytes, Stream* str
         return failed(cudaErrorStreamCaptureUnsupported);
     }
     finish(stream);
-    move(to, from, num_bytes);
+    move(to, from, num_bytes, to_device);
     return cudaSuccess;
 }
 
@@ -231,7 +234,7 @@ PLAYED_API cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int,
 PLAYED_API cudaError_t cudaMemcpy(void* to, const void* from, size_t size, cudaMemcpyKind) {
     if (auto error = heavy_call("cudaMemcpy")) return error;
     finish_all("cudaMemcpy");
-    return move(behind(to), behind(from), size), cudaSuccess;
+    return move(behind(to), behind(from), size, on_device(to)), cudaSuccess;
 }
 PLAYED_API cudaError_t cudaMemcpy2DAsync(void* target, size_t target_pitch, const void* source, size_t source_pitch,
                                          size_t width, size_t height, cudaMemcpyKind, cudaStream_t stream) {

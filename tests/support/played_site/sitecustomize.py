@@ -22,6 +22,9 @@ def _plays_operations(torch) -> None:
     import played_operations
 
     _has_no_cudnn(torch)
+    # torch has these for CUDA alone; without them attention is products, which the CPU has too.
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
     played_operations.install()
 
 
