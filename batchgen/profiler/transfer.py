@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from batchgen.core.async_io import READ, WRITE, of_this_thread
 from batchgen.core.direct_io import aligned_buffer, offload_errors
 from batchgen.core.errors import InputError
 from batchgen.core.machine import available_memory_bytes
@@ -57,6 +58,15 @@ class _File:
 
     def read(self, worker: int, offset: int, num_bytes: int = _REQUEST_BYTES) -> None:
         os.preadv(self.descriptor, [self._buffer(worker, offset)[:num_bytes]], offset)
+
+    def move_small(self, operation: int, offsets: Sequence[int]) -> float:
+        """Seconds of small requests, at most `_SMALL_REQUESTS`, that the kernel gets together."""
+        kernel, buffer = of_this_thread(), memoryview(self.buffers[0])
+        assert kernel is not None
+        pieces = [(offset, buffer[i * _SMALL_BYTES :][:_SMALL_BYTES]) for i, offset in enumerate(offsets)]
+        started = time.perf_counter()
+        kernel.transfer(self.descriptor, operation, pieces)
+        return time.perf_counter() - started
 
     def _buffer(self, worker: int, offset: int) -> memoryview:
         """The buffer of a worker thread for a request at an offset of the file."""
@@ -131,8 +141,10 @@ def disk_rates(directory: Path, effort: Effort) -> DiskRates:
         chunks = [small[:_SMALL_REQUESTS], small[_SMALL_REQUESTS:]] * 8
         overheads = []
         cpu_s, requests = time.process_time(), 0
-        for transfer, rate in ((read, rates[0]), (write, rates[1])):
+        for transfer, operation, rate in ((read, READ, rates[0]), (write, WRITE, rates[1])):
             small_transfer = partial(transfer, num_bytes=_SMALL_BYTES)
+            if file.direct and of_this_thread():  # as jobs move them
+                small_transfer = partial(file.move_small, operation)
             small_rates = _timed_stretches(small_transfer, chunks, effort.disk_s / 4, _SMALL_BYTES)
             requests += len(small_rates) * _SMALL_REQUESTS
             overheads.append(max(0.0, _SMALL_BYTES / statistics.median(small_rates) - _SMALL_BYTES / rate))
