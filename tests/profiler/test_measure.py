@@ -440,6 +440,7 @@ class TestTransfers:
             disk = disk_rates(direct_io.make_offload_dir(directory), TINY)
             assert 1e5 < disk.read_bytes_per_s < 1e13 and 1e5 < disk.write_bytes_per_s < 1e13
             assert 0 <= disk.read_overhead_s < 1 and 0 <= disk.write_overhead_s < 1
+            assert 0 <= disk.call_overhead_s < 1
             assert list(directory.iterdir()) == []
         finally:
             directory.rmdir()
