@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -115,7 +116,9 @@ def main() -> None:
     args = parser.parse_args()
     cases = [case for case in CASES if args.only is None or args.only in case.name]
     found = []
-    with ProcessPoolExecutor(args.processes) as pool:
+    # Each case in a process of its own, as each job has: what others have left in memory takes time too.
+    alone = {"mp_context": multiprocessing.get_context("spawn"), "max_tasks_per_child": 1}
+    with ProcessPoolExecutor(args.processes, **alone) as pool:
         for entry in pool.map(measured, cases, [args.rounds] * len(cases), [args.times_only] * len(cases)):
             found.append(entry)
             ratio = f", {entry['predicted_over_simulated']:.3f} of the simulated" if not args.times_only else ""

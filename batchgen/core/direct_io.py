@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from batchgen.core.async_io import READ, WRITE, of_this_thread
 from batchgen.core.errors import InputError
 from batchgen.core.file_version import FileVersion, version_of
 from batchgen.core.private_files import open_unnamed
 
 ALIGNMENT = 4096
-# A transfer of this size keeps a disk busy by itself; smaller ones are issued several at a time.
+# A transfer of this size keeps a disk busy by itself; smaller ones are issued several at a time, by threads where the
+# kernel does not take them all at once.
 _LARGE_BYTES = 16 << 20
 _IN_FLIGHT = 4
 
@@ -89,7 +91,7 @@ class DirectFile:
         Raises:
             OSError: The file cannot be read.
         """
-        return self._all(self._read_one, pieces)
+        return self._all(READ, self._read_one, pieces)
 
     def write(self, pieces: Iterable[tuple[int, memoryview]]) -> int:
         """Write each buffer to the file at an offset.
@@ -103,7 +105,7 @@ class DirectFile:
         Raises:
             OSError: The file cannot be written.
         """
-        return self._all(self._write_one, pieces)
+        return self._all(WRITE, self._write_one, pieces)
 
     def version(self) -> FileVersion:
         """The current version of the open file (`FileVersion`). Raises OSError."""
@@ -116,10 +118,17 @@ class DirectFile:
             os.close(self._fd)
             self._fd = -1
 
-    def _all(self, transfer: Callable[[int, memoryview], int], pieces: Iterable[tuple[int, memoryview]]) -> int:
+    def _all(
+        self, operation: int, transfer: Callable[[int, memoryview], int], pieces: Iterable[tuple[int, memoryview]]
+    ) -> int:
         pieces = list(pieces)
         if len(pieces) < 2 or len(pieces[0][1]) >= _LARGE_BYTES:
             return _each(transfer, pieces)
+        if self._direct and (requests := of_this_thread()):
+            moved = requests.transfer(self._fd, operation, pieces)
+            # Whatever was not moved in one go: at the end of a file nothing more is.
+            rest = [(o + n, b[n:]) for (o, b), n in zip(pieces, moved, strict=True) if n < len(b) and not n % ALIGNMENT]
+            return sum(moved) + _each(transfer, rest)
         if self._workers is None:
             self._workers = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="batchgen-disk")
         parts = [self._workers.submit(_each, transfer, pieces[w::_IN_FLIGHT]) for w in range(_IN_FLIGHT)]

@@ -285,6 +285,8 @@ class HardwareProfile:
         disk_read_overhead_s: Constant seconds of one read, besides those of its bytes, with several reads in flight.
         disk_write_overhead_s: Constant seconds of one write, besides those of its bytes, with several writes in flight.
         disk_cpu_overhead_s: Seconds of a CPU core that one read or write takes.
+        disk_call_overhead_s: Constant seconds of one call with reads or writes, besides those of each, while all cores
+            compute.
         shared_cores: True where the "gpu" is emulated on the CPU's cores: its compute and CPU attention take turns.
         copy_bytes_per_s: Rate of copies between tiers that occupy the shared cores; None: copies occupy no core.
         all_reduce_bytes_per_s: Rate of summing a tensor over all ranks (tensor parallelism); the profile is then that
@@ -316,6 +318,7 @@ class HardwareProfile:
     disk_read_overhead_s: float = 0.0
     disk_write_overhead_s: float = 0.0
     disk_cpu_overhead_s: float = 0.0
+    disk_call_overhead_s: float = 0.0
     link_overhead_s: float = 0.0
     shared_cores: bool = False
     copy_bytes_per_s: float | None = None

@@ -303,6 +303,7 @@ def with_disk(profile: HardwareProfile, disk: DiskRates | None) -> HardwareProfi
         disk_read_overhead_s=disk.read_overhead_s,
         disk_write_overhead_s=disk.write_overhead_s,
         disk_cpu_overhead_s=disk.cpu_overhead_s,
+        disk_call_overhead_s=disk.call_overhead_s,
     )
 
 

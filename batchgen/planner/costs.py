@@ -30,6 +30,7 @@ from batchgen.planner.step_seconds import (
     after_router_frac,
     all_reduce_s,
     attention_input_bytes,
+    call_overhead_s,
     decode_attention_s,
     dequantize_experts_s,
     dequantize_s,
@@ -457,6 +458,10 @@ def layer_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
     transfers = _transfer_lanes(s, moved, requests)
     lanes: dict[str, Linear] = {name: transfers[name] for name in ("disk_read", "disk_write")}
     lanes["disk"] = lanes["disk_read"] + lanes["disk_write"]
+    calls_s = at.kv_disk * (s.num_gpu_batches * call_overhead_s(s))
+    if phase.decode_seqs:
+        lanes["disk_read"] = lanes["disk_read"] + calls_s
+    lanes["disk_write"] = lanes["disk_write"] + calls_s
     requests_s = (requests["disk_read"] + requests["disk_write"]) * s.hardware.disk_cpu_overhead_s
     if s.on_gpu:
         _add_gpu_lanes(s, phase, at, lanes, resident_s, compute)

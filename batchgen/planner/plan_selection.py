@@ -131,7 +131,7 @@ def simulate_candidates(problem: Problem) -> list[Simulated]:
             continue
         with contextlib.suppress(InputError):
             run = simulate_sampled(plan_of(problem, candidate), candidate)
-            simulated.append(Simulated(candidate, run.seconds, run.whole))
+            simulated.append(Simulated(candidate, run.seconds, run.settled))
     assert fastest is not None  # or it would have been an InputError
     settled = simulated if problem.coarse else _settled(problem, simulated)
     return settled or [Simulated(fastest, fastest.seconds)]

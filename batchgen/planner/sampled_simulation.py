@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan
 from batchgen.planner.costs import job_seconds
 from batchgen.planner.part_of_layers import layers_simulated, simulated_seconds
@@ -49,11 +50,12 @@ class SampledRun:
 
     Attributes:
         seconds: Seconds of all sweeps of the job.
-        whole: Whether all rows of the job were scheduled.
+        settled: Whether a longer simulation would say no more: all rows were scheduled, or it would have the same
+            sweeps.
     """
 
     seconds: float
-    whole: bool
+    settled: bool
 
 
 def simulate_sampled(plan: Plan, candidate: Candidate, *, longer: bool = False) -> SampledRun:
@@ -65,7 +67,7 @@ def simulate_sampled(plan: Plan, candidate: Candidate, *, longer: bool = False) 
         longer: Whether more of a large job is simulated, so as to be nearer to the whole.
 
     Raises:
-        InputError: The candidate's budgets do not hold what it places.
+        InputError: The candidate's budgets do not hold what it places, or none of the sampled rows.
     """
     s = candidate.inputs
     at = candidate.counts.placement(s)
@@ -78,6 +80,8 @@ def simulate_sampled(plan: Plan, candidate: Candidate, *, longer: bool = False) 
     time_by_mix = _time_by_mix(s, candidate.phases, at)
     chosen = _Chosen(s, time_by_mix, int(most_steps / sweep_steps))
     sweeps = _schedule(job, s, time_by_mix, _MOST_SCHEDULED * times, chosen, whole=whole)
+    if not sweeps:
+        raise InputError(f"KV of {s.max_num_seqs} sequences has no memory for rows that are longer than most")
     numbers = chosen.numbers(len(sweeps))
     modelled_s = {i: job_seconds(s, [sweeps[i].phase], at) for i in numbers}
     simulated_s = simulated_seconds(plan, candidate, sweeps, modelled_s)
@@ -93,7 +97,12 @@ def simulate_sampled(plan: Plan, candidate: Candidate, *, longer: bool = False) 
     seconds = sum(
         job_seconds(s, [phase], at) * by_mix.get(_mix(phase, s.swept_seqs), overall) for phase in candidate.phases
     )
-    return SampledRun(seconds, False)
+    has_more = not longer and (
+        len(rows) < len(_sampled_rows(s, _FILLED * _LONGER))
+        or (job.has_work and sum(sweep.num_seqs for sweep in sweeps) < _MOST_SCHEDULED * _LONGER)
+        or chosen.has_more(int(_MOST_STEPS * _MORE_STEPS / sweep_steps))
+    )
+    return SampledRun(seconds, not has_more)
 
 
 def _sampled_rows(s: CostInputs, filled: float) -> list[tuple[int, int]]:
@@ -153,12 +162,17 @@ class _Chosen:
         numbers.append(self._count - 1)
         if (len(numbers) - 1) % self._every[kind]:
             return False
-        while sum(map(self._num_taken, self._of_kind)) > self._most:
+        to_come = len(self._mixes.difference(mix for mix, _ in self._of_kind))
+        while to_come + sum(map(self._num_taken, self._of_kind)) > self._most:
             most = max(self._of_kind, key=self._num_taken)
             if self._num_taken(most) == 1:
                 break
             self._every[most] *= 2
         return (len(numbers) - 1) % self._every[kind] == 0
+
+    def has_more(self, most: int) -> bool:
+        """Tell whether others would be simulated with another limit that is no lower."""
+        return any(every > 1 for every in self._every.values()) and most > len(self._of_kind)
 
     def _num_taken(self, kind: tuple[Mix, bool]) -> int:
         return -(-len(self._of_kind[kind]) // self._every[kind])

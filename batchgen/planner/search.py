@@ -138,8 +138,11 @@ def candidates(
         yield best
         return
     yield from _in_orders(problem, best, prune, prune_order)
-    kinds = entries.kinds(fastest.job_s * _SIMULATED_WITHIN, most, prune)
+    kinds, looked_at = entries.kinds(fastest.job_s * _SIMULATED_WITHIN, most, prune), [best.inputs]
     for relaxed, inputs, phases in _other_kinds(best, kinds)[: most - 1]:
+        if any(_is_like(inputs, others) for others in looked_at):
+            continue
+        looked_at.append(inputs)
         orders = [order for order in _ORDERS if order != "neo" or inputs.num_gpu_batches == 2]
         if all(prune_order(inputs, order, relaxed.seconds, relaxed.startup_s) for order in orders):
             continue
@@ -314,6 +317,12 @@ def _with_experts_on_demand(
 def _kind(s: CostInputs) -> tuple[int, int]:
     """Number of micro-batches, and tokens of a sweep to a factor of four."""
     return s.num_gpu_batches, round(math.log(s.max_num_batched_tokens, 4))
+
+
+def _is_like(s: CostInputs, other: CostInputs) -> bool:
+    """Tell whether inputs of two kinds lie on both sides of a limit between these: their sweeps are about as long."""
+    tokens = sorted((s.max_num_batched_tokens, other.max_num_batched_tokens))
+    return s.num_gpu_batches == other.num_gpu_batches and tokens[1] < 2 * tokens[0]
 
 
 def _other_kinds(best: Candidate, kinds: Mapping[tuple[int, int], _Relaxed]) -> list[_Relaxed]:

@@ -23,6 +23,7 @@ from batchgen.planner.step_seconds import (
     after_router_frac,
     all_reduce_s,
     before_attention_frac,
+    call_overhead_s,
     decode_attention_s,
     dequantize_experts_s,
     dequantize_s,
@@ -533,7 +534,7 @@ class _SweepCosts:
         if config.has_state(step.layer):
             size, runs = load.states.disk_in * s.state_row_bytes, load.states.disk_in
         seconds = transfer_s(size, hardware.disk_read_bytes_per_s, runs, hardware.disk_read_overhead_s)
-        return self._over_memory(size, seconds)
+        return self._over_memory(size, seconds + call_overhead_s(s))
 
     def written_kv(self, step: Step, load: BatchLoad) -> float:
         """Seconds of writing a micro-batch's KV, or its states, to disk."""
@@ -543,7 +544,7 @@ class _SweepCosts:
         if self._costs.config.has_state(step.layer):
             size, runs = load.states.disk_out * s.state_row_bytes, load.states.disk_out
         seconds = transfer_s(size, hardware.disk_write_bytes_per_s, runs, hardware.disk_write_overhead_s)
-        return self._over_memory(size, seconds)
+        return self._over_memory(size, seconds + call_overhead_s(s))
 
     def _over_memory(self, size: float, seconds: float) -> float:
         """The seconds of a Step of the disk, whose bytes take of the memory's bandwidth where the CPU computes."""

@@ -339,6 +339,11 @@ def attention_input_bytes(s: CostInputs) -> float:
     return s.layers.mean_sent
 
 
+def call_overhead_s(s: CostInputs) -> float:
+    """Seconds of a Step that moves KV to or from disk beside its requests, where its thread is one beside all cores."""
+    return s.hardware.disk_call_overhead_s if s.shares_cores else 0.0
+
+
 @overload
 def transfer_s(
     size: float, bytes_per_s: float | None, requests: float = 0.0, request_overhead_s: float = 0.0

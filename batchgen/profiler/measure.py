@@ -134,6 +134,7 @@ _MOVING = (
     "disk_read_overhead_s",
     "disk_write_overhead_s",
     "disk_cpu_overhead_s",
+    "disk_call_overhead_s",
     "first_touch_bytes_per_s",
     "h2d_bytes_per_s",
     "d2h_bytes_per_s",

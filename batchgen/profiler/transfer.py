@@ -8,6 +8,7 @@ import fcntl
 import mmap
 import os
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from batchgen.core.async_io import READ, WRITE, of_this_thread
 from batchgen.core.direct_io import aligned_buffer, offload_errors
 from batchgen.core.errors import InputError
 from batchgen.core.machine import available_memory_bytes
@@ -28,7 +30,7 @@ _IN_FLIGHT = 4
 # A rate is the median over runs of this many requests.
 _STRETCH_REQUESTS = 8
 # Small requests, which show the fixed time of a request.
-_SMALL_BYTES, _SMALL_REQUESTS = 32 << 10, 32
+_SMALL_BYTES, _SMALL_REQUESTS = 16 << 10, 32
 _READ_PASSES = 3
 _COPY_BYTES = 64 << 20
 # A probe's files, each written once and read three times with small requests beside, and a disk that is taken for slow.
@@ -58,6 +60,15 @@ class _File:
     def read(self, worker: int, offset: int, num_bytes: int = _REQUEST_BYTES) -> None:
         os.preadv(self.descriptor, [self._buffer(worker, offset)[:num_bytes]], offset)
 
+    def move_small(self, operation: int, offsets: Sequence[int]) -> float:
+        """Seconds of small requests, at most `_SMALL_REQUESTS`, that the kernel gets together."""
+        kernel, buffer = of_this_thread(), memoryview(self.buffers[0])
+        assert kernel is not None
+        pieces = [(offset, buffer[i * _SMALL_BYTES :][:_SMALL_BYTES]) for i, offset in enumerate(offsets)]
+        started = time.perf_counter()
+        kernel.transfer(self.descriptor, operation, pieces)
+        return time.perf_counter() - started
+
     def _buffer(self, worker: int, offset: int) -> memoryview:
         """The buffer of a worker thread for a request at an offset of the file."""
         buffers = self.buffers[worker::_IN_FLIGHT]
@@ -74,6 +85,8 @@ class DiskRates:
         read_overhead_s: Fixed seconds of a read.
         write_overhead_s: Fixed seconds of a write.
         cpu_overhead_s: Seconds of CPU time that a small request takes.
+        call_overhead_s: Seconds in which a thread gives requests to the disk and is woken when they are done, while
+            all cores compute.
     """
 
     read_bytes_per_s: float
@@ -81,6 +94,7 @@ class DiskRates:
     read_overhead_s: float
     write_overhead_s: float
     cpu_overhead_s: float
+    call_overhead_s: float
 
 
 def disk_rates(directory: Path, effort: Effort) -> DiskRates:
@@ -130,15 +144,54 @@ def disk_rates(directory: Path, effort: Effort) -> DiskRates:
         small = [i * 7919 % written * _SMALL_BYTES for i in range(2 * _SMALL_REQUESTS)]
         chunks = [small[:_SMALL_REQUESTS], small[_SMALL_REQUESTS:]] * 8
         overheads = []
-        cpu_s, requests = time.process_time(), 0
-        for transfer, rate in ((read, rates[0]), (write, rates[1])):
+        cpu_s, requests, small_moves = time.process_time(), 0, []
+        for transfer, operation, rate in ((read, READ, rates[0]), (write, WRITE, rates[1])):
             small_transfer = partial(transfer, num_bytes=_SMALL_BYTES)
+            if file.direct and of_this_thread():  # as jobs move them
+                small_transfer = partial(file.move_small, operation)
+            small_moves.append(small_transfer)
             small_rates = _timed_stretches(small_transfer, chunks, effort.disk_s / 4, _SMALL_BYTES)
             requests += len(small_rates) * _SMALL_REQUESTS
             overheads.append(max(0.0, _SMALL_BYTES / statistics.median(small_rates) - _SMALL_BYTES / rate))
         cpu_overhead_s = (time.process_time() - cpu_s) / requests
+        call_s = _beside_products(workers, partial(_call_s, small_moves, small, effort.disk_s / 4))
+        call_overhead_s = max(0.0, call_s - statistics.mean(_SMALL_BYTES / rate for rate in rates))
     (read_rate, write_rate), (read_overhead_s, write_overhead_s) = rates, overheads
-    return DiskRates(read_rate, write_rate, read_overhead_s, write_overhead_s, cpu_overhead_s)
+    return DiskRates(read_rate, write_rate, read_overhead_s, write_overhead_s, cpu_overhead_s, call_overhead_s)
+
+
+def _call_s(moves: Sequence[Callable[[Sequence[int]], float]], offsets: Sequence[int], limit_s: float) -> float:
+    """Mean seconds of a call with one small request: those that take long are among those that a job has to wait for.
+
+    Args:
+        moves: Functions that give the seconds of small requests at some offsets, which take turns.
+        offsets: Offsets of small requests.
+        limit_s: Seconds after which no other calls are made.
+    """
+    calls, deadline = [], time.perf_counter() + limit_s
+    for offset in offsets:
+        calls += [move([offset]) for move in moves]
+        if time.perf_counter() > deadline:
+            break
+    return statistics.mean(calls)
+
+
+def _beside_products(workers: ThreadPoolExecutor, measure: Callable[[], float]) -> float:
+    """The result of a measurement that is made while all cores compute."""
+    import torch
+
+    done, matrix = threading.Event(), torch.ones(1024, 1024)
+
+    def multiply() -> None:
+        while not done.is_set():
+            torch.mm(matrix, matrix)
+
+    multiplying = workers.submit(multiply)
+    try:
+        return measure()
+    finally:
+        done.set()
+        multiplying.result()
 
 
 def probe_disk(directory: Path, seconds: float) -> DiskRates | None:

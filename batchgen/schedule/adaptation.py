@@ -190,7 +190,7 @@ class Adaptation:
         """Take the times of a sweep, and act at the end of each window of sweeps."""
         self._sweep += 1
         if self._sweep_choice:
-            self._sweep_choice.measured(measured.busy_s)
+            self._sweep_choice.measured(measured.seconds, measured.busy_s)
         if self._scheduler.deferral_choice:
             self._scheduler.deferral_choice.measured(measured.busy_s)
         self._measure_streaming(measured)

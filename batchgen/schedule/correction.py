@@ -28,7 +28,10 @@ class Correction:
 
     def take(self, measured_s: float) -> None:
         """Take the measured seconds of the first sweep that has not been measured."""
-        planned_s = self._waiting.pop(0) if self._waiting else 0.0
+        self.add(self._waiting.pop(0) if self._waiting else 0.0, measured_s)
+
+    def add(self, planned_s: float, measured_s: float) -> None:
+        """Learn from a sweep that has been measured. planned_s: 0 where the lane was to do nothing."""
         self._idle = 0 if planned_s else self._idle + 1
         if self._idle > _MOST_DECAYS:
             return

@@ -36,7 +36,7 @@ from batchgen.profiler.shipped import shipped_profile
 from batchgen.profiler.transfer import DiskRates
 
 PRODUCTS = {SPEED: 1.0, MANY: 1.0}
-DISK_RATES = DiskRates(2e8, 1e8, 1e-4, 1e-4, 1e-5)
+DISK_RATES = DiskRates(2e8, 1e8, 1e-4, 1e-4, 1e-5, 2e-4)
 
 
 @pytest.fixture

@@ -123,7 +123,7 @@ def test_an_order_that_takes_much_longer_than_modelled_is_pruned(monkeypatch):
     monkeypatch.setattr(choice, "added_candidates", lambda *args: iter(()))
 
     class Run:
-        whole = True
+        settled = True
 
         def __init__(self, plan, candidate):
             self.seconds = took[candidate.inputs.num_gpu_batches, candidate.inputs.batch_order]
@@ -189,8 +189,17 @@ def test_a_sampled_simulation_is_near_the_whole_job(hardware):
     problem = problem_with(hardware, opt(1024, 12, 16), workload, max_num_seqs=64)
     best = next(candidates(problem, 1))
     run = simulate_sampled(plan_of(problem, best), best)
-    assert not run.whole
+    assert not run.settled
     assert run.seconds == pytest.approx(simulate_job(plan_of(problem, best), problem.model, hardware).total_s, rel=0.06)
+
+
+def test_a_candidate_that_holds_none_of_the_sampled_rows_is_no_candidate():
+    """Their KV is planned for rows of mean length; one sequence in flight may be all that there is memory for."""
+    problem = problem_with(gpu_box(gpu_memory_bytes=2 << 30), opt(1024, 12, 16), Workload.uniform(600, 100, 40))
+    best = next(candidates(replace(problem, max_num_seqs=1), 1))
+    longer = replace(best, inputs=replace(best.inputs, workload=Workload.uniform(600, 20_000, 40)))
+    with pytest.raises(InputError, match="longer than most"):
+        simulate_sampled(plan_of(problem, best), longer)
 
 
 @pytest.mark.parametrize("tiers", [("gpu", "cpu"), ("cpu", "disk"), ("gpu", "cpu", "disk")], ids="+".join)
@@ -240,7 +249,7 @@ def test_decoding_may_be_jumped_over(monkeypatch, hardware):
     jumped = simulate_sampled(plan_of(problem, best), best)
     monkeypatch.setattr(sampled, "_JUMPS", 1 << 30)
     each = simulate_sampled(plan_of(problem, best), best)
-    assert jumped.whole and each.whole
+    assert jumped.settled and each.settled
     # KV moves in blocks of 16 tokens, so a context is off by less than one of them, in at least 100.
     assert jumped.seconds == pytest.approx(each.seconds, rel=0.05) and jumped.seconds != each.seconds
 

@@ -27,7 +27,7 @@ def add_a_job(record):
 def test_what_is_written_is_read(path):
     assert read_record(path) == MachineRecord()
     update_record(path, add_a_job)
-    update_record(path, lambda record: record.with_disk(Path("/d"), DiskRates(1e9, 5e8, 1e-5, 2e-5, 3e-5)))
+    update_record(path, lambda record: record.with_disk(Path("/d"), DiskRates(1e9, 5e8, 1e-5, 2e-5, 3e-5, 4e-4)))
     record = read_record(path)
     assert record.knowledge["t"].jobs == 1 and record.disks["/d"].write_bytes_per_s == 5e8
     assert path.stat().st_mode & 0o777 == 0o600
@@ -54,7 +54,7 @@ def test_a_file_of_another_version_is_not_used(path):
 
 
 def test_a_file_with_a_disk_of_no_speed_is_not_used(path):
-    update_record(path, lambda record: record.with_disk(Path("/d"), DiskRates(0.0, 5e8, 1e-5, 2e-5, 3e-5)))
+    update_record(path, lambda record: record.with_disk(Path("/d"), DiskRates(0.0, 5e8, 1e-5, 2e-5, 3e-5, 4e-4)))
     assert read_record(path) == MachineRecord()
 
 

@@ -18,6 +18,7 @@ import torch
 from timing import undisturbed
 
 from batchgen.core import direct_io
+from batchgen.core.async_io import WRITE
 from batchgen.core.dtypes import BLOCK_FORMATS, GGUF_FORMATS, KVFormat
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile, Rates, read_profile
@@ -308,6 +309,12 @@ def simulated(monkeypatch):
         def transfer(self, worker, offset, num_bytes=profile_transfer._REQUEST_BYTES):
             clock.take(num_bytes / disk_bytes_per_s)
 
+        def move_small(self, operation, offsets):
+            seconds = len(offsets) * profile_transfer._SMALL_BYTES / disk_bytes_per_s
+            clock.take(seconds)
+            return seconds
+
+        monkeypatch.setattr(profile_transfer._File, "move_small", move_small)
         monkeypatch.setattr(Device, "rate", rate)
         monkeypatch.setattr(Device, "seconds", seconds)
         monkeypatch.setattr(Device, "pool", lambda self, dtype, effort: torch.zeros(1 << 20, dtype=dtype))
@@ -433,6 +440,7 @@ class TestTransfers:
             disk = disk_rates(direct_io.make_offload_dir(directory), TINY)
             assert 1e5 < disk.read_bytes_per_s < 1e13 and 1e5 < disk.write_bytes_per_s < 1e13
             assert 0 <= disk.read_overhead_s < 1 and 0 <= disk.write_overhead_s < 1
+            assert 0 <= disk.call_overhead_s < 1
             assert list(directory.iterdir()) == []
         finally:
             directory.rmdir()
@@ -452,14 +460,21 @@ class TestTransfers:
         assert list(tmp_path.iterdir()) == []
 
     @undisturbed
-    def test_small_requests_show_what_one_takes_beside_its_bytes(self, tmp_path, monkeypatch):
-        whole = profile_transfer._File.write
+    @pytest.mark.parametrize("kernel", [True, False], ids=["all at once", "by threads"])
+    def test_small_requests_show_what_one_takes_beside_its_bytes(self, kernel, tmp_path, monkeypatch):
+        whole, whole_small = profile_transfer._File.write, profile_transfer._File.move_small
+
+        def slow_small(self, operation, offsets):
+            return whole_small(self, operation, offsets) + (0.001 * len(offsets) if operation == WRITE else 0.0)
 
         def slow(self, worker, offset, num_bytes=profile_transfer._REQUEST_BYTES):
             time.sleep(0.004)
             whole(self, worker, offset, num_bytes)
 
         monkeypatch.setattr(profile_transfer._File, "write", slow)
+        monkeypatch.setattr(profile_transfer._File, "move_small", slow_small)
+        if not kernel:
+            monkeypatch.setattr(profile_transfer, "of_this_thread", lambda: None)
         disk = disk_rates(tmp_path, TINY)
         # Four at a time, so that each takes a quarter of its wait.
         assert 0.0008 < disk.write_overhead_s < 0.004 and disk.read_overhead_s < disk.write_overhead_s

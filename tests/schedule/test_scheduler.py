@@ -264,6 +264,14 @@ def arrivals(on_their_way, begun, change, *, pipelines):
     return [s for s in on_their_way if s not in arrived] + begun, arrived
 
 
+def measure(scheduler, busy_s):
+    """Tell what chooses the scheduler's sweeps what the last one has taken."""
+    if scheduler.sweep_choice:
+        scheduler.sweep_choice.measured(max(busy_s.values()), busy_s)
+    if scheduler.deferral_choice:
+        scheduler.deferral_choice.measured(busy_s)
+
+
 @settings(max_examples=some_draws(400), deadline=None)
 @given(loads())
 def test_every_token_runs_once_and_no_block_leaks(load):
@@ -315,8 +323,7 @@ def test_every_token_runs_once_and_no_block_leaks(load):
         assert restarts <= scheduler.num_preempted + scheduler.num_moved
         executor.run(sweep)
         busy_s = {"compute": 10.0, "cpu_attention": 10.0 ** change.randrange(4)}
-        for choice in filter(None, (scheduler.sweep_choice, scheduler.deferral_choice)):
-            choice.measured(busy_s)
+        measure(scheduler, busy_s)
         sampling = [s.sequence for s in sweep if s.samples]
         begun = [s.sequence for s in sweep if s.defers]
         scheduler.commit(sweep)
