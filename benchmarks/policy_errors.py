@@ -53,7 +53,7 @@ class Setting:
         prompt, output: tokens of a row.
         shape: keys of the model's config.json.
         tiers: tiers of the weights that draws choose from.
-        classes: KV placements that draws choose from.
+        kv_placements: KV placements that draws choose from.
         cpu_memory: bytes beside those of the process; None for all that is free.
     """
 
@@ -64,7 +64,7 @@ class Setting:
     output: int
     shape: dict[str, int]
     tiers: tuple[tuple[str, ...], ...]
-    classes: tuple[str, ...]
+    kv_placements: tuple[str, ...]
     cpu_memory: int | None = None
 
 
@@ -92,12 +92,12 @@ _BLOCKS, _BATCHES = (4, 8, 16, 24, 32, 48, 64), (1, 2, 4)
 def held(setting: Setting, draw: random.Random) -> dict[str, Any]:
     """Fields of Problem that a draw holds the planner to."""
     batches = draw.choice(_BATCHES)
-    classes = tuple(draw.sample(setting.classes, draw.randint(1, len(setting.classes))))
+    placements = tuple(draw.sample(setting.kv_placements, draw.randint(1, len(setting.kv_placements))))
     return {
         "num_gpu_batches": batches,
         "max_num_seqs": draw.choice([size for size in _BLOCKS if size % batches == 0]),
         "admissions": (draw.choice(("continuous", "continuous", "static")),),
-        "allowed": Allowed(classes, draw.choice(setting.tiers)),
+        "allowed": Allowed(weight_tiers=draw.choice(setting.tiers), kv_placements=placements),
     }
 
 
