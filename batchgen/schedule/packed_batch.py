@@ -278,7 +278,7 @@ def _by_window(
 
     Layers that choose pages have no window.
     """
-    has_windows = has_window_tables(members.sequences)
+    has_windows = any(windows) and has_window_tables(members.sequences)
     windowed = _tables(members, True, staging_tables) if has_windows else tables
     return {window: windowed if window else tables for window in windows}
 

@@ -315,6 +315,8 @@ class Scheduler:
 
     def _prefill(self, sweep: list[ScheduledSequence], budget: int, most: int) -> int:
         """Schedule more of the prompts under way, as far as there are blocks; return what is left of the budget."""
+        if len(sweep) == len(self.running):  # all decode, as in most sweeps
+            return budget
         for sequence in [s for s in self.running if len(s.tokens) - s.num_computed > 1]:
             if len(sweep) >= most:
                 break
@@ -329,11 +331,11 @@ class Scheduler:
         """The sweep has been launched: its tokens' KV is there for all that is launched after it."""
         shares, has_states = self.tables.share_prefixes, self.tables.have_states
         for sequence, num_tokens in sweep:  # each sequence of every sweep
-            has_prompt = sequence.num_computed < sequence.num_prompt
-            num_keys, num_known = sequence.num_computed + num_tokens, len(sequence.tokens)
+            before = sequence.num_computed
+            num_keys, num_known = before + num_tokens, len(sequence.tokens)
             # KV of drafts counts when they are accepted; until then a later token overwrites it.
             sequence.num_computed = num_keys if num_keys < num_known else num_known
-            if shares and has_prompt:
+            if shares and before < sequence.num_prompt:
                 self.tables.insert_prompt(sequence, sequence.num_computed)
             if has_states and sequence not in self._before_drafts:
                 self.tables.commit_state(sequence)
