@@ -733,11 +733,12 @@ class Engine:
 
         It waits for a request only if no sequence is left to run.
         """
-        while call.scheduler.num_waiting < self.policy.max_num_seqs:
-            if call.has_work and not call.source.ready:
+        scheduler, source = call.scheduler, call.source
+        while scheduler.num_waiting < self.policy.max_num_seqs:
+            if not source.ready and call.has_work:
                 return
             started = time.perf_counter()
-            prepared = next(call.source, None)
+            prepared = next(source, None)
             self.stats.busy_s["input_wait"] += time.perf_counter() - started
             if prepared is None:
                 return
@@ -746,7 +747,7 @@ class Engine:
                 yield begun
                 continue
             for sequence in begun:
-                call.scheduler.add(sequence)
+                scheduler.add(sequence)
 
     def _run(self, call: _Call, scheduled: list[ScheduledSequence], started_s: float) -> _Sweep:
         """Launch a sweep over scheduled sequences. On a CPU the sweep has run when this returns."""

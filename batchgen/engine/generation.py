@@ -502,7 +502,7 @@ class Generation:
         rows: list[LogitsRow] = []
         for sampled_rows, _ in self._sampled:
             rows += sampled_rows
-            for sequence, _ in sampled_rows:
+            for sequence, _ in sampled_rows:  # each sequence of every sweep
                 if sequence.drafted is None:
                     sequence.tokens.append(PENDING)
         chosen = _Chosen(rows, [sampled for _, sampled in self._sampled], self._scorer, self._largest)

@@ -156,7 +156,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, whose prompt and output must fit `longest_tokens`."""
         if (source := sequence.prefix_source) is not None and self.tables.share_prefixes:
-            source.forks.add(sequence.num_source_tokens)
+            source.forks |= {sequence.num_source_tokens}
         if source is not None and self._waits_for_prefix(sequence):
             self._followers.setdefault(source, []).append(sequence)
         else:
@@ -165,7 +165,8 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that have not been admitted, or were preempted."""
-        return len(self.waiting) + sum(map(len, self._followers.values()))
+        followers = sum(map(len, self._followers.values())) if self._followers else 0
+        return len(self.waiting) + followers
 
     @property
     def queued(self) -> Iterator[Sequence]:
