@@ -256,7 +256,6 @@ class Generation:
             known=known,
         )
         self._looks_up = known is not None
-        self._ends = {NOT_FINITE, *parts.eos_token_ids}
         self._in_flight: dict[int, _InFlight] = {}
         self._detectors: dict[Sequence, AnswerStops | ThoughtStops | StopDetector] = {}
         self._finishes: dict[Sequence, _Finish] = {}
@@ -537,7 +536,7 @@ class Generation:
         if chosen.scorer is not None:
             finished += take_scores(chosen.scorer, self.non_finite, self._has_failed)
         stats.prompt_tokens += sum(1 + sequence.num_prompt for sequence in finished)
-        for sequence, token, known in chosen.tokens(self._ends, stats):
+        for sequence, token, known in chosen.tokens({NOT_FINITE, *self._parts.eos_token_ids}, stats):
             first = known == sequence.num_restored + 1
             if (
                 token.token_id == NOT_FINITE
