@@ -180,6 +180,11 @@ class SamplingParams:
         """True where the token with the largest of the model's logits is chosen, and nothing else is asked for."""
         return self.is_greedy and not self.changes_logits and self.logprobs is None
 
+    @cached_property
+    def asks_for_tokens_alone(self) -> bool:
+        """True where a sampled token is looked at for nothing but ending the text as it would end any other."""
+        return self.logprobs is None and not (self.stop or self.stop_token_ids or self.constrained)
+
     def check_result_size(self, prompts: int, prompt_tokens: int = 0) -> None:
         """Raise InputError where the results of one request may be too large for memory.
 

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from batchgen.core.attention_budget import ALL
@@ -732,11 +733,12 @@ class Engine:
 
         It waits for a request only if no sequence is left to run.
         """
-        while call.scheduler.num_waiting < self.policy.max_num_seqs:
-            if call.has_work and not call.source.ready:
+        scheduler, source = call.scheduler, call.source
+        while scheduler.num_waiting < self.policy.max_num_seqs:
+            if not source.ready and call.has_work:
                 return
             started = time.perf_counter()
-            prepared = next(call.source, None)
+            prepared = next(source, None)
             self.stats.busy_s["input_wait"] += time.perf_counter() - started
             if prepared is None:
                 return
@@ -745,7 +747,7 @@ class Engine:
                 yield begun
                 continue
             for sequence in begun:
-                call.scheduler.add(sequence)
+                scheduler.add(sequence)
 
     def _run(self, call: _Call, scheduled: list[ScheduledSequence], started_s: float) -> _Sweep:
         """Launch a sweep over scheduled sequences. On a CPU the sweep has run when this returns."""
@@ -787,7 +789,7 @@ class Engine:
         stats.busy_s["compute"] += time.perf_counter() - started_s - sampling_s
         stats.busy_s["sampling"] += sampling_s
         result = handler.end_sweep() if call.sweeps_in_flight == 1 else None
-        for sequence in complete([sequence for sequence, _ in scheduled]):
+        for sequence in complete(map(itemgetter(0), scheduled)):
             call.scheduler.finish(sequence)
         num_logits = sum(len(batch.logits_rows) for batch in batches)
         return _Sweep(result, wait, started_s, stats.prefilled_tokens > prefilled, num_tokens, num_logits)
@@ -799,15 +801,16 @@ class Engine:
             scheduled: The sequences of the sweep.
             drafted: Sequences among them that have drafts.
         """
-        prompts = [  # looks at each sequence of every sweep
-            one
-            for one in scheduled
-            if one.sequence.num_computed < one.sequence.num_prompt or (one.num_tokens != 1 and not one.samples)
-        ]
-        keys = sum([sequence.num_computed for sequence, _ in scheduled])
-        keys -= sum([one.sequence.num_computed for one in prompts])
+        prompts: list[ScheduledSequence] = []
+        num_keys = 0
+        for one in scheduled:  # each sequence of every sweep
+            sequence, num_tokens = one
+            if sequence.num_computed < sequence.num_prompt or (num_tokens != 1 and not one.samples):
+                prompts.append(one)
+            else:
+                num_keys += sequence.num_computed + 1
         self.stats.decoded += len(scheduled) - len(prompts)
-        self.stats.decode_keys += keys + len(scheduled) - len(prompts)
+        self.stats.decode_keys += num_keys
         self.stats.drafted_tokens += sum([len(sequence.drafts) for sequence in drafted])
         self.stats.prefilled_tokens += sum([one.num_tokens for one in prompts])
         self.stats.prefill_keys += sum([one.prefill_keys for one in prompts])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -67,6 +67,8 @@ class _InFlight:
     @property
     def cached_tokens(self) -> int:
         """Tokens of all prompts whose KV came from other rows."""
+        if len(self.sequences) == 1 and not _is_scored(self.sequences[0]):  # as in most jobs
+            return self.sequences[0].num_cached
         of_prompts: dict[int, int] = {}
         for sequence in self.sequences:
             if not _is_scored(sequence):
@@ -76,19 +78,20 @@ class _InFlight:
 
     def completion(self, *, has_digest: bool) -> Completion:
         """The result of the request. has_digest: Whether it has the request's digest."""
-        prepared, logprobs = self.prepared, self.logprobs or {}
-        prompts = tuple([Prompt(tuple(ids), logprobs.get(i)) for i, (ids, _) in enumerate(prepared.prompts)])
-        failed, num_tokens = self.error is not None, sum([len(prompt.token_ids) for prompt in prompts])
+        prepared, logprobs, row = self.prepared, self.logprobs or {}, self.prepared.request.row
+        num_tokens = sum([len(token_ids) for token_ids, _ in prepared.prompts])
+        if self.error is not None:
+            return Completion(prepared.index, prepared.row_id, num_tokens, error=self.error, row=row)
         return Completion(
             prepared.index,
             prepared.row_id,
             num_tokens,
-            () if failed else tuple([sample for sample in self.samples if sample is not None]),
-            error=self.error,
-            cached_tokens=0 if failed else self.cached_tokens,
-            row=prepared.request.row,
-            prompts=() if failed else prompts,
-            digest=prepared.digest if has_digest and not failed else b"",
+            tuple([sample for sample in self.samples if sample is not None]),
+            None,
+            self.cached_tokens,
+            row,
+            tuple([Prompt(tuple(ids), logprobs.get(i)) for i, (ids, _) in enumerate(prepared.prompts)]),
+            prepared.digest if has_digest else b"",
         )
 
     def partial(self) -> PartialCompletion | None:
@@ -166,22 +169,40 @@ class _Chosen:
         ]
         return any(sequence.drafts or not sequence.is_complete for sequence in waiting)
 
-    def tokens(self) -> Iterator[tuple[Sequence, SampledToken, int]]:
-        """Write the tokens into their sequences; yields (sequence, token, tokens that the sequence has generated).
+    def tokens(self, ends: Set[int], stats: EngineStats) -> Iterator[tuple[Sequence, SampledToken, int]]:
+        """Write the tokens into their sequences; count those that a sequence just goes on with, and yield the others.
 
         A token after drafts counts if each of these is the token that was chosen before it.
+
+        Args:
+            ends: Tokens that may end any sequence.
+            stats: The engine's totals.
+
+        Yields:
+            (sequence, token, tokens that the sequence has generated).
         """
         tokens = itertools.chain.from_iterable(sampled.tokens() for sampled in self.sampled)
-        for (at, before), token in zip(self.rows, tokens, strict=True):
-            sequence, position = at.drafted or at, before + 1
-            if position < len(sequence.tokens):
-                sequence.tokens[position] = token.token_id
+        num_going_on = 0
+        for (at, before), token in zip(self.rows, tokens, strict=True):  # each sequence of every sweep
+            sequence, position, token_id = at.drafted or at, before + 1, token.token_id
+            known = sequence.tokens
+            if position < len(known):
+                known[position] = token_id
             elif not _accepts_draft(sequence, position):
                 continue
             else:
-                sequence.tokens.append(token.token_id)
+                known.append(token_id)
                 sequence.num_computed += 1
-            yield sequence, token, position + 1 - sequence.num_prompt
+            sampling, num_generated = sequence.sampling, position + 1 - sequence.num_prompt
+            if (
+                sequence.num_restored + 1 < num_generated < sampling.max_tokens
+                and token_id not in ends
+                and sampling.asks_for_tokens_alone
+            ):
+                num_going_on += 1
+            else:
+                yield sequence, token, num_generated
+        stats.generated_tokens += num_going_on
 
 
 def _accepts_draft(sequence: Sequence, position: int) -> bool:
@@ -480,7 +501,7 @@ class Generation:
         rows: list[LogitsRow] = []
         for sampled_rows, _ in self._sampled:
             rows += sampled_rows
-            for sequence, _ in sampled_rows:
+            for sequence, _ in sampled_rows:  # each sequence of every sweep
                 if sequence.drafted is None:
                     sequence.tokens.append(PENDING)
         chosen = _Chosen(rows, [sampled for _, sampled in self._sampled], self._scorer, self._largest)
@@ -515,7 +536,7 @@ class Generation:
         if chosen.scorer is not None:
             finished += take_scores(chosen.scorer, self.non_finite, self._has_failed)
         stats.prompt_tokens += sum(1 + sequence.num_prompt for sequence in finished)
-        for sequence, token, known in chosen.tokens():
+        for sequence, token, known in chosen.tokens({NOT_FINITE, *self._parts.eos_token_ids}, stats):
             first = known == sequence.num_restored + 1
             if (
                 token.token_id == NOT_FINITE

@@ -99,9 +99,7 @@ class PromptOrder(Iterator[P]):
 
     def _take_ready(self) -> None:
         """Take what the source has ready, while there is space for it."""
-        while not self._ended and self._has_space:
-            if not self._source.ready:
-                return
+        while not self._ended and self._has_space and self._source.ready:
             self._take()
 
     def _take(self) -> None:

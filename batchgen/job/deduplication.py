@@ -22,7 +22,7 @@ _encode = json.JSONEncoder(default=int).encode  # token ids may be numpy's
 WAKING = Request("", error="no row")
 
 
-@dataclass
+@dataclass(slots=True)
 class _First:
     """The request that is computed for a group of identical requests.
 
@@ -163,9 +163,10 @@ def _size_bytes(result: Completion) -> int:
         return size + (0 if result.vector is None else result.vector.nbytes)
     for sample in result.samples:
         size += 2 * len(sample.text) + _positions_bytes(sample.token_ids, sample.logprobs)
-    return size + sum(_positions_bytes(prompt.token_ids, prompt.logprobs) for prompt in result.prompts)
+    return size + sum([_positions_bytes(prompt.token_ids, prompt.logprobs) for prompt in result.prompts])
 
 
 def _positions_bytes(token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs] | None) -> int:
     """Approximate bytes of tokens and their log-probabilities."""
-    return 40 * len(token_ids) + len(logprobs or ()) * 200 * (1 + (len(logprobs[-1].top) if logprobs else 0))
+    size = 40 * len(token_ids)
+    return size + len(logprobs) * 200 * (1 + len(logprobs[-1].top)) if logprobs else size

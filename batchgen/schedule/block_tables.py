@@ -141,7 +141,7 @@ class BlockTables:
     def _add_fork(self, sequence: Sequence, num_tokens: int, num_known: int) -> None:
         """Note a fork, if there are so many tokens from a state that is known that a snapshot is worth its slot."""
         if num_tokens - num_known >= _LEAST_TOKENS:
-            sequence.forks.add(num_tokens)
+            sequence.forks |= {num_tokens}
 
     def prefix_ahead(self, sequence: Sequence, following: Sequence) -> int:
         """Tokens of a prefix that a sequence in flight is computing, and that can be taken over later; 0: none can.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from batchgen.core.kv_placement import KVPlacement
@@ -29,7 +30,7 @@ def placements_in_sweep(sweep: Sequence[ScheduledSequence], compute_tier: str) -
     """`placement_in_sweep` of each scheduled sequence; without a call for those whose tokens do not matter."""
     fixed = {
         placement: placement.in_sweep(compute_tier, False)
-        for placement in {scheduled.sequence.kv_placement for scheduled in sweep}
+        for placement in _placements(sweep)
         if placement.in_sweep(compute_tier, False) is placement.in_sweep(compute_tier, True)
     }
     return [
@@ -37,9 +38,14 @@ def placements_in_sweep(sweep: Sequence[ScheduledSequence], compute_tier: str) -
     ]
 
 
+def _placements(sweep: Sequence[ScheduledSequence]) -> set[KVPlacement]:
+    """The placements of the sequences of a sweep."""
+    return set(map(attrgetter("kv_placement"), map(itemgetter(0), sweep)))
+
+
 def by_placement(sweep: Sequence[ScheduledSequence], compute_tier: str) -> dict[KVPlacement, list[ScheduledSequence]]:
     """Scheduled sequences by the placement of their KV that the sweep's attention sees, in their order."""
-    placements = {sequence.kv_placement for sequence, _ in sweep}
+    placements = _placements(sweep)
     if all(placement.tier == compute_tier for placement in placements):
         return {KVPlacement.DEVICE: list(sweep)} if placements else {}
     members: dict[KVPlacement, list[ScheduledSequence]] = {}
@@ -97,9 +103,9 @@ def split_batches(
     """
     assert order in ORDERS, order
     order = "mixed" if mixes and order == "even" else order
-    all_here = all(p.tier == compute_tier for p in {sequence.kv_placement for sequence, _ in sweep})
+    all_here = all(placement.tier == compute_tier for placement in _placements(sweep))
     as_one = all_here and (num_gpu_batches == 1 or balance_tokens is not None) and len(sweep) <= max_seqs
-    if as_one and not pipelines and sum([num_tokens for _, num_tokens in sweep]) <= max_tokens:
+    if as_one and not pipelines and sum(map(itemgetter(1), sweep)) <= max_tokens:
         return [sweep] if sweep else []
     parts: list[_Part] = []
     if all_here:

@@ -278,7 +278,7 @@ def _by_window(
 
     Layers that choose pages have no window.
     """
-    has_windows = has_window_tables(members.sequences)
+    has_windows = any(windows) and has_window_tables(members.sequences)
     windowed = _tables(members, True, staging_tables) if has_windows else tables
     return {window: windowed if window else tables for window in windows}
 
@@ -395,6 +395,7 @@ class _Rows:
         if not has_drafts and not any([sequence.targets for sequence in sequences]):  # a row where all tokens are run
             owners = (tables.num_keys == lengths).nonzero()[0]
             positions = lengths[owners] - 1
+            having = sequences if len(owners) == len(sequences) else [sequences[i] for i in owners.tolist()]
             self._logits_indices.append(self.count + tables.starts[1:][owners] - 1)
         else:
             next_positions = lengths - 1
@@ -403,9 +404,10 @@ class _Rows:
             first = np.maximum(next_positions, tables.num_cached)
             counts = np.maximum(tables.num_keys - first, 0)
             owners = np.repeat(np.arange(len(counts)), counts)
+            having = [sequences[i] for i in owners.tolist()]
             positions = numbers_within(counts) + np.repeat(first, counts)
             self._logits_indices.append(self.count + (tables.starts[:-1] - tables.num_cached)[owners] + positions)
-        rows = logits_rows([sequences[i] for i in owners.tolist()], positions.tolist())
+        rows = logits_rows(having, positions.tolist())
         if has_drafts:
             rows = [LogitsRow(after_drafts(s, max(0, p + 1 - len(s.tokens))), p) for s, p in rows]
         self._logits_rows += rows

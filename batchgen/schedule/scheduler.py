@@ -156,7 +156,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, whose prompt and output must fit `longest_tokens`."""
         if (source := sequence.prefix_source) is not None and self.tables.share_prefixes:
-            source.forks.add(sequence.num_source_tokens)
+            source.forks |= {sequence.num_source_tokens}
         if source is not None and self._waits_for_prefix(sequence):
             self._followers.setdefault(source, []).append(sequence)
         else:
@@ -165,7 +165,8 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that have not been admitted, or were preempted."""
-        return len(self.waiting) + sum(map(len, self._followers.values()))
+        followers = sum(map(len, self._followers.values())) if self._followers else 0
+        return len(self.waiting) + followers
 
     @property
     def queued(self) -> Iterator[Sequence]:
@@ -315,6 +316,8 @@ class Scheduler:
 
     def _prefill(self, sweep: list[ScheduledSequence], budget: int, most: int) -> int:
         """Schedule more of the prompts under way, as far as there are blocks; return what is left of the budget."""
+        if len(sweep) == len(self.running):  # all decode, as in most sweeps
+            return budget
         for sequence in [s for s in self.running if len(s.tokens) - s.num_computed > 1]:
             if len(sweep) >= most:
                 break
@@ -329,11 +332,11 @@ class Scheduler:
         """The sweep has been launched: its tokens' KV is there for all that is launched after it."""
         shares, has_states = self.tables.share_prefixes, self.tables.have_states
         for sequence, num_tokens in sweep:  # each sequence of every sweep
-            has_prompt = sequence.num_computed < sequence.num_prompt
-            num_keys, num_known = sequence.num_computed + num_tokens, len(sequence.tokens)
+            before = sequence.num_computed
+            num_keys, num_known = before + num_tokens, len(sequence.tokens)
             # KV of drafts counts when they are accepted; until then a later token overwrites it.
             sequence.num_computed = num_keys if num_keys < num_known else num_known
-            if shares and has_prompt:
+            if shares and before < sequence.num_prompt:
                 self.tables.insert_prompt(sequence, sequence.num_computed)
             if has_states and sequence not in self._before_drafts:
                 self.tables.commit_state(sequence)

@@ -124,7 +124,7 @@ class Sequence:
     window_table: array[int] | None = None
     num_freed: int = 0
     state: StateSlot | None = None
-    forks: set[int] = field(default_factory=set)
+    forks: frozenset[int] = frozenset()
     num_matched_blocks: int = 0
     num_inserted_blocks: int = 0
     node: int = 0

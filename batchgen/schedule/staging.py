@@ -270,7 +270,7 @@ def swap_runs(
 def _swap_runs(members: Iterable[ScheduledSequence]) -> tuple[Run, ...]:
     """Runs of blocks that fill those of sequences that change their pool."""
     runs: list[Run] = []
-    for sequence in [one.sequence for one in members if one.sequence.swap_table]:  # looks at each of every sweep
+    for sequence in [sequence for sequence, _ in members if sequence.swap_table]:  # looks at each of every sweep
         for source, target in zip(sequence.swap_table or (), sequence.block_table, strict=False):
             last = runs[-1] if runs else None
             if source == NULL_BLOCK:
