@@ -546,7 +546,7 @@ def test_what_a_late_cpu_is_left_out_of_runs_later_or_on_the_device(
     name, again, on_streams, reference, stores, monkeypatch
 ):
     """Here the CPU is late by the plan, whatever it takes. KV comes to the device, or is computed again there."""
-    monkeypatch.setattr(SweepChoice, "measured", lambda self, busy_s: None)
+    monkeypatch.setattr(SweepChoice, "measured", lambda self, seconds, busy_s: None)
     path, expected = reference(name, {})
     policy = make_policy(
         path, EMULATED, gpu_batch_size=6, num_gpu_batches=2, kv_seqs={"gpu": 4, "cpu": 8}, batch_order="neo",
@@ -627,7 +627,7 @@ def test_deferred_tokens_go_through_any_number_of_layers_in_a_sweep(name, mode, 
 
 
 def test_summaries_of_pages_move_to_the_device_with_their_kv(reference, stores, monkeypatch):
-    monkeypatch.setattr(SweepChoice, "measured", lambda self, busy_s: None)
+    monkeypatch.setattr(SweepChoice, "measured", lambda self, seconds, busy_s: None)
     path, expected = reference("llama", {}, budget="10%")
     policy = make_policy(
         path, EMULATED, gpu_batch_size=6, num_gpu_batches=2, kv_seqs={"gpu": 4, "cpu": 8}, batch_order="neo",
