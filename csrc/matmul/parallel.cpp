@@ -31,7 +31,9 @@ struct PanelCalls {
         const int64_t panel_cost = std::min(args.m, block) * k * kernels.panel;
         piece =
             std::clamp<int64_t>((1 << 19) / std::max<int64_t>(1, panel_cost), cut.panels, std::max(cut.panels, panels));
-        piece = std::max<int64_t>(1, std::min(piece, (beside + 1) * blocks * panels / (12 * num_threads())));
+        // Many for each thread, so that none waits long for the last; fewer where panels share the blocks of x.
+        const int64_t share = (beside + 1) * blocks * panels / num_threads();
+        piece = std::max<int64_t>(1, std::min(piece, std::max(share / 12, std::min(share / 4, cut.panels))));
         // A gated panel makes half a panel of results: two together, or threads would write to the same lines of
         // memory. Small M is multiplied with two block-quantized panels at a time: a single one would be multiplied
         // twice.
