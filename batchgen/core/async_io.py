@@ -48,15 +48,23 @@ class AsyncIO:
         self._calls, self._context = calls, ctypes.c_ulong(0)
         self._syscall = ctypes.CDLL(None, use_errno=True).syscall
         self._syscall.restype = ctypes.c_long
-        self._call(calls.setup, ctypes.c_long(_DEPTH), ctypes.byref(self._context))
+        self._open()
         self._requests = ctypes.create_string_buffer(_DEPTH * _REQUEST.size)
         self._events = ctypes.create_string_buffer(_DEPTH * _EVENT.size)
         first = ctypes.addressof(self._requests)
         self._pointers = (ctypes.c_uint64 * _DEPTH)(*(first + i * _REQUEST.size for i in range(_DEPTH)))
 
+    def _open(self) -> None:
+        self._call(self._calls.setup, ctypes.c_long(_DEPTH), ctypes.byref(self._context))
+
+    def _close(self) -> None:
+        """Give the context back. What is under way has ended when this returns."""
+        context, self._context = self._context, ctypes.c_ulong(0)
+        self._syscall(ctypes.c_long(self._calls.destroy), context)
+
     def __del__(self) -> None:
         if getattr(self, "_context", None):
-            self._syscall(ctypes.c_long(self._calls.destroy), self._context)
+            self._close()
 
     def transfer(self, descriptor: int, operation: int, pieces: Sequence[tuple[int, memoryview]]) -> list[int]:
         """Read or write pieces of a file, and wait until all are done.
@@ -73,8 +81,13 @@ class AsyncIO:
             OSError: A request failed. None is under way any more.
         """
         moved = []
-        for start in range(0, len(pieces), _DEPTH):
-            moved += self._transfer(descriptor, operation, pieces[start : start + _DEPTH])
+        try:
+            for start in range(0, len(pieces), _DEPTH):
+                moved += self._transfer(descriptor, operation, pieces[start : start + _DEPTH])
+        except BaseException:  # an interruption, for one: no later call may take what is under way for its own
+            self._close()
+            self._open()
+            raise
         for count in moved:
             if count < 0:
                 raise OSError(-count, os.strerror(-count))

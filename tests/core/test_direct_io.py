@@ -84,3 +84,22 @@ def test_one_piece_that_cannot_be_moved_leaves_none_under_way(kind, tmp_path):
             with pytest.raises(OSError, match=os.strerror(22)):
                 file.write([*good[:4], (1, good[4][1]), *good[5:]])
         assert file.write(good) == file.read(good) == 8 * ALIGNMENT
+
+
+def test_a_call_after_an_interrupted_one_moves_its_own_pieces(tmp_path, monkeypatch):
+    if async_io.of_this_thread() is None:
+        pytest.skip("this kernel takes no asynchronous I/O")
+    written, read = aligned_buffer(8 * ALIGNMENT), aligned_buffer(8 * ALIGNMENT)
+    written[:] = random.Random(0).randbytes(8 * ALIGNMENT)
+
+    def interrupted(self, least):
+        raise KeyboardInterrupt
+
+    with contextlib.closing(DirectFile(tmp_path, size_bytes=8 * ALIGNMENT)) as file:
+        file.write(pieces(written, range(8)))
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(async_io.AsyncIO, "_wait", interrupted)
+            file.read(pieces(aligned_buffer(8 * ALIGNMENT), range(4)))
+        view = memoryview(read)
+        assert file.read([(0, view[: 5 * ALIGNMENT]), (5 * ALIGNMENT, view[5 * ALIGNMENT :])]) == 8 * ALIGNMENT
+    assert read[:] == written[:]

@@ -1,4 +1,4 @@
-"""What a call to the disk takes beside its requests, while all cores compute: once for each micro-batch of a layer."""
+"""The cost model and the simulator count the constant time of a call to the disk once for a micro-batch of a layer."""
 
 from dataclasses import replace
 
