@@ -10,8 +10,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Objects that are made, less those that are freed, before the young ones are searched: some thousand rows.
-_YOUNG_OBJECTS = 50_000
+# Objects that are made, less those that are freed, before the young ones are searched: some ten thousand rows.
+_YOUNG_OBJECTS = 500_000
 _lock = threading.Lock()
 _blocks = 0  # `with` blocks that have begun and not ended, of all threads
 _threshold: tuple[int, int, int] = gc.get_threshold()  # outside of them

@@ -73,6 +73,7 @@ ON_OVERLONG = ("error", "truncate-left", "truncate-right")
 _MAX_NUM_SEQS = 256
 _ENOUGH_STEPS = 64  # until forced tokens say anything of those of other jobs
 _INPUT_AHEAD = 512  # tokenized requests waiting for the scheduler
+_STARTED_AT_ONCE = 64  # requests that start before it is counted how many sequences wait: each may have several
 _FILL_S = 0.2  # the longest time that a call waits for more requests than one, to begin with the first of them in order
 
 
@@ -734,20 +735,21 @@ class Engine:
         It waits for a request only if no sequence is left to run.
         """
         scheduler, source = call.scheduler, call.source
-        while scheduler.num_waiting < self.policy.max_num_seqs:
+        while (wanted := self.policy.max_num_seqs - scheduler.num_waiting) > 0:
             if not source.ready and call.has_work:
                 return
             started = time.perf_counter()
-            prepared = next(source, None)
+            taken = source.take(min(wanted, _STARTED_AT_ONCE))
             self.stats.busy_s["input_wait"] += time.perf_counter() - started
-            if prepared is None:
+            if not taken:
                 return
-            begun = call.handler.start(prepared)
-            if not isinstance(begun, list):
-                yield begun
-                continue
-            for sequence in begun:
-                scheduler.add(sequence)
+            for prepared in taken:
+                begun = call.handler.start(prepared)
+                if not isinstance(begun, list):
+                    yield begun
+                    continue
+                for sequence in begun:
+                    scheduler.add(sequence)
 
     def _run(self, call: _Call, scheduled: list[ScheduledSequence], started_s: float) -> _Sweep:
         """Launch a sweep over scheduled sequences. On a CPU the sweep has run when this returns."""

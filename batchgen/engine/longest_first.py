@@ -85,6 +85,10 @@ class LongestFirst(PromptOrder[P]):
         else:
             heapq.heappush(self._longest, (-self._length(request), prompt, number))
 
+    def _next_ones(self, most: int) -> slice:
+        position = self._next_position()  # the one after it may belong to another group
+        return slice(position, position + 1)
+
     def _next_position(self) -> int:
         position = super()._next_position()
         prompt, _, following = self._waiting[position]

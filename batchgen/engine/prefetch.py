@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import queue
 import threading
+from collections import deque
 from collections.abc import Iterator
 from typing import TypeVar
 
@@ -20,11 +20,12 @@ class Prefetch(Iterator[T]):
 
     def __init__(self, source: Iterator[T], ahead: int) -> None:
         self._source, self._ahead = source, ahead
-        # A `queue.Queue` would wake the other thread at each item. Here the thread waits only where it is far ahead.
-        self._queue: queue.SimpleQueue[tuple[str, object]] = queue.SimpleQueue()
-        self._has_space = threading.Event()
+        self._items: deque[T] = deque()  # each call of it happens as a whole, whichever thread makes it
+        self._error: BaseException | None = None
+        self._ended = False  # after the last item
+        # Each thread waits only where it finds nothing to do, so most items wake nobody.
+        self._has_items, self._has_space = threading.Event(), threading.Event()
         self._closed = threading.Event()
-        self._done = False
         self._thread = threading.Thread(target=self._run, name="batchgen-input", daemon=True)
         try:
             self._thread.start()
@@ -35,39 +36,53 @@ class Prefetch(Iterator[T]):
     def _run(self) -> None:
         try:
             for item in self._source:
-                if not self._put(("item", item)):
+                self._wait_for_space()
+                if self._closed.is_set():
                     return
-            self._put(("end", None))
+                self._items.append(item)
+                if not self._has_items.is_set():
+                    self._has_items.set()
         except BaseException as error:  # handed to the consumer
-            self._put(("error", error))
+            self._error = error
+        finally:
+            self._ended = True
+            self._has_items.set()
 
-    def _put(self, entry: tuple[str, object]) -> bool:
-        while self._queue.qsize() >= self._ahead and not self._closed.is_set():
+    def _wait_for_space(self) -> None:
+        while len(self._items) >= self._ahead and not self._closed.is_set():
             self._has_space.clear()
-            if self._queue.qsize() >= self._ahead:  # else the consumer may have looked before the line above
+            if len(self._items) >= self._ahead:  # else the consumer may have looked before the line above
                 self._has_space.wait(self._POLL_S)
-        self._queue.put(entry)
-        return not self._closed.is_set()
 
     @property
     def ready(self) -> bool:
         """True where the next item, or the exception in its place, is there, so that `next` does not wait."""
-        return self._done or not self._queue.empty()
+        return bool(self._items) or self._ended
+
+    def take(self, most: int) -> list[T]:
+        """The next items, as many as are there and at most `most`. It waits for one; there is none after the last."""
+        items = self._items
+        while not items and not self._closed.is_set():
+            self._has_items.clear()
+            if items or self._ended:  # in this order: items may have come since the line above that looked for them
+                break
+            self._has_items.wait()
+        taken = [items.popleft() for _ in range(min(most, len(items)))]
+        if not self._has_space.is_set() and len(items) <= self._ahead // 2:
+            self._has_space.set()
+        if not taken and self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return taken
 
     def __next__(self) -> T:
-        if self._done:
-            raise StopIteration
-        kind, value = self._queue.get()
-        if not self._has_space.is_set() and self._queue.qsize() <= self._ahead // 2:
-            self._has_space.set()
-        if kind == "item":
-            return value  # type: ignore[return-value]
-        self._done = True
-        if kind == "error":
-            raise value  # type: ignore[misc]
+        for item in self.take(1):
+            return item
         raise StopIteration
 
     def close(self) -> None:
-        self._done = True
         self._closed.set()
+        self._has_space.set()
         self._thread.join(timeout=5)
+        self._items.clear()
+        self._error = None

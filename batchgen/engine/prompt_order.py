@@ -23,6 +23,7 @@ MOST_REQUESTS = 4096
 BYTES_PER_TOKEN = 4  # of prompts that wait
 _POLL_S = 0.002
 _MOST_TOKENS = 1 << 22  # of their prompts, which take eight bytes each
+_AT_ONCE = 64  # requests that are taken from the source before it is looked whether there is space for more
 
 
 class Prompted(Protocol):
@@ -61,17 +62,26 @@ class PromptOrder(Iterator[P]):
         """True where the next request, or the exception in its place, is there, so that `next` does not wait."""
         return bool(self._at_once or self._waiting or self._ended) or self._source.ready
 
-    def __next__(self) -> P:
+    def take(self, most: int) -> list[P]:
+        """The next requests, as many as are there and at most `most`. It waits for one; there is none after the last.
+
+        Requests that come meanwhile do not come between these.
+        """
         self._take_ready()
         while not (self._at_once or self._waiting or self._ended):
-            self._take()
+            self._take(1)
         if self._at_once:
-            return self._at_once.popleft()
+            return [self._at_once.popleft() for _ in range(min(most, len(self._at_once)))]
         if self._waiting:
-            return self._following()
+            return self._following(most)
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+        return []
+
+    def __next__(self) -> P:
+        for request in self.take(1):
+            return request
         raise StopIteration
 
     def fill(self, seconds: float) -> None:
@@ -82,7 +92,7 @@ class PromptOrder(Iterator[P]):
         """
         until = time.monotonic() + seconds
         self._take_ready()
-        while not self._ended and self._has_space and time.monotonic() < until:
+        while not self._ended and self._space > 0 and time.monotonic() < until:
             time.sleep(_POLL_S)
             self._take_ready()
 
@@ -93,43 +103,49 @@ class PromptOrder(Iterator[P]):
         self._at_once.clear()
 
     @property
-    def _has_space(self) -> bool:
-        """True where one more request may wait."""
-        return len(self._waiting) < self._most_requests and self._num_tokens < _MOST_TOKENS
+    def _space(self) -> int:
+        """Requests that may wait beside those that do."""
+        return self._most_requests - len(self._waiting) if self._num_tokens < _MOST_TOKENS else 0
 
     def _take_ready(self) -> None:
         """Take what the source has ready, while there is space for it."""
-        while not self._ended and self._has_space and self._source.ready:
-            self._take()
+        while not self._ended and (space := self._space) > 0 and self._source.ready:
+            self._take(min(space, _AT_ONCE))
 
-    def _take(self) -> None:
-        """Take one request of the source, which may have to be waited for, or its end."""
+    def _take(self, most: int) -> None:
+        """Take requests of the source, at most `most`, or its end. The first may have to be waited for."""
         try:
-            request = next(self._source)
-        except StopIteration:
-            self._ended = True
-            return
+            requests = self._source.take(most)
         except BaseException as error:  # raised in its place, after the requests that came before it
             self._error, self._ended = error, True
             return
-        prompt = request.prompt
-        if prompt is None:
-            self._at_once.append(request)
-            return
-        self._wait(_comparable(prompt), self._num_arrived, request)
-        self._num_arrived += 1
-        self._num_tokens += len(prompt)
+        self._ended = not requests
+        for request in requests:
+            prompt = request.prompt
+            if prompt is None:
+                self._at_once.append(request)
+                continue
+            self._wait(_comparable(prompt), self._num_arrived, request)
+            self._num_arrived += 1
+            self._num_tokens += len(prompt)
 
     def _wait(self, prompt: bytes, number: int, request: P) -> None:
         """Let a request wait. prompt: Bytes of its prompt. number: Number of its arrival."""
         insort(self._waiting, (prompt, number, request))
 
-    def _following(self) -> P:
-        """Take the request that comes next."""
-        prompt, _, request = self._waiting.pop(self._next_position())
-        self._last = prompt
-        self._num_tokens -= len(prompt) // BYTES_PER_TOKEN
-        return request
+    def _following(self, most: int) -> list[P]:
+        """Take the requests that come next, at most `most`."""
+        chosen = self._next_ones(most)
+        taken = self._waiting[chosen]
+        del self._waiting[chosen]
+        self._last = taken[-1][0]
+        self._num_tokens -= sum([len(prompt) for prompt, _, _ in taken]) // BYTES_PER_TOKEN
+        return [request for _, _, request in taken]
+
+    def _next_ones(self, most: int) -> slice:
+        """The waiting requests that come next, at most `most`."""
+        position = self._next_position()
+        return slice(position, position + most)
 
     def _next_position(self) -> int:
         """The position of the waiting prompt that is the first at or after the last one, or the first of all."""

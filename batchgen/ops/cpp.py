@@ -931,7 +931,8 @@ def argmax(logits: Tensor, *, want_lse: bool = False) -> tuple[Tensor, Tensor, T
         want_lse: Whether the log-sum-exp is computed.
 
     Returns:
-        Index of the largest logit, int64 [rows]; its value, fp32 [rows]; the log-sum-exp, fp32 [rows], or None.
+        Index of the largest logit, int64 [rows]; its value, NaN where a logit of the row is not finite, fp32 [rows];
+        the log-sum-exp, fp32 [rows], or None.
     """
     rows, columns = logits.shape
     index, maximum = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
@@ -940,6 +941,12 @@ def argmax(logits: Tensor, *, want_lse: bool = False) -> tuple[Tensor, Tensor, T
         logits.data_ptr(), logits.stride(0), rows, columns, index.data_ptr(), maximum.data_ptr(), _address(lse)
     )
     return index, maximum, lse
+
+
+def argmax_if_finite(logits: Tensor, otherwise: int) -> tuple[Tensor, Tensor]:
+    """Find the largest logit of each row, in one pass. `ops.argmax_if_finite` describes arguments and result."""
+    index, maximum, _ = argmax(logits)
+    return index, index.where(maximum.isfinite(), otherwise)
 
 
 def draw(logits: Tensor, rows: np.ndarray, draws: Draws, out: Tensor) -> None:

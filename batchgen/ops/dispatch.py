@@ -787,11 +787,7 @@ def argmax_if_finite(logits: Tensor, otherwise: int) -> tuple[Tensor, Tensor]:
     Returns:
         Indices, int64 [rows], of any column where a row is not finite; the same with `otherwise` in their place.
     """
-    of_logits = _of_logits(logits)
-    if of_logits not in (kernels, reference):
-        return of_logits.argmax_if_finite(logits, otherwise)
-    chosen, maximum, _ = of_logits.argmax(logits)
-    return chosen, chosen.where(logits.amin(-1).isfinite() & maximum.isfinite(), otherwise)  # amin keeps a NaN
+    return _of_logits(logits).argmax_if_finite(logits, otherwise)
 
 
 def lse(logits: Tensor) -> Tensor:

@@ -148,6 +148,12 @@ def argmax(logits: Tensor, *, want_lse: bool = False) -> tuple[Tensor, Tensor, T
     return index, values, logits.logsumexp(-1) if want_lse else None
 
 
+def argmax_if_finite(logits: Tensor, otherwise: int) -> tuple[Tensor, Tensor]:
+    """Find the largest logit of each row. `ops.argmax_if_finite` describes arguments and result."""
+    values, index = logits.max(-1)
+    return index, index.where(logits.amin(-1).isfinite() & values.isfinite(), otherwise)  # amin keeps a NaN
+
+
 def draw(logits: Tensor, rows: np.ndarray, draws: Draws, out: Tensor) -> None:
     """Draw a random token from each of some rows of logits, fp32 [.., columns].
 

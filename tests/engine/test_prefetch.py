@@ -22,6 +22,15 @@ def test_items_come_in_their_order_and_few_are_made_early():
     assert len(made) == 2000 and items.ready and next(items, None) is None
 
 
+def test_items_that_are_there_are_taken_together():
+    items = Prefetch(iter(range(100)), 8)
+    taken = []
+    while some := items.take(3):
+        assert len(some) <= 3
+        taken += some
+    assert taken == list(range(100))
+
+
 def test_an_exception_comes_in_the_place_of_its_item():
     def source():
         yield 1

@@ -38,14 +38,17 @@ class Source:
             self.num_ready = next(self.portions, 1)
         return is_ready
 
-    def __next__(self):
-        self.num_ready -= 1
-        if not self.items:
-            raise StopIteration
-        item = self.items.pop(0)
-        if isinstance(item, Exception):
-            raise item
-        return item
+    def take(self, most):
+        taken = []
+        while self.items and len(taken) < most and (not taken or self.num_ready > 0):
+            if isinstance(self.items[0], Exception) and taken:
+                break
+            self.num_ready -= 1
+            item = self.items.pop(0)
+            if isinstance(item, Exception):
+                raise item
+            taken.append(item)
+        return taken
 
     def close(self):
         pass
@@ -70,6 +73,10 @@ def test_requests_that_are_all_there_come_in_the_order_of_their_prompts():
     prompts = [(5, 1), (2,), (300, 1), (5,), (2, 256), (2, 3), (5, 1)]
     order = [tuple(request.prompt) for request in PromptOrder(Source(of(*prompts), [100]))]
     assert order == sorted(prompts)
+    at_once = PromptOrder(Source(of(*prompts), [100]))
+    taken = [at_once.take(3) for _ in range(4)]
+    assert [tuple(request.prompt) for some in taken for request in some] == order
+    assert list(map(len, taken)) == [3, 3, 1, 0]
 
 
 def test_after_the_last_prompt_come_the_first_again():

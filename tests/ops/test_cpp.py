@@ -960,10 +960,18 @@ def test_argmax(rows, columns, seed):
     logits = random(seed, rows, columns, scale=4)
     logits[0] = logits[0].round()  # ties: the first counts
     logits[-1, : columns // 2] = -torch.inf
+    finite = logits.isfinite().all(1)
     index, maximum, lse = kernels.argmax(logits, want_lse=True)
     assert torch.equal(index, torch.from_numpy(logits.numpy().argmax(1)))
-    assert torch.equal(maximum, logits.amax(1))
+    assert torch.equal(maximum[finite], logits.amax(1)[finite]) and maximum[~finite].isnan().all()
     torch.testing.assert_close(lse.double(), logits.double().logsumexp(1), atol=1e-5, rtol=1e-6)
+    bad = seed % columns
+    logits[0, bad] = [torch.nan, torch.inf, -torch.inf][seed % 3]
+    finite[0] = False
+    chosen, marked = kernels.argmax_if_finite(logits, -2)
+    assert torch.equal(chosen[finite], index[finite]) and (chosen >= 0).all() and (chosen < columns).all()
+    assert torch.equal(marked, chosen.where(finite, -2))
+    assert torch.equal(reference.argmax_if_finite(logits, -2)[1] == -2, ~finite)
 
 
 @real_sets

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 from planner_cases import constant
@@ -30,8 +31,8 @@ class Eager:
         self._items = iter(list(items))
         self.ready = True
 
-    def __next__(self):
-        return next(self._items)
+    def take(self, most):
+        return list(itertools.islice(self._items, most))
 
     def close(self):
         pass
