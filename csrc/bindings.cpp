@@ -161,9 +161,13 @@ PYBIND11_MODULE(_kernels, m) {
                  plan.add_decode(start, int(blocks.shape(0)), blocks.data(), int(blocks.shape(1)), num_keys.data(),
                                  first_key.data());
              })
-        .def("add_prefill",
-             [](AttentionPlan& plan, int start, int stop, const Array<int32_t>& blocks, int offset, int window,
-                int ahead) { plan.add_prefill(start, stop, blocks.data(), int(blocks.size()), offset, window, ahead); })
+        .def("add_sequences",
+             [](AttentionPlan& plan, const Array<int64_t>& start, const Array<int64_t>& num_tokens,
+                const Array<int64_t>& offset, const Array<int64_t>& places, const Array<int32_t>& blocks, int window,
+                int ahead) {
+                 plan.add_sequences(int(start.size()), start.data(), num_tokens.data(), offset.data(), places.data(),
+                                    blocks.data(), int(blocks.size()), window, ahead);
+             })
         .def("add_shared",
              [](AttentionPlan& plan, int start, int stop, const Array<int32_t>& blocks) {
                  plan.add_shared(start, stop, blocks.data(), int(blocks.size()));

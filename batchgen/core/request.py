@@ -11,6 +11,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from batchgen.core.errors import InputError, one_line
+from batchgen.core.made_often import made_often
 
 if TYPE_CHECKING:
     import numpy as np
@@ -308,7 +309,7 @@ class ChatOptions:
 PLAIN_CHAT = ChatOptions()
 
 
-@dataclass(frozen=True)
+@made_often
 class Request:
     """One row for the engine to generate from.
 
@@ -454,7 +455,7 @@ class PositionLogprobs:
     top: tuple[TokenLogprob, ...] = ()
 
 
-@dataclass(frozen=True)
+@made_often
 class Sample:
     """One generated text of a request.
 
@@ -477,7 +478,7 @@ class Sample:
     reasoning: str | None = None
 
 
-@dataclass(frozen=True)
+@made_often
 class Prompt:
     """The tokens of one prompt of a request.
 
@@ -503,7 +504,7 @@ class Answer:
     prompt_logprobs: tuple[tuple[PositionLogprobs, ...] | None, ...]
 
 
-@dataclass(frozen=True)
+@made_often
 class Completion:
     """The result of one request: `samples` where it succeeded, `error` where it failed.
 

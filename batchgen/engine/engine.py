@@ -779,9 +779,12 @@ class Engine:
             deferred_batches=call.deferred_batches,
             largest=handler if isinstance(handler, Generation) else None,
         )
-        prefilled = stats.prefilled_tokens
-        self._count(scheduled, drafted)
-        call.scheduler.commit(scheduled)
+        ran = call.scheduler.commit(scheduled)
+        stats.decoded += ran.num_decoded
+        stats.decode_keys += ran.decode_keys
+        stats.prefilled_tokens += ran.num_prefilled
+        stats.prefill_keys += ran.prefill_keys
+        stats.drafted_tokens += sum([len(sequence.drafts) for sequence in drafted])
         stats.peak_kv_blocks = max(stats.peak_kv_blocks, self.used_kv_blocks)
         stats.sweeps += 1
         stats.preempted, stats.moved = call.scheduler.num_preempted, call.scheduler.num_moved
@@ -794,28 +797,7 @@ class Engine:
         for sequence in complete(map(itemgetter(0), scheduled)):
             call.scheduler.finish(sequence)
         num_logits = sum(len(batch.logits_rows) for batch in batches)
-        return _Sweep(result, wait, started_s, stats.prefilled_tokens > prefilled, num_tokens, num_logits)
-
-    def _count(self, scheduled: list[ScheduledSequence], drafted: list[Sequence]) -> None:
-        """Count the tokens of a sweep that has been launched and not been committed.
-
-        Args:
-            scheduled: The sequences of the sweep.
-            drafted: Sequences among them that have drafts.
-        """
-        prompts: list[ScheduledSequence] = []
-        num_keys = 0
-        for one in scheduled:  # each sequence of every sweep
-            sequence, num_tokens = one
-            if sequence.num_computed < sequence.num_prompt or (num_tokens != 1 and not one.samples):
-                prompts.append(one)
-            else:
-                num_keys += sequence.num_computed + 1
-        self.stats.decoded += len(scheduled) - len(prompts)
-        self.stats.decode_keys += num_keys
-        self.stats.drafted_tokens += sum([len(sequence.drafts) for sequence in drafted])
-        self.stats.prefilled_tokens += sum([one.num_tokens for one in prompts])
-        self.stats.prefill_keys += sum([one.prefill_keys for one in prompts])
+        return _Sweep(result, wait, started_s, ran.num_prefilled > 0, num_tokens, num_logits)
 
     def _take(self, call: _Call, sweep: _Sweep) -> list[Sequence]:
         """Take the results of a sweep once it has run; returns the sequences that have ended with it."""

@@ -215,14 +215,12 @@ def _accepts_draft(sequence: Sequence, position: int) -> bool:
     if not sequence.drafts or position != len(sequence.tokens):
         return False
     accepted = sequence.drafts[0] == sequence.tokens[-1]
-    sequence.drafts = sequence.drafts[1:] if accepted else []
+    sequence.drafts = sequence.drafts[1:] if accepted else ()
     return accepted
 
 
 def _sharing_prefixes(sequences: list[Sequence]) -> list[Sequence]:
     """Have the first sequence of each prompt compute the prompt for the others; returns the sequences."""
-    if len(sequences) == 1:
-        return sequences
     first: dict[int, Sequence] = {}
     for sequence in sequences:
         source = first.setdefault(sequence.sample_index // sequence.sampling.n, sequence)
@@ -293,22 +291,21 @@ class Generation:
         started: list[Sequence] = []
         for number, (token_ids, sampling) in enumerate(prepared.prompts):
             started += self._samples_of(prepared, row_id, number * sampling.n, token_ids, sampling)
-        sequences = [sequence for sequence in started if not sequence.targets]
         logprobs = self._first_logprobs(prepared)
+        sequences = started if logprobs is None else [sequence for sequence in started if not sequence.targets]
         flight = _InFlight(prepared, sequences, [None] * len(sequences), len(started), logprobs)
         self._in_flight[prepared.index] = flight
-        return self._restored(started, prepared) or _sharing_prefixes(started)
+        if prepared.request.partial is not None and (restored := self._restored(started, prepared)) is not None:
+            return restored
+        return started if len(started) == 1 else _sharing_prefixes(started)
 
     def _first_logprobs(self, prepared: Prepared) -> dict[int, tuple[PositionLogprobs, ...]] | None:
         """The position of the first token of each prompt, where log-probabilities are asked for; None: nowhere."""
-        wanted = [
-            (number, token_ids)
+        return {
+            number: (self._parts.position_logprobs(token_ids[0], None),)
             for number, (token_ids, sampling) in enumerate(prepared.prompts)
             if sampling.prompt_logprobs is not None
-        ]
-        if not wanted:
-            return None
-        return {number: (self._parts.position_logprobs(token_ids[0], None),) for number, token_ids in wanted}
+        } or None
 
     def _restored(self, started: list[Sequence], prepared: Prepared) -> list[Sequence] | Completion | None:
         """Give sequences the tokens that an earlier run has generated.
@@ -335,7 +332,7 @@ class Generation:
                 completion = self.finish(sequence)
             else:
                 running.append(sequence)
-        return completion or _sharing_prefixes(running)
+        return completion if completion is not None else _sharing_prefixes(running)
 
     def _restore(self, sequence: Sequence, sample: PartialSample) -> None:
         """Append an earlier run's tokens to a new sequence, which may end with them.
@@ -544,7 +541,7 @@ class Generation:
                 and self.non_finite.reruns(sequence, failed=self._has_failed(sequence))
             ):
                 del sequence.tokens[sequence.num_prompt + sequence.num_restored :]
-                sequence.drafts = []
+                sequence.drafts = ()
                 continue
             generated += 1
             if first and sequence.computes_prompt:
@@ -555,7 +552,7 @@ class Generation:
             finish = self._failure_of(sequence) or self._finish_of(sequence, token.token_id, known)
             if finish is not None:
                 del sequence.tokens[sequence.num_prompt + known :]  # those of sweeps in flight
-                sequence.drafts = []
+                sequence.drafts = ()
                 self._finishes[sequence] = finish
                 finished.append(sequence)
             elif sequence.constraint is not None and self._constrained_part(sequence, [token.token_id]):

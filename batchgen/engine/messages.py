@@ -26,7 +26,7 @@ from batchgen.models.rope import RopeConfig
 from batchgen.models.shard import Shard
 from batchgen.models.state_layers import DeltaNet, ShortConv
 from batchgen.models.store.layout import Extent, StoredTensor, StoreFile, WeightStore
-from batchgen.ops.attention_plan import AttentionPlan, DecodeGroup, PrefillItem, SequenceItems, SharedItem
+from batchgen.ops.attention_plan import AttentionPlan, DecodeGroup, SequenceItems, SharedItem
 from batchgen.runtime.sampler import SampledToken
 from batchgen.schedule.packed_batch import PackedBatch, Segment
 from batchgen.schedule.sequence import LogitsRow, ScoredPosition
@@ -132,7 +132,7 @@ _TABLE = messages.table_of(
     Device, SamplingParams, KernelChoice, Measured, Shard,
     WeightStore, StoreFile, Extent, StoredTensor,
     PackedBatch, Segment, KVPlacement, Staging, StateRows, StateStaging, Run, LogitsRow,
-    AttentionPlan, DecodeGroup, PrefillItem, SequenceItems, SharedItem,
+    AttentionPlan, DecodeGroup, SequenceItems, SharedItem,
     SentSequence, SentMask, SampledToken, ScoredPosition,
 )  # fmt: skip
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from batchgen.core.errors import InputError, RowError
+from batchgen.core.made_often import made_often
 from batchgen.core.request import Answer, Completion, Prompt, Request, SamplingParams, cut_overlong, request_digest
 from batchgen.engine.encode import (
     LengthLimit,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 KnownAnswers = Callable[[list[bytes]], Mapping[bytes, Answer]]
 
 
-@dataclass(frozen=True)
+@made_often
 class Prepared:
     """A request that is ready to start.
 

@@ -34,13 +34,6 @@ def item_spans(plan: AttentionPlan, kv_block_size: int) -> tuple[np.ndarray, np.
         tables.append(group.blocks.reshape(-1))
         used += group.blocks.size
     rest = []
-    for item in plan.prefill:
-        count = item.stop - item.start
-        keys, window = item.query_offset + count, item.window + item.ahead if item.window else NO_WINDOW
-        causal = min(ALL_KEYS, item.query_offset + item.ahead)
-        rest.append((item.start, count, 0, keys, causal, window, used, -1))
-        tables.append(item.blocks)
-        used += len(item.blocks)
     for shared in plan.shared:
         keys = len(shared.blocks) * kv_block_size
         rest.append((shared.start, shared.stop - shared.start, 0, keys, ALL_KEYS, NO_WINDOW, used, -1))

@@ -130,28 +130,8 @@ class DecodeGroup:
 
 
 @dataclass(frozen=True)
-class PrefillItem:
-    """Several tokens [start, stop) of one sequence.
-
-    Attributes:
-        start, stop: Range of the packed tokens.
-        blocks: KV blocks of the sequence, int32 [blocks].
-        query_offset: Key of the first token in `blocks`. Token i attends to keys up to query_offset + i + ahead.
-        window: Sliding window: number of keys up to its own that a token attends to. None: all.
-        ahead: Number of keys after its own that a token attends to, as far as there are any; 0: attention is causal.
-    """
-
-    start: int
-    stop: int
-    blocks: np.ndarray
-    query_offset: int
-    window: int | None = None
-    ahead: int = 0
-
-
-@dataclass(frozen=True)
 class SequenceItems:
-    """An item for each of several sequences, as arrays: a GPU's items are cut from it, whatever they have in common.
+    """An item for each of several sequences, as arrays, whatever they have in common.
 
     Attributes:
         start: First packed token of each sequence, int64 [n].
@@ -173,6 +153,12 @@ class SequenceItems:
     blocks: np.ndarray
     window: int | None = None
     ahead: int = 0
+
+    @classmethod
+    def of_one(cls, start: int, num_tokens: int, blocks: np.ndarray, query_offset: int = 0) -> SequenceItems:
+        """The item of one sequence in a layer without a sliding window, whose blocks are all of `blocks`."""
+        first = np.zeros(1, np.int64)
+        return cls(first + start, first + num_tokens, first + query_offset, first, first, blocks)
 
 
 @dataclass(frozen=True)
@@ -221,15 +207,14 @@ class AttentionPlan:
     Attributes:
         shared: Shared prefixes.
         decode: Groups of sequences with one token each.
-        prefill: Sequences with several tokens.
         pages: Sequences with one token that attend to chosen pages, and are in no group or item; None: no layer that
             the plan is for chooses pages.
-        sequences: For a GPU, all other sequences, in place of `decode` and `prefill`; None: a CPU attends.
+        sequences: All other sequences: for a CPU those with several tokens, for a GPU, in place of `decode`, those with
+            one token too; None: there are none.
     """
 
     shared: tuple[SharedItem, ...]
     decode: tuple[DecodeGroup, ...] = ()
-    prefill: tuple[PrefillItem, ...] = ()
     pages: PageChoice | None = None
     sequences: SequenceItems | None = None
 
@@ -355,11 +340,12 @@ def plan_attention(
     if key_bytes is None:
         members = slice(None) if left_out is None else ~left_out
         return AttentionPlan(tuple(shared), sequences=cut.items(members, window, ahead))
+    several = np.flatnonzero(~decodes)
+    sequences = cut.items(several, window, ahead) if len(several) else None
     taken = decodes if left_out is None else decodes & ~left_out
     similar = _decode_ranges(starts[:-1], cut.num_used, taken, kv_block_size * key_bytes)
     decode = [cut.decode_group(members, window is not None) for members in similar]
-    prefill = cut.prefill_items(np.flatnonzero(~decodes), window, ahead)
-    return AttentionPlan(tuple(shared), tuple(decode), tuple(prefill))
+    return AttentionPlan(tuple(shared), tuple(decode), sequences=sequences)
 
 
 def _decode_ranges(
@@ -422,7 +408,7 @@ class _Cut:
         return self.tables.num_cached - self.skipped * self.kv_block_size
 
     def items(self, members: slice | np.ndarray, window: int | None, ahead: int) -> SequenceItems:
-        """The items of some sequences, given as a mask, or of all."""
+        """The items of some sequences, given as a mask or as indices, or of all."""
         tables = self.tables
         return SequenceItems(
             start=tables.starts[:-1][members],
@@ -447,17 +433,3 @@ class _Cut:
         exists = columns < counts[:, None]
         blocks = np.where(exists, tables.blocks[np.where(exists, first[:, None] + columns, 0)], np.int32(0))
         return DecodeGroup(start, start + len(members), blocks, num_keys, first_key)
-
-    def prefill_items(self, members: np.ndarray, window: int | None, ahead: int) -> Iterator[PrefillItem]:
-        """Yield the item of each sequence with several tokens, given as indices."""
-        tables, skipped = self.tables, self.skipped[members]
-        first = tables.tables[members]
-        columns = (
-            tables.starts[members],
-            tables.starts[members + 1],
-            first + skipped,
-            first + self.used[members],
-            self.query_offset[members],
-        )
-        for start, stop, begin, end, offset in zip(*(column.tolist() for column in columns), strict=True):
-            yield PrefillItem(start, stop, tables.blocks[begin:end], offset, window, ahead)

@@ -172,9 +172,9 @@ def attention_plan(
     items.isa = isa
     for group_of_rows in plan.decode:
         items.add_decode(group_of_rows.start, group_of_rows.blocks, group_of_rows.num_keys, group_of_rows.first_key)
-    for prefill in plan.prefill:
-        blocks = prefill.blocks.astype(np.int32, copy=False)
-        items.add_prefill(prefill.start, prefill.stop, blocks, prefill.query_offset, prefill.window or 0, prefill.ahead)
+    if (several := plan.sequences) is not None:
+        columns = several.start, several.num_tokens, several.query_offset, several.places
+        items.add_sequences(*columns, several.blocks, several.window or 0, several.ahead)
     for shared in plan.shared:
         items.add_shared(shared.start, shared.stop, shared.blocks.astype(np.int32, copy=False))
     if chosen is not None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 
+from batchgen.core.made_often import made_often
 from batchgen.core.request import Completion, PositionLogprobs
 from batchgen.core.text import repair_surrogates
 
@@ -47,7 +47,7 @@ def is_result_schema(schema: pa.Schema) -> bool:
     return bool(schema.equals(pa.schema([*RESULT_SCHEMA, *known])))
 
 
-@dataclass(frozen=True)
+@made_often
 class RowResult:
     """The result of one input row: either an error, or tuples with one entry per sample.
 

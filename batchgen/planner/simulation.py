@@ -433,7 +433,7 @@ class SimulatedJob:
             accepted = drafts.accepted(len(sequence.drafts), left)
             self.num_refused += len(sequence.drafts) - accepted
             sequence.num_computed += accepted
-            sequence.drafts = []
+            sequence.drafts = ()
         return 1 + accepted + min(drafts.forced(), left - accepted)
 
     def _take_rows(self) -> None:

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Sized
 from dataclasses import dataclass
-from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -59,6 +58,17 @@ class SampledToken(NamedTuple):  # one for each sequence of every sweep
         return [self.logprob, *(logprob for _, logprob in self.top), *(token for token, _ in self.top)]
 
 
+class _PlainTokens(dict[int, SampledToken]):
+    """Chosen tokens without log-probabilities, by token: each is made once."""
+
+    def __missing__(self, token_id: int) -> SampledToken:
+        token = self[token_id] = SampledToken(token_id)
+        return token
+
+
+_PLAIN_TOKENS = _PlainTokens()
+
+
 def uniform(seed: int, row_id: str | int, sample: int, step: int) -> float:
     """A row's own draw in [0, 1): 53 bits of a keyed hash."""
     text = f"{seed}\0{type(row_id).__name__}\0{row_id}\0{sample}\0{step}"
@@ -87,9 +97,7 @@ class Sampled:
 
     def tokens(self) -> list[SampledToken]:
         """The sampled tokens. To be called only once the device has come so far."""
-        # Made without a call of a Python function for each.
-        fields = zip(self.on_host.tolist(), repeat(None), repeat(()))  # two have no end
-        sampled = list(map(tuple.__new__, repeat(SampledToken), fields))  # type: ignore[arg-type]
+        sampled = list(map(_PLAIN_TOKENS.__getitem__, self.on_host.tolist()))
         if self.logprobs is not None:
             for i, count, numbers in zip(self.wanted, self.counts, self.logprobs.tolist(), strict=True):
                 sampled[i] = SampledToken.of_numbers(sampled[i].token_id, numbers, count)

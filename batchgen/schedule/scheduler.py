@@ -52,6 +52,22 @@ _COMPUTE_ATTENDS = (KVPlacement.DEVICE, KVPlacement.STREAMED, KVPlacement.DISK)
 _ON_HOST = (KVPlacement.CPU, KVPlacement.DEFERRED)
 
 
+class SweepTokens(NamedTuple):
+    """The tokens of a sweep that has been launched.
+
+    Attributes:
+        num_decoded: Sequences in it after their prompt.
+        decode_keys: Tokens that the first token of each of these attends to, all together.
+        num_prefilled: Tokens of prompts, or what else goes through in chunks.
+        prefill_keys: Tokens that these attend to, all together.
+    """
+
+    num_decoded: int
+    decode_keys: int
+    num_prefilled: int
+    prefill_keys: int
+
+
 class _BeforeDrafts(NamedTuple):
     """A sequence with a state, before a sweep in which it has drafts.
 
@@ -328,19 +344,36 @@ class Scheduler:
                 budget -= count
         return budget
 
-    def commit(self, sweep: list[ScheduledSequence]) -> None:
-        """The sweep has been launched: its tokens' KV is there for all that is launched after it."""
+    def commit(self, sweep: list[ScheduledSequence]) -> SweepTokens:
+        """The sweep has been launched: its tokens' KV is there for all that is launched after it.
+
+        Returns:
+            The tokens of the sweep.
+        """
         shares, has_states = self.tables.share_prefixes, self.tables.have_states
-        for sequence, num_tokens in sweep:  # each sequence of every sweep
+        num_decoded = decode_keys = num_prefilled = prefill_keys = 0
+        for scheduled in sweep:  # each sequence of every sweep
+            sequence, num_tokens = scheduled
             before = sequence.num_computed
-            num_keys, num_known = before + num_tokens, len(sequence.tokens)
-            # KV of drafts counts when they are accepted; until then a later token overwrites it.
-            sequence.num_computed = num_keys if num_keys < num_known else num_known
-            if shares and before < sequence.num_prompt:
-                self.tables.insert_prompt(sequence, sequence.num_computed)
+            if num_tokens == 1 and before >= sequence.num_prompt:
+                num_decoded += 1
+                decode_keys += before + 1
+                sequence.num_computed = before + 1
+            else:
+                if before >= sequence.num_prompt and scheduled.samples:  # it has drafts
+                    num_decoded += 1
+                    decode_keys += before + 1
+                else:
+                    num_prefilled += num_tokens
+                    prefill_keys += scheduled.prefill_keys
+                # KV of drafts counts when they are accepted; until then a later token overwrites it.
+                sequence.num_computed = min(before + num_tokens, len(sequence.tokens))
+                if shares and before < sequence.num_prompt:
+                    self.tables.insert_prompt(sequence, sequence.num_computed)
             if has_states and sequence not in self._before_drafts:
                 self.tables.commit_state(sequence)
         self._release_swapped()
+        return SweepTokens(num_decoded, decode_keys, num_prefilled, prefill_keys)
 
     def advance(self, num_tokens: int) -> int:
         """Let all sequences gain tokens as if they had been scheduled and sampled; 0: there are no blocks."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from array import array
 from collections.abc import Iterable
+from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, NamedTuple, Protocol
@@ -138,7 +139,7 @@ class Sequence:
     takes_prefix: bool = True
     is_whole: bool = False
     constraint: Constraint | None = None
-    drafts: list[int] = field(default_factory=list)
+    drafts: List[int] = ()
     drafted: Sequence | None = None
     token_slot: int | None = None
     exchange_slot: int | None = None
@@ -198,7 +199,7 @@ def after_drafts(sequence: Sequence, num_drafts: int) -> Sequence:
         return sequence
     after = copy.copy(sequence)
     after.tokens = [*sequence.tokens, *sequence.drafts[:num_drafts]]
-    after.drafts, after.drafted = [], sequence
+    after.drafts, after.drafted = (), sequence
     if sequence.constraint is not None:
         after.constraint = sequence.constraint.after(num_drafts)
     return after

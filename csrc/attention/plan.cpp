@@ -84,9 +84,11 @@ void AttentionPlan::add_query(int token, const int32_t* blocks, int first, int c
             {{0, 1, first + part * size, first + std::min(count, (part + 1) * size), kAllKeys, kNoWindow, blocks}});
 }
 
-void AttentionPlan::add_prefill(int start, int stop, const int32_t* blocks, int num_blocks, int offset, int window,
-                                int ahead) {
-    prompts_.push_back({start, stop, keep(blocks, num_blocks), offset, window, ahead});
+void AttentionPlan::add_sequences(int sequences, const int64_t* start, const int64_t* num_tokens, const int64_t* offset,
+                                  const int64_t* places, const int32_t* blocks, int num_blocks, int window, int ahead) {
+    const int32_t* kept = keep(blocks, num_blocks);
+    for (int i = 0; i < sequences; i++)
+        prompts_.push_back({int(start[i]), int(start[i] + num_tokens[i]), kept + places[i], int(offset[i]), window, ahead});
 }
 
 void AttentionPlan::add_shared(int start, int stop, const int32_t* blocks, int num_blocks) {

@@ -28,10 +28,11 @@ class AttentionPlan {
     // Adds one query that sees the first num_keys keys of blocks, which may be other ones at each call: they are not
     // copied.
     void add_chosen(int token, const int32_t* blocks, int num_keys);
-    // Adds queries [start, stop) of one sequence, the first at key `offset` and the last at its last key. window: keys
-    // up to its own that each query sees; 0: all. ahead: keys after its own that each query sees; 0 in causal
-    // attention.
-    void add_prefill(int start, int stop, const int32_t* blocks, int num_blocks, int offset, int window, int ahead);
+    // Adds sequences of several queries each: sequence i has num_tokens[i] from start[i] on, the first at key offset[i]
+    // of the blocks from places[i] on, and the last at its last key. window: keys up to its own that each query sees;
+    // 0: all. ahead: keys after its own that each query sees; 0 in causal attention.
+    void add_sequences(int sequences, const int64_t* start, const int64_t* num_tokens, const int64_t* offset,
+                       const int64_t* places, const int32_t* blocks, int num_blocks, int window, int ahead);
     // Adds queries [start, stop) of several sequences that see every key of the blocks, beside their own keys.
     void add_shared(int start, int stop, const int32_t* blocks, int num_blocks);
     // The instruction set that attends; "": the active one.

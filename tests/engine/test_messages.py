@@ -35,12 +35,10 @@ def test_a_sweep_arrives_with_its_attention_plan(tier):
     batch = replace(pack(sweep(tier), **options, on_card=tier == "gpu"), logits_rows=[])
     (arrived,) = decode(encode(SweepMessage([batch], True))).batches
     (sent,), (segment,) = batch.segments, arrived.segments
-    assert segment.plans.keys() == {None, 8} and (sent.plans[8].sequences is None) == (tier == "cpu")
+    assert segment.plans.keys() == {None, 8} and bool(sent.plans[8].decode) == (tier == "cpu")
     for window, plan in sent.plans.items():
-        kinds = (plan.decode, segment.plans[window].decode), (plan.prefill, segment.plans[window].prefill)
-        items = [pair for sides in kinds for pair in zip(*sides, strict=True)]
-        if tier == "gpu":
-            items = [(plan.sequences, segment.plans[window].sequences)]
+        items = [*zip(plan.decode, segment.plans[window].decode, strict=True)]
+        items.append((plan.sequences, segment.plans[window].sequences))
         assert len(items) > (tier == "cpu"), "it has prompts, and sequences that decode"
         for one, other in items:
             for field in fields(one):

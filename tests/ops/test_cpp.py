@@ -24,7 +24,7 @@ from batchgen.ops.attention_operands import AttentionOperands
 from batchgen.ops.attention_plan import (
     AttentionPlan,
     DecodeGroup,
-    PrefillItem,
+    SequenceItems,
     SequenceSlice,
     SharedItem,
     SweepTables,
@@ -354,7 +354,7 @@ def test_a_result_does_not_depend_on_the_batch_nor_on_threads():
 
 
 def test_no_key_in_sight_gives_zeros():
-    plan = AttentionPlan((), (DecodeGroup(0, 1, np.zeros((1, 1), np.int32), np.array([3]), np.array([3])),), ())
+    plan = AttentionPlan((), (DecodeGroup(0, 1, np.zeros((1, 1), np.int32), np.array([3]), np.array([3])),))
     kv = random(0, 1, 2, 1, 16, 32)
     got = kernels.attention(random(1, 1, 1, 32), kv, kernels.attention_plan(plan, 1, 1, 16, 128))
     assert torch.equal(got, torch.zeros_like(got))
@@ -376,7 +376,7 @@ def test_very_large_scores():
 def test_queries_may_be_a_view():
     kv = random(0, 2, 2, 2, 16, 32)
     whole = random(1, 20, 6, 32)
-    plan = AttentionPlan((), (), (PrefillItem(0, 20, np.arange(2, dtype=np.int32), 4),))
+    plan = AttentionPlan((), sequences=SequenceItems.of_one(0, 20, np.arange(2, dtype=np.int32), 4))
     made = kernels.attention_plan(plan, 2, 2, 16, 128)
     assert torch.equal(kernels.attention(whole[:, :4], kv, made), kernels.attention(whole[:, :4].clone(), kv, made))
 
@@ -387,7 +387,6 @@ def test_a_shared_prefix_with_many_rows():
     plan = AttentionPlan(
         (SharedItem(0, 3, blocks),),
         (DecodeGroup(0, 3, tail, np.array([1, 16, 5]), np.zeros(3, np.int64)),),
-        (),
     )
     kv = random(0, 9, 2, 1, 16, 64)
     q = random(1, 3, 16, 64, scale=0.2)

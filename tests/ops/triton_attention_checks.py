@@ -22,7 +22,7 @@ from batchgen.ops.attention_operands import AttentionOperands
 from batchgen.ops.attention_plan import (
     AttentionPlan,
     DecodeGroup,
-    PrefillItem,
+    SequenceItems,
     SequenceSlice,
     SharedGroup,
     SharedItem,
@@ -304,7 +304,7 @@ def test_a_plan_is_written_over_another_in_the_same_memory():
 
 
 def test_no_key_in_sight_gives_zeros():
-    plan = AttentionPlan((), (DecodeGroup(0, 1, np.zeros((1, 1), np.int32), np.array([3]), np.array([3])),), ())
+    plan = AttentionPlan((), (DecodeGroup(0, 1, np.zeros((1, 1), np.int32), np.array([3]), np.array([3])),))
     q = random(1, 1, 1, 32)
     got = attend(q, random(0, 1, 2, 1, 16, 32), prepared(plan, 1, 1, 32, 16, q.dtype))
     assert torch.equal(got, torch.zeros_like(got))
@@ -324,7 +324,7 @@ def test_very_large_scores():
 def test_queries_may_be_a_view():
     kv = random(0, 2, 2, 2, 16, 32)
     whole = random(1, 20, 6, 32).to(DEVICE)
-    plan = AttentionPlan((), (), (PrefillItem(0, 20, np.arange(2, dtype=np.int32), 4),))
+    plan = AttentionPlan((), sequences=SequenceItems.of_one(0, 20, np.arange(2, dtype=np.int32), 4))
     made = prepared(plan, 4, 2, 32, 16, torch.float32, torch.float32)
     assert torch.equal(attend(whole[:, :4], kv, made), attend(whole[:, :4].clone(), kv, made))
 
@@ -335,7 +335,6 @@ def test_a_shared_prefix_with_many_rows():
     plan = AttentionPlan(
         (SharedItem(0, 3, blocks),),
         (DecodeGroup(0, 3, tail, np.array([1, 16, 5]), np.zeros(3, np.int64)),),
-        (),
     )
     kv, q = random(0, 9, 2, 1, 16, 64), random(1, 3, 16, 64, scale=0.2)
     got = attend(q, kv, prepared(plan, 16, 1, 64, 16, q.dtype))
@@ -374,7 +373,7 @@ def test_kv_beyond_the_reach_of_32_bits():
 
 
 def test_no_query_at_all():
-    x, made = torch.empty(0, 2, 16, device=DEVICE), prepared(AttentionPlan((), (), ()), 2, 1, 16, 16, torch.float32)
+    x, made = torch.empty(0, 2, 16, device=DEVICE), prepared(AttentionPlan(()), 2, 1, 16, 16, torch.float32)
     assert triton_kernels.paged_attention(x, x.new_zeros(1, 2, 1, 16, 16), made).shape == (0, 2, 16)
 
 

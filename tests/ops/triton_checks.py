@@ -404,7 +404,7 @@ def test_old_cards_leave_products_or_all_to_torch(monkeypatch):
         assert on(capability) == (triton_kernels, True, (True, True, True, True))
     on(75)
     monkeypatch.setattr(torch_attention, "prepare_attention", lambda *a: "torch's")
-    assert ops.prepare_attention(AttentionPlan((), (), ()), operands, there) == "torch's"
+    assert ops.prepare_attention(AttentionPlan(()), operands, there) == "torch's"
 
 
 # Rows.

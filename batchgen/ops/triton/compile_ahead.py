@@ -27,7 +27,7 @@ from triton.runtime import driver
 from batchgen.core.dtypes import BLOCK_FORMATS, KV_CODE_BITS, KVFormat
 from batchgen.core.plan import DEFAULT_KV_BLOCK_SIZE
 from batchgen.ops import quant
-from batchgen.ops.attention_plan import AttentionPlan, DecodeGroup, PrefillItem, SharedItem
+from batchgen.ops.attention_plan import AttentionPlan, DecodeGroup, SequenceItems, SharedItem
 from batchgen.ops.cpp import GATED, BlockWeight
 from batchgen.ops.state_slots import StateSlots
 from batchgen.ops.triton import attention, conv, delta, grouped, packed, plan, rotary, sampling, weights
@@ -302,7 +302,7 @@ def _attention_launches(
     sweep = AttentionPlan(
         (SharedItem(0, 1, blocks),),
         (DecodeGroup(0, 1, blocks[None], tail, np.zeros(1, np.int64)),),
-        (PrefillItem(1, 257, blocks, 0),),
+        sequences=SequenceItems.of_one(1, 256, blocks),
     )
     tiles = attention_tiles(group, head_dim, dtype, kv_format.bits, shared_memory)
     shape = plan.Geometry(_KV_HEADS * group, _KV_HEADS, head_dim, DEFAULT_KV_BLOCK_SIZE, *tiles, num_sms=132)
