@@ -30,8 +30,7 @@ inline float largest_of(const float* x, int64_t n, float* watch = nullptr) {
     float highest = largest(max(max(best[0], best[1]), max(best[2], best[3])));
     float rest = 0;
     for (int64_t i = n / W * W; i < n; i++) highest = x[i] > highest ? x[i] : highest, rest += x[i] * 0;
-    if (watch)
-        *watch += rest + sum(add(add(times_zero[0], times_zero[1]), add(times_zero[2], times_zero[3])));
+    if (watch) *watch += rest + sum(add(add(times_zero[0], times_zero[1]), add(times_zero[2], times_zero[3])));
     return highest;
 }
 

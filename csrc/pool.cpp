@@ -124,8 +124,21 @@ class Pool {
     }
 
   private:
-    static void wait_for_users(Loop* loop) {
-        while (!look_for([&] { return loop->users.load(std::memory_order_acquire) == 0; })) std::this_thread::yield();
+    // Who waits for long sleeps: a worker may have lost its core to another thread, which can take the caller's.
+    void wait_for_users(Loop* loop) {
+        const auto has_none = [&] { return loop->users.load(std::memory_order_seq_cst) == 0; };
+        if (look_for(has_none)) return;
+        std::unique_lock lock(mutex_);
+        waiting_.fetch_add(1, std::memory_order_seq_cst);
+        left_.wait(lock, has_none);
+        waiting_.fetch_sub(1, std::memory_order_relaxed);
+    }
+
+    void leave(Loop* loop) {
+        loop->users.fetch_sub(1, std::memory_order_seq_cst);  // after this the loop may be gone
+        if (!waiting_.load(std::memory_order_seq_cst)) return;
+        std::lock_guard lock(mutex_);
+        left_.notify_all();
     }
 
     Loop* begin() {
@@ -156,7 +169,7 @@ class Pool {
             const uint64_t seen = changes_.load(std::memory_order_acquire);
             if (Loop* loop = begin()) {
                 loop->help();
-                loop->users.fetch_sub(1, std::memory_order_release);
+                leave(loop);
                 continue;
             }
             if (look_for([&] { return changes_.load(std::memory_order_acquire) != seen; })) continue;
@@ -169,10 +182,10 @@ class Pool {
 
     std::vector<int> cpus_;
     std::mutex mutex_;
-    std::condition_variable wake_;
+    std::condition_variable wake_, left_;
     std::deque<Loop*> loops_;
     std::atomic<uint64_t> changes_{0};
-    std::atomic<int> sleeping_{0};
+    std::atomic<int> sleeping_{0}, waiting_{0};
     std::vector<Worker> workers_;
     std::atomic<int> caller_cpu_{-1};
 };

@@ -76,6 +76,11 @@ class _InFlight:
                 of_prompts[prompt] = max(of_prompts.get(prompt, 0), sequence.num_cached)
         return sum(of_prompts.values())
 
+    @property
+    def _firsts(self) -> list[Sequence]:
+        """The sequence of the first sample of each prompt."""
+        return self.sequences[:: self.sequences[0].sampling.n]
+
     def completion(self, *, has_digest: bool) -> Completion:
         """The result of the request. has_digest: Whether it has the request's digest."""
         prepared, logprobs, row = self.prepared, self.logprobs or {}, self.prepared.request.row
@@ -90,7 +95,7 @@ class _InFlight:
             None,
             self.cached_tokens,
             row,
-            tuple([Prompt(tuple(ids), logprobs.get(i)) for i, (ids, _) in enumerate(prepared.prompts)]),
+            tuple([Prompt(tuple(s.tokens[: s.num_prompt]), logprobs.get(i)) for i, s in enumerate(self._firsts)]),
             prepared.digest if has_digest else b"",
         )
 

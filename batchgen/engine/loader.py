@@ -813,7 +813,7 @@ def warm_up(
             list(scorer.results())
         if task == "score":
             return None
-        sequences = [row.sequence for row in rows]
+        sequences = [sequence for sequence, _ in rows]
         if len(sequences) not in sampled:
             sampled.add(len(sequences))
             for varied in sampled_every_way(sequences, logits.shape[1]):

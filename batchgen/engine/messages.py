@@ -29,7 +29,7 @@ from batchgen.models.store.layout import Extent, StoredTensor, StoreFile, Weight
 from batchgen.ops.attention_plan import AttentionPlan, DecodeGroup, SequenceItems, SharedItem
 from batchgen.runtime.sampler import SampledToken
 from batchgen.schedule.packed_batch import PackedBatch, Segment
-from batchgen.schedule.sequence import LogitsRow, ScoredPosition
+from batchgen.schedule.sequence import ScoredPosition
 from batchgen.schedule.sequence import Sequence as InFlight
 from batchgen.schedule.staging import Run, Staging
 from batchgen.schedule.state_rows import StateRows, StateStaging
@@ -131,7 +131,7 @@ _TABLE = messages.table_of(
     LoadRequest, MemoryPlan, KVExpansion, Policy, ModelFiles, ModelConfig, DeltaNet, ShortConv, RopeConfig,
     Device, SamplingParams, KernelChoice, Measured, Shard,
     WeightStore, StoreFile, Extent, StoredTensor,
-    PackedBatch, Segment, KVPlacement, Staging, StateRows, StateStaging, Run, LogitsRow,
+    PackedBatch, Segment, KVPlacement, Staging, StateRows, StateStaging, Run,
     AttentionPlan, DecodeGroup, SequenceItems, SharedItem,
     SentSequence, SentMask, SampledToken, ScoredPosition,
 )  # fmt: skip

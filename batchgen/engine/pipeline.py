@@ -322,14 +322,14 @@ class _SweepAnswers:
         if parts.scored:
             self._scorer.take([rows[i] for i in parts.scored], take(logits, parts.scored), start)
         if parts.sampled:
-            sequences = [rows[i].sequence for i in parts.sampled]
+            sequences = [rows[i][0] for i in parts.sampled]
             self._sampled.append(sample(take(logits, parts.sampled), sequences))
 
     def in_order(self) -> Answers:
         """The token or the score of each row, in the order of the rows, once the sweep has run."""
         tokens = (token for sampled in self._sampled for token in sampled.tokens())
         scores = (score for _, score in self._scorer.results())
-        return [next(scores) if row.sequence.targets else next(tokens) for row in self._rows]
+        return [next(scores) if sequence.targets else next(tokens) for sequence, _ in self._rows]
 
 
 class _Answering:
@@ -373,9 +373,9 @@ def _receive(group: RankGroup, rank: int) -> Answers:
 
 def _sent(batch: PackedBatch) -> PackedBatch:
     """A copy of a packed batch for the last stage, whose sequences have only what sampling and scoring need."""
-    sent = {row.sequence: SentSequence.of(row.sequence) for row in batch.logits_rows}
-    rows = [(cast("InFlight", sent[row.sequence]), row.position) for row in batch.logits_rows]
-    return replace(batch, logits_rows=[LogitsRow(*row) for row in rows])
+    sent = {sequence: SentSequence.of(sequence) for sequence, _ in batch.logits_rows}
+    rows = [(cast("InFlight", sent[sequence]), position) for sequence, position in batch.logits_rows]
+    return replace(batch, logits_rows=rows)
 
 
 def _nothing(rows: Sequence[LogitsRow], logits: Tensor, start: int) -> None:

@@ -207,9 +207,8 @@ def take_scores(
         has_failed: Function that tells whether the request of a sequence has failed already.
     """
     finished = []
-    for row, score in scorer.results():
-        sequence = row.sequence
-        if row.position != sequence.scored_from + len(sequence.scores):
+    for (sequence, position), score in scorer.results():
+        if position != sequence.scored_from + len(sequence.scores):
             continue  # the sequence begins again
         if score.argmax == NOT_FINITE and non_finite.reruns(sequence, failed=has_failed(sequence)):
             sequence.scores.clear()

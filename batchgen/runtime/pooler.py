@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Sized
 from itertools import groupby
-from operator import attrgetter
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -58,8 +58,8 @@ class Pooler:
         """
         if not len(rows):
             return
-        runs = [(sequence, list(members)) for sequence, members in groupby(rows, attrgetter("sequence"))]
-        places = [(sequence, members[0].position, len(members)) for sequence, members in runs]
+        runs = [(sequence, list(members)) for sequence, members in groupby(rows, itemgetter(0))]
+        places = [(sequence, members[0][1], len(members)) for sequence, members in runs]
         counts = np.array([count for *_, count in places])
         if self._pooling == "mean" and len(places) < len(rows):
             owners = upload(np.repeat(np.arange(len(places)), counts), hidden.device)

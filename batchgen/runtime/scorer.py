@@ -54,14 +54,14 @@ class _Group:
 
     def __init__(self, rows: Sized[LogitsRow], device: torch.device) -> None:
         self._logits_rows = rows
-        self._targets = [a.sequence.targets[a.position - a.sequence.scored_from] for a in rows]
+        self._targets = [sequence.targets[position - sequence.scored_from] for sequence, position in rows]
         self._row_of_target = np.repeat(np.arange(len(rows)), [len(targets) for targets in self._targets])
         self._rows = upload(self._row_of_target, device)
         self._tokens = upload(
             np.array([token for targets in self._targets for token in targets], dtype=np.int64), device
         )
         self._chosen = torch.zeros(len(self._tokens), device=device)
-        self._num_top = max(a.sequence.sampling.logprobs or 0 for a in rows)
+        self._num_top = max(sequence.sampling.logprobs or 0 for sequence, _ in rows)
         self._best: tuple[Tensor, Tensor, Tensor] | None = None  # token, logit, lse
         self._finite = torch.ones(len(rows), dtype=torch.bool, device=device)
         self._top: tuple[Tensor, Tensor] | None = None  # logits and tokens [rows, num_top]
@@ -104,7 +104,7 @@ class _Group:
         first = 0
         for i, (row, targets) in enumerate(zip(self._logits_rows, self._targets, strict=True)):
             top: tuple[tuple[int, float], ...] = ()
-            count = row.sequence.sampling.logprobs
+            count = row[0].sampling.logprobs
             if count:
                 top = tuple(zip(tokens[i][:count], values[i][:count], strict=True))
             yield row, ScoredPosition(tuple(chosen[first : first + len(targets)]), argmax[i], top)

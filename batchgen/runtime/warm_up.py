@@ -120,4 +120,4 @@ def sampled_every_way(sequences: List[Sequence], vocab_size: int) -> Iterator[li
 def scored(rows: List[LogitsRow]) -> list[LogitsRow]:
     """Positions to be scored, in place of the given rows."""
     sampling = SamplingParams(logprobs=3)
-    return [LogitsRow(Sequence(i, i, 0, [0], sampling, targets=((0, 1),)), 0) for i in range(len(rows))]
+    return [(Sequence(i, i, 0, [0], sampling, targets=((0, 1),)), 0) for i in range(len(rows))]

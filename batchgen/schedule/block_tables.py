@@ -152,7 +152,7 @@ class BlockTables:
                 compute than now.
         """
         pool = self.pool(sequence)
-        if not pool.share_prefixes:
+        if not pool.share_prefixes or len(following.tokens) < _LEAST_TOKENS:
             return 0
         known = sequence.num_inserted_blocks * pool.kv_block_size
         if sequence.state is None and known >= sequence.num_prompt // pool.kv_block_size * pool.kv_block_size:
@@ -313,7 +313,7 @@ class BlockTables:
         self.num_reserved[tier] -= sequence.reserved_blocks
         sequence.reserved_blocks = 0
         written = sequence.num_computed // pool.kv_block_size
-        if pool.share_prefixes:
+        if pool.share_prefixes and sequence.num_inserted_blocks > written:
             # After a sweep that failed: what it was to write is not there to be found.
             pool.invalidate(sequence.block_table[written : sequence.num_inserted_blocks])
         pool.release(sequence.block_table)

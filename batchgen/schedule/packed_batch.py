@@ -30,7 +30,7 @@ from batchgen.ops.page_choice import PageTables, plan_chosen
 from batchgen.schedule.micro_batches import by_placement
 from batchgen.schedule.page_staging import ChosenStaging, choosers_of, summary_numbers
 from batchgen.schedule.scheduled_sequence import ScheduledSequence
-from batchgen.schedule.sequence import PENDING, LogitsRow, Sequence, after_drafts, in_flight, logits_rows
+from batchgen.schedule.sequence import PENDING, LogitsRow, Sequence, after_drafts, in_flight
 from batchgen.schedule.staging import Run, Staging, Tables, has_window_tables, stage, swap_runs
 from batchgen.schedule.state_rows import StateRows, StateStaging, rows_in_pool, rows_in_staging, stage_states
 from batchgen.schedule.step_graph import BatchFlow
@@ -372,7 +372,7 @@ class _Rows:
         self._pending_rows.append(self.count + starts[1:][pending] - 1)
         self._pending_slots.append(np.array([sequences[i].token_slot for i in pending.tolist()], np.int64))
         if defers:
-            self._deferred_rows += logits_rows(sequences, tables.num_cached.tolist())
+            self._deferred_rows += zip(sequences, tables.num_cached.tolist(), strict=True)
             self._exchange_slots += [in_flight(sequence.exchange_slot) for sequence in sequences]
         else:
             self._add_logits(sequences, tables, lengths, has_drafts=has_drafts)
@@ -407,9 +407,9 @@ class _Rows:
             having = [sequences[i] for i in owners.tolist()]
             positions = numbers_within(counts) + np.repeat(first, counts)
             self._logits_indices.append(self.count + (tables.starts[:-1] - tables.num_cached)[owners] + positions)
-        rows = logits_rows(having, positions.tolist())
+        rows = list(zip(having, positions.tolist(), strict=True))
         if has_drafts:
-            rows = [LogitsRow(after_drafts(s, max(0, p + 1 - len(s.tokens))), p) for s, p in rows]
+            rows = [(after_drafts(s, max(0, p + 1 - len(s.tokens))), p) for s, p in rows]
         self._logits_rows += rows
 
     def packed(self, segments: tuple[Segment, ...], staging: dict[int | None, Staging] | None) -> PackedBatch:

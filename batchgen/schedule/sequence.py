@@ -7,8 +7,7 @@ from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
-from itertools import repeat
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -220,13 +219,5 @@ def in_flight(slot: int | None) -> int:
     return slot
 
 
-class LogitsRow(NamedTuple):
-    """A row of logits: of what follows a sequence's token at `position`."""
-
-    sequence: Sequence
-    position: int
-
-
-def logits_rows(sequences: Iterable[Sequence], positions: Iterable[int]) -> list[LogitsRow]:
-    """Rows of logits at a position of each sequence, made without a call of a Python function for each."""
-    return list(map(tuple.__new__, repeat(LogitsRow), zip(sequences, positions, strict=True)))
+# A row of logits: a sequence, and the position of its token that the logits follow.
+LogitsRow: TypeAlias = tuple[Sequence, int]

@@ -88,7 +88,8 @@ void AttentionPlan::add_sequences(int sequences, const int64_t* start, const int
                                   const int64_t* places, const int32_t* blocks, int num_blocks, int window, int ahead) {
     const int32_t* kept = keep(blocks, num_blocks);
     for (int i = 0; i < sequences; i++)
-        prompts_.push_back({int(start[i]), int(start[i] + num_tokens[i]), kept + places[i], int(offset[i]), window, ahead});
+        prompts_.push_back(
+            {int(start[i]), int(start[i] + num_tokens[i]), kept + places[i], int(offset[i]), window, ahead});
 }
 
 void AttentionPlan::add_shared(int start, int stop, const int32_t* blocks, int num_blocks) {

@@ -16,7 +16,7 @@ from batchgen.models.files import read_config, resolve_model
 from batchgen.models.mtp import load_mtp, mtp_bytes
 from batchgen.runtime.mtp import MtpProposer
 from batchgen.schedule.drafting import Drafting
-from batchgen.schedule.sequence import LogitsRow, Sequence
+from batchgen.schedule.sequence import Sequence
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -95,7 +95,7 @@ def test_drafts_are_those_of_the_layer_of_transformers(family, tmp_path):
     for known in ({0: 1, 1: 1}, {0: 2, 1: 4}, {1: 5, 2: 1}, {0: 6, 1: 6, 2: 3}):
         for i, count in known.items():
             sequences[i].tokens[len(prompts[i]) :] = generated[i][:count]
-            rows = [LogitsRow(sequences[i], len(prompts[i]) - 1 + k) for k in range(count + 2)]
+            rows = [(sequences[i], len(prompts[i]) - 1 + k) for k in range(count + 2)]
             if i == 1:
                 proposer.take(rows[seen[i] : count], hidden[i, seen[i] : count])
             for k in range(seen[i], count) if i != 1 else ():  # sweeps with two drafts that are refused

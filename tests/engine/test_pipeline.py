@@ -214,7 +214,7 @@ def test_every_stage_is_at_a_sweep(expected, stores):
 
     def counted(batches, *rest, **options):
         wait = run(batches, *rest, **options)
-        rows = {id(row.sequence) for batch in batches for row in batch.logits_rows}
+        rows = {id(sequence) for batch in batches for sequence, _ in batch.logits_rows}
         assert all(rows.isdisjoint(others) for others in waits)
         waits.append(rows)
         most.append(len(waits))

@@ -9,7 +9,7 @@ from thorough import some_draws
 from batchgen.core.request import SamplingParams
 from batchgen.engine.token_tree import paths_of, windows_of
 from batchgen.runtime.scorer import Scorer
-from batchgen.schedule.sequence import NOT_FINITE, LogitsRow, Sequence
+from batchgen.schedule.sequence import NOT_FINITE, Sequence
 
 few_tokens = st.integers(0, 2)  # so that continuations have much in common
 
@@ -62,7 +62,7 @@ def test_windows_score_every_token_once_with_a_context_as_long_as_can_be(count, 
 def scores_of(logits, targets, logprobs, chunk_widths, rows_at_a_time):
     """Of one sequence that asks for all rows, fed to a Scorer in chunks of rows and columns."""
     sequence = Sequence(0, 0, 0, [0] * len(logits), SamplingParams(logprobs=logprobs), targets=targets)
-    asked = [LogitsRow(sequence, i) for i in range(len(logits))]
+    asked = [(sequence, i) for i in range(len(logits))]
     scorer, start = Scorer(), 0
     for width in chunk_widths:
         for i in range(0, len(asked), rows_at_a_time):
