@@ -100,7 +100,7 @@ class BlockManager(BlockPool):
     def admit_if(
         self,
         tokens: Sequence[int],
-        fits: Callable[[int], bool],
+        fits: Callable[[int], bool] | None = None,
         window_fits: Callable[[Sequence[int]], bool] = lambda table: True,
     ) -> Allocation | None:
         """The blocks of a sequence, or None where the caller decides that there are not enough.
@@ -108,18 +108,21 @@ class BlockManager(BlockPool):
         Args:
             tokens: Tokens of its prompt.
             fits: Function of the number of blocks of a known prefix that several sequences have already. Blocks that
-                only one has, or none, count as new: they would have been freed.
+                only one has, or none, count as new: they would have been freed. None: there are enough in any case.
             window_fits: Function of the table of the known prefix in layers with a sliding window.
         """
         known = self.known(tokens)
         matched = known[: self._longest_prefix(known)]
-        if not fits(sum(self._users[block] > 1 for block in matched)):
+        if fits is not None and not fits(sum(self._users[block] > 1 for block in matched)):
             return None
         return self._allocation(matched, len(known), window_fits)
 
     def _allocation(
         self, matched: list[int], num_known: int, window_fits: Callable[[Sequence[int]], bool]
     ) -> Allocation | None:
+        if self.windowed is None and self.states is None:
+            self.take(matched)
+            return Allocation(matched, len(matched), num_known=num_known)
         table, state = None, None
         nodes = [self._node_of[block] for block in matched]
         if self.windowed is not None:
@@ -134,16 +137,6 @@ class BlockManager(BlockPool):
             self.windowed.take([block for block in table if block != NULL_BLOCK])
         self.take(matched)
         return Allocation(matched, len(matched), table, state, num_known)
-
-    def find(self, tokens: Sequence[int]) -> list[int]:
-        """The blocks of a known prefix that a sequence takes over, where all layers share one table.
-
-        Args:
-            tokens: Tokens of its prompt.
-        """
-        matched = self.known(tokens)
-        self.take(matched)
-        return matched
 
     def num_sole(self, blocks: Sequence[int]) -> int:
         """The number of a sequence's blocks without another user: the end of its table, as only prefixes are shared."""

@@ -6,7 +6,6 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
-from batchgen.core.kv_placement import KVPlacement
 from batchgen.schedule.block_manager import Allocation, BlockManager
 from batchgen.schedule.sequence import Sequence
 from batchgen.schedule.state_slots import NO_STATE, StateSlot
@@ -51,53 +50,23 @@ class BlockTables:
             allocation: Blocks that it starts with.
             num_reserved: Blocks that are promised to it beyond these.
         """
-        pool, matched = self.pool(sequence), allocation.blocks[: allocation.num_matched]
-        sequence.state = allocation.state
-        if allocation.state is not None:
-            self._add_fork(sequence, allocation.num_known * pool.kv_block_size, len(matched) * pool.kv_block_size)
-        sequence.block_table.extend(allocation.blocks)
-        self.num_held[sequence.kv_placement.tier] += len(allocation.blocks)
+        tier, blocks, num_matched = sequence.kv_placement.tier, allocation.blocks, allocation.num_matched
+        pool = self._pools[tier]
+        num_computed = num_matched * pool.kv_block_size
+        sequence.block_table.extend(blocks)
+        self.num_held[tier] += len(blocks)
+        sequence.reserved_blocks = num_reserved
+        self.num_reserved[tier] += num_reserved
+        sequence.num_computed = num_computed
+        sequence.num_cached = min(num_computed, sequence.num_prompt)
+        sequence.num_matched_blocks = sequence.num_inserted_blocks = num_matched
+        sequence.node = pool.node(blocks[num_matched - 1]) if num_matched else 0
         if allocation.window_table is not None:
             sequence.window_table = array("i", allocation.window_table)
             sequence.num_freed = allocation.window_table.count(NULL_BLOCK)
-        sequence.reserved_blocks = num_reserved
-        self.num_reserved[sequence.kv_placement.tier] += num_reserved
-        sequence.num_computed = len(matched) * pool.kv_block_size
-        sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
-        sequence.num_matched_blocks = sequence.num_inserted_blocks = len(matched)
-        sequence.node = pool.node(matched[-1]) if matched else 0
-
-    def open_at_once(self, sequence: Sequence, kv_placement: KVPlacement, most_tokens: int) -> int:
-        """Begin the table of a sequence for which there are blocks, in the compute device's own memory.
-
-        That is what `open`, `grow` and `insert_prompt` do where there is one table, and nothing is reserved.
-
-        Args:
-            sequence: The sequence.
-            kv_placement: Placement that it has been admitted to.
-            most_tokens: The most tokens that it may have in the sweep.
-
-        Returns:
-            Tokens that it has in the sweep.
-        """
-        sequence.kv_placement = kv_placement
-        tier, tokens, table = kv_placement.tier, sequence.tokens, sequence.block_table
-        pool = self._pools[tier]
-        size, matched = pool.kv_block_size, pool.find(sequence.shareable)
-        num_matched = len(matched)
-        computed = num_matched * size
-        count = min(len(tokens) - computed, most_tokens)
-        num_blocks = -(-(computed + count) // size)
-        table.extend(matched)
-        table.extend([pool.allocate() for _ in range(num_blocks - num_matched)])
-        self.num_held[tier] += num_blocks
-        sequence.num_computed = computed
-        sequence.num_cached = min(computed, sequence.num_prompt)
-        sequence.num_matched_blocks = sequence.num_inserted_blocks = num_matched
-        sequence.node = pool.node(matched[-1]) if matched else 0
-        if pool.share_prefixes and computed < sequence.num_prompt:
-            self.insert_prompt(sequence, computed + count)
-        return count
+        sequence.state = allocation.state
+        if allocation.state is not None:
+            self._add_fork(sequence, allocation.num_known * pool.kv_block_size, num_computed)
 
     def without_block(self, sequences: Iterable[Sequence]) -> list[Sequence]:
         """The sequences for which something may change when they grow by one token.
@@ -115,8 +84,8 @@ class BlockTables:
 
     def grow(self, sequence: Sequence, count: int) -> bool:
         """Allocate blocks for `count` more tokens; False if the pool has not enough, after all it has."""
-        tier, pool = sequence.kv_placement.tier, self.pool(sequence)
-        table = sequence.block_table
+        tier, table = sequence.kv_placement.tier, sequence.block_table
+        pool = self._pools[tier]
         needed = -(-(sequence.num_computed + count) // pool.kv_block_size)
         while len(table) < needed:
             if sequence.reserved_blocks:

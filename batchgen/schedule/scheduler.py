@@ -490,12 +490,12 @@ class Scheduler:
 
     def _chunk(self, sequence: Sequence, budget: int) -> int:
         """The tokens of a prompt that the next sweep may have."""
-        chunk = min(sequence.num_remaining, budget, self.limits.max_chunk_tokens or budget)
+        chunk = min(len(sequence.tokens) - sequence.num_computed, budget, self.limits.max_chunk_tokens or budget)
         if sequence.targets and self.limits.max_logit_rows is not None:
             chunk = min(chunk, self._spare_logit_rows)
         if sequence.is_whole:
             return chunk if chunk == sequence.num_remaining else 0
-        fork = self.tables.next_fork(sequence)
+        fork = self.tables.next_fork(sequence) if sequence.forks else None
         return chunk if fork is None else min(chunk, fork - sequence.num_computed)
 
     def _admit(self, sweep: list[ScheduledSequence], budget: int, most: int) -> None:
@@ -649,11 +649,10 @@ class Scheduler:
                 continue
             if (sequence.is_whole or sequence.targets) and not self._chunk(sequence, budget):
                 return
-            if room is not None and (count := self._let_in(sequence, room, sweep, budget)):
-                budget -= count
-                continue
             is_full = len(self.running) >= self.limits.max_num_seqs
-            if is_full or not self._admit_to_placement(sequence, admission, self._chunk(sequence, budget)):
+            if room is not None and (allocation := self._allocate_at_once(sequence, room)) is not None:
+                self._open(sequence, room.placement, allocation)
+            elif is_full or not self._admit_to_placement(sequence, admission, self._chunk(sequence, budget)):
                 assert self.running, f"a sequence of {len(sequence.tokens)} tokens fits no KV pool"
                 self._filling = False
                 return
@@ -679,36 +678,25 @@ class Scheduler:
         most = min(left, self.limits.max_num_seqs - len(self.running))
         return _Room(placement, pool, admission_to(placement.tier), len(self.running) + most)
 
-    def _let_in(self, sequence: Sequence, room: _Room, sweep: list[ScheduledSequence], budget: int) -> int:
-        """Admit the next waiting sequence where it fits however long it becomes, as most do in most jobs.
-
-        That is what `_admit_to_placement` and `_begin` do, which look at more.
+    def _allocate_at_once(self, sequence: Sequence, room: _Room) -> Allocation | None:
+        """The first blocks of a sequence that fits however long it becomes, as most do in most jobs.
 
         Returns:
-            Tokens that it has in the sweep; 0: it has to be looked at.
+            The blocks; None: it has to be looked at.
         """
-        size, tier = room.pool.kv_block_size, room.placement.tier
-        most_blocks = -(-longest_run(sequence) // size)
-        if len(self.running) >= room.most_running or sequence.targets or sequence.is_whole:
-            return 0
-        if sequence in self._followers or not room.admission.counts_in(most_blocks):
-            return 0
-        self.waiting.popleft()
-        count = self.tables.open_at_once(sequence, room.placement, min(budget, self.limits.max_chunk_tokens or budget))
-        if sequence.token_slot is None:
-            sequence.token_slot = self._token_slots.take()
-        self.running[sequence] = None
-        self._in_placement[room.placement] += 1
-        self._most_blocks[tier] += most_blocks
-        sweep.append(ScheduledSequence(sequence, count))
-        return count
+        if len(self.running) >= room.most_running:
+            return None
+        most_blocks = -(-longest_run(sequence) // room.pool.kv_block_size)
+        return room.pool.admit_if(sequence.shareable) if room.admission.counts_in(most_blocks) else None
 
     def _begin(self, sequence: Sequence, sweep: list[ScheduledSequence], budget: int) -> int:
         """Put the first tokens of a sequence that has been admitted in a sweep; returns their number."""
         self._enter(sequence)
         if self.waiting and self.tables.have_states:
             self.tables.fork_before(sequence, self.waiting[0])
-        count = min(self._chunk(sequence, budget), self.tables.window_capacity(sequence))
+        count = self._chunk(sequence, budget)
+        if sequence.window_table is not None:
+            count = min(count, self.tables.window_capacity(sequence))
         self._put(sequence, count, sweep)
         return count
 

@@ -76,7 +76,7 @@ class TierAdmission:
         if self.reserves and pool.windowed is None:
             return pool.admit(growing.sequence.shareable, growing.num_blocks, num_reserved)
         if self.counts_in(growing.most_blocks):
-            return pool.admit_if(growing.sequence.shareable, lambda shared: True)
+            return pool.admit_if(growing.sequence.shareable)
         self._projected = self._projected or _Projected(pool, *self._in_flight(), reserves=self.reserves)
         return self._projected.admit(growing, num_reserved)
 
