@@ -76,27 +76,23 @@ class _InFlight:
                 of_prompts[prompt] = max(of_prompts.get(prompt, 0), sequence.num_cached)
         return sum(of_prompts.values())
 
-    @property
-    def _firsts(self) -> list[Sequence]:
-        """The sequence of the first sample of each prompt."""
-        return self.sequences[:: self.sequences[0].sampling.n]
-
     def completion(self, *, has_digest: bool) -> Completion:
         """The result of the request. has_digest: Whether it has the request's digest."""
-        prepared, logprobs, row = self.prepared, self.logprobs or {}, self.prepared.request.row
-        num_tokens = sum([len(token_ids) for token_ids, _ in prepared.prompts])
+        first, logprobs, row = self.sequences[0], self.logprobs or {}, self.prepared.request.row
+        of_prompts = self.sequences[:: first.sampling.n]  # the first sample of each
+        num_tokens = sum([sequence.num_prompt for sequence in of_prompts])
         if self.error is not None:
-            return Completion(prepared.index, prepared.row_id, num_tokens, error=self.error, row=row)
+            return Completion(first.request_index, first.row_id, num_tokens, error=self.error, row=row)
         return Completion(
-            prepared.index,
-            prepared.row_id,
+            first.request_index,
+            first.row_id,
             num_tokens,
             tuple([sample for sample in self.samples if sample is not None]),
             None,
             self.cached_tokens,
             row,
-            tuple([Prompt(tuple(s.tokens[: s.num_prompt]), logprobs.get(i)) for i, s in enumerate(self._firsts)]),
-            prepared.digest if has_digest else b"",
+            tuple([Prompt(tuple(s.tokens[: s.num_prompt]), logprobs.get(i)) for i, s in enumerate(of_prompts)]),
+            self.prepared.digest if has_digest else b"",
         )
 
     def partial(self) -> PartialCompletion | None:

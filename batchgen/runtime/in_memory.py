@@ -91,7 +91,5 @@ def in_memory(
             sampling=SamplingParams(),
             sampled_token=executor.sampled_token,
         )
-        executor.warm_up(
-            sweeps, lambda rows, logits, start: sample(logits, [s for s, _ in rows]).token_ids
-        )
+        executor.warm_up(sweeps, lambda rows, logits, start: sample(logits, [s for s, _ in rows]).token_ids)
     return executor

@@ -147,7 +147,8 @@ def _rows_after_attention(context: StepContext, step: Step, batch: BatchState) -
     sends = is_last and not context.config.has_head
     # In the last layer only tokens whose logits are asked for go on.
     if is_last and not sends and batch.logits_indices is not None:
-        attended, hidden = [a[batch.logits_indices] for a in attended], hidden[batch.logits_indices]
+        attended = [a.index_select(0, batch.logits_indices) for a in attended]
+        hidden = hidden.index_select(0, batch.logits_indices)
     attended += [d.attended for d in batch.joined]
     hidden = with_deferred(hidden, [d.hidden for d in batch.joined])
     return hidden, attended[0] if len(attended) == 1 else torch.cat(attended)
