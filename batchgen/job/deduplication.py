@@ -13,8 +13,9 @@ from typing import Any
 
 from batchgen.core.request import PLAIN_CHAT, Completion, Embedded, PositionLogprobs, Request, SamplingParams
 
-# Bytes of results that are kept for later rows; the least recently used ones are evicted.
+# Bytes of results that are kept for later rows. Beyond them the least recently used ones are evicted, some at once.
 _MOST_RESULT_BYTES = 64 << 20
+_KEPT_FRAC = 0.95
 # Duplicates that wait for a result at once; further ones are computed, so that memory stays bounded.
 _MOST_WAITING = 1 << 16
 _encode = json.JSONEncoder(default=int).encode  # token ids may be numpy's
@@ -124,18 +125,20 @@ class Deduplication:
             first = self._first_of_row.pop(result.row, None)
             if first is None:
                 return
-            self._ready.extend(_for(request, result) for request in first.waiting)
-            first.result, first.result_bytes, first.waiting = result, _size_bytes(result), []
+            if first.waiting:
+                self._ready.extend([_for(request, result) for request in first.waiting])
+                first.waiting = []
+            first.result, first.result_bytes = result, _size_bytes(result)
             self._result_bytes += first.result_bytes
             if self._result_bytes > _MOST_RESULT_BYTES:
-                for oldest in list(self._oldest()):
+                for oldest in list(self._oldest(int(_KEPT_FRAC * _MOST_RESULT_BYTES))):
                     self._result_bytes -= self._firsts.pop(oldest).result_bytes
 
-    def _oldest(self) -> Iterator[bytes]:
-        """Keys of the oldest results, which are dropped so that the others take no more memory than the limit."""
+    def _oldest(self, most_bytes: int) -> Iterator[bytes]:
+        """Keys of the oldest results, which are dropped so that the others take no more bytes than `most_bytes`."""
         kept_bytes = self._result_bytes
         for key, first in self._firsts.items():
-            if kept_bytes <= _MOST_RESULT_BYTES:
+            if kept_bytes <= most_bytes:
                 return
             if first.result is not None:
                 kept_bytes -= first.result_bytes

@@ -594,7 +594,7 @@ def _run_rows(job: _Job, state: Run | SharedRun, engine: Engine, plan: Plan) -> 
                 observer.finished(result)
                 _keep_answer(job, result)
                 if isinstance(result, Completion):
-                    finished_tokens += sum(len(sample.token_ids) for sample in result.samples)
+                    finished_tokens += sum([len(sample.token_ids) for sample in result.samples])
                 too_many = rows.add(result.row, result.error)
                 if result.error is not None and (result.row + 1) % per_row == 0:
                     _on_failed_row(job, result.row // per_row, result.error, first=rows.failed == 1)

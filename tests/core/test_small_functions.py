@@ -91,9 +91,9 @@ def test_garbage_is_searched_for_rarely_until_the_last_of_several_blocks_ends(th
     threshold(500, 7, 8)
     first, second = collected_rarely(), collected_rarely()
     with first:
-        assert gc.get_threshold() == (50_000, 7, 8)
+        assert gc.get_threshold() == (500_000, 7, 8)
         second.__enter__()
-    assert gc.get_threshold() == (50_000, 7, 8)
+    assert gc.get_threshold() == (500_000, 7, 8)
     second.__exit__(None, None, None)
     assert gc.get_threshold() == (500, 7, 8)
 
