@@ -66,7 +66,7 @@ def dedicated_core_profile(
 ) -> HardwareProfile:
     """The profile of a machine whose emulated device computes on a dedicated CPU core.
 
-    Copies of the device run on that core too, while it sleeps to be as slow as the emulated device.
+    Copies of the device run on whichever core sleeps.
 
     Args:
         profile: Profile with a `gpu` that computes on the CPU's cores; the extra time of CPU attention is kept.
