@@ -83,7 +83,9 @@ def dedicated_core_profile(
         gpu=replace(core.cpu, step_overhead_s=step_s, waking_overhead_s=waking_gpu),
         sampling_logits_per_s=core.sampling_logits_per_s,
         sweep_overhead_s=core.sweep_overhead_s,
+        batch_overhead_s=core.batch_overhead_s,
         sequence_overhead_s=core.sequence_overhead_s,
+        issue_overhead_s=core.issue_overhead_s,
         shared_cores=False,
         copy_bytes_per_s=None,
     )
