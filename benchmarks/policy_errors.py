@@ -5,8 +5,8 @@ The first of each setting is the planner's own choice.
 The settings are links about as fast as compute, the CPU and a disk, and a CPU that attends slowly beside an
 accelerator. A draw holds the planner to a block size, a number of micro-batches, an admission, tiers of the weights and
 classes of the KV; where the rest lies is the placement that the cost model finds best under these. Draws that do not
-fit, or whose job would take too long, are drawn again. Times are those of the sweeps. Each is predicted twice: by the
-cost model (the LP), and by the simulator.
+fit, or whose job would take too long, are drawn again. Times are those of the sweeps. A run keeps to its policy, which
+adaptation would change. Each is predicted twice: by the cost model (the LP), and by the simulator.
 
     python benchmarks/policy_errors.py --work-dir DIR                 # measures
     python benchmarks/policy_errors.py --work-dir DIR --dry           # draws and simulates only, writes nothing
@@ -204,7 +204,7 @@ def _setting(setting: Setting, args: argparse.Namespace) -> None:
             kv_tokens = plan.policy.max_num_seqs * (setting.prompt + setting.output)
             measured = run_undisturbed(
                 model, setting.device, plan.policy, rows, [setting.output] * setting.rows, work_dir=work_dir,
-                kv_tokens=kv_tokens, planned_process_bytes=process, kernels=plan.kernels, plan=plan, **budgets,
+                kv_tokens=kv_tokens, planned_process_bytes=process, kernels=plan.kernels, **budgets,
             )  # fmt: skip
             entry["runs"].append(measured)
             entry["measured_s"] = statistics.median(run["seconds"] for run in entry["runs"])

@@ -280,7 +280,9 @@ class HardwareProfile:
         d2h_bytes_per_s: Rate of the link from GPU to host.
         link_overhead_s: Constant seconds of one copy to or from the GPU, besides those of its bytes.
         sweep_overhead_s: Constant seconds of one sweep (scheduling and packing).
+        batch_overhead_s: Constant seconds of each micro-batch of a sweep beyond the first.
         sequence_overhead_s: Seconds per sequence and sweep.
+        issue_overhead_s: Seconds in which the thread that computes hands a Step to another lane.
         row_overhead_s: Seconds per row, from reading its text to the part file with its result.
         disk_read_overhead_s: Constant seconds of one read, besides those of its bytes, with several reads in flight.
         disk_write_overhead_s: Constant seconds of one write, besides those of its bytes, with several writes in flight.
@@ -313,7 +315,9 @@ class HardwareProfile:
     h2d_bytes_per_s: float | None = None
     d2h_bytes_per_s: float | None = None
     sweep_overhead_s: float = 0.0
+    batch_overhead_s: float = 0.0
     sequence_overhead_s: float = 0.0
+    issue_overhead_s: float = 0.0
     row_overhead_s: float = 0.0
     disk_read_overhead_s: float = 0.0
     disk_write_overhead_s: float = 0.0

@@ -454,7 +454,7 @@ def layer_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
     """
     moved, requests = moved_bytes(s, phase, at), _requests(s, phase, at)
     resident_s = prompt_compute_s(s, phase) + phase_dequantize_s(s, phase)
-    compute = resident_s + _streamed_matmul_s(s, phase, at)
+    compute = resident_s + _streamed_matmul_s(s, phase, at) + _issue_s(s, phase, at)
     transfers = _transfer_lanes(s, moved, requests)
     lanes: dict[str, Linear] = {name: transfers[name] for name in ("disk_read", "disk_write")}
     lanes["disk"] = lanes["disk_read"] + lanes["disk_write"]
@@ -478,6 +478,19 @@ def layer_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
     lanes |= _chosen_chain(s, phase, at, lanes["compute"])
     lanes["dram"] = _dram_bytes(s, phase, at, moved) * (1 / s.hardware.dram_bytes_per_s)
     return lanes
+
+
+def _issue_s(s: CostInputs, phase: Phase, at: Placement) -> Linear:
+    """Seconds in which the thread that computes hands Steps to other lanes, for one layer of one sweep.
+
+    Where sequences decode whose KV is elsewhere, each micro-batch has two of these Steps in a layer: queries go out and
+    the CPU attends, or KV comes and goes. Without a GPU that counts as far as KV is on disk.
+    """
+    issue_s = s.hardware.issue_overhead_s
+    if not issue_s or not phase.decode_seqs:
+        return 0.0
+    away = at.delegates + at.stages if s.on_gpu else at.kv_disk
+    return away * (2 * s.num_gpu_batches * issue_s)
 
 
 def _add_gpu_lanes(
@@ -662,7 +675,7 @@ def head_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]:
 
 def sweep_overhead_s(s: CostInputs, phase: Phase) -> float:
     """Seconds of scheduling, packing and bookkeeping of one sweep, during which nothing else runs."""
-    return schedule_s(s, phase.sampled)
+    return schedule_s(s, phase.sampled, s.num_gpu_batches)
 
 
 def slowest_s(lanes: Mapping[str, Linear]) -> float:

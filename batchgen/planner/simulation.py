@@ -117,7 +117,7 @@ def simulate_job(
     """
     job = SimulatedJob(plan, config, expected_output_len, rows, adapts=adapts)
     costs, sweeps = StepCosts(plan, config, hardware), Sweeps(streams_of(plan, config))
-    simulator = Simulator(shared_cores=hardware.shared_cores, on_step=on_step)
+    simulator = Simulator(shared_cores=hardware.shared_cores, issue_s=hardware.issue_overhead_s, on_step=on_step)
     done = [(0.0, 0)]  # seconds and tokens after each sweep
     deferred_batches = DeferredBatches()
     while len(done) - 1 != max_sweeps and (sweep := job.next_sweep()):

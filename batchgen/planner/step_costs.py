@@ -237,7 +237,7 @@ class StepCosts:
 
     def between_s(self, loads: Sequence[BatchLoad]) -> float:
         """Seconds of scheduling, packing and bookkeeping of a sweep."""
-        return schedule_s(self.inputs, sum(load.sampled for load in loads))
+        return schedule_s(self.inputs, sum(load.sampled for load in loads), len(loads))
 
     def recut_s(self, recut: Recut) -> float:
         """Seconds in which layers' KV comes to the device and leaves it, where KV by layer is divided anew."""

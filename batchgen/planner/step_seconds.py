@@ -324,9 +324,17 @@ def sampling_s(s: CostInputs, rows: float) -> float:
     return rows * s.model.output_size / s.hardware.sampling_logits_per_s
 
 
-def schedule_s(s: CostInputs, sampled: float) -> float:
-    """Seconds of scheduling, packing and bookkeeping of one sweep that samples so many sequences; nothing else runs."""
-    return s.hardware.sweep_overhead_s + sampled * s.hardware.sequence_overhead_s
+def schedule_s(s: CostInputs, sampled: float, batches: int) -> float:
+    """Seconds of scheduling, packing and bookkeeping of one sweep, in which nothing else runs.
+
+    Args:
+        s: The inputs of the cost model.
+        sampled: Sequences that the sweep samples.
+        batches: Its micro-batches.
+    """
+    hardware = s.hardware
+    fixed_s = hardware.sweep_overhead_s + max(0, batches - 1) * hardware.batch_overhead_s
+    return fixed_s + sampled * hardware.sequence_overhead_s
 
 
 def query_bytes(s: CostInputs) -> float:

@@ -28,7 +28,7 @@ class Timeline:
         busy_s: Seconds in which each lane was busy.
         stalled_s: Seconds in which compute stood still, by the lane it waited for (cpu_attention also where it had the
             cores).
-        between_s: Seconds between sweeps.
+        between_s: Seconds between sweeps, and in which Steps were handed to other lanes.
     """
 
     total_s: float
@@ -44,14 +44,15 @@ class Simulator:
     may have to let compute go first, and what waits for it, are still open.
     """
 
-    def __init__(self, *, shared_cores: bool = False, on_step: OnStep | None = None) -> None:
+    def __init__(self, *, shared_cores: bool = False, issue_s: float = 0.0, on_step: OnStep | None = None) -> None:
         """Start with idle lanes.
 
         Args:
             shared_cores: Whether compute and CPU attention take turns: who has waited longer goes first.
+            issue_s: Seconds in which the compute lane hands a Step to another one.
             on_step: Called for every Step, with its start and end in seconds.
         """
-        self._shared_cores, self._on_step = shared_cores, on_step
+        self._shared_cores, self._issue_s, self._on_step = shared_cores, issue_s, on_step
         self._now_s = 0.0  # of the compute lane, which issues all Steps
         self._free_s: dict[str, float] = dict.fromkeys(LANES, 0.0)
         self._open: set[int] = set()
@@ -66,8 +67,10 @@ class Simulator:
         for step in steps:
             if step.lane == "compute":
                 self._compute(step, seconds(step))
-            else:
-                self._issue(step, seconds(step))
+                continue
+            self._now_s += self._issue_s
+            self._between_s += self._issue_s
+            self._issue(step, seconds(step))
         if not self._open:  # what has ended by now holds up nothing that is yet to be issued
             self._ended = {i: (end, lane) for i, (end, lane) in self._ended.items() if end > self._now_s}
 

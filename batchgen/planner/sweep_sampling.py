@@ -156,7 +156,9 @@ class SimulatedStage:
         self._received_s, self._link = 0.0, link
         self._deferred_s = 0.0
         self.lanes = Simulator(
-            shared_cores=hardware.shared_cores, on_step=self._note if self._exchanges or on_step else None
+            shared_cores=hardware.shared_cores,
+            issue_s=hardware.issue_overhead_s,
+            on_step=self._note if self._exchanges or on_step else None,
         )
 
     def run(self, sweep: ScheduledSweep, arrivals_s: Sequence[float]) -> tuple[list[float], float]:

@@ -66,7 +66,7 @@ def dedicated_core_profile(
 ) -> HardwareProfile:
     """The profile of a machine whose emulated device computes on a dedicated CPU core.
 
-    Copies of the device run on that core too, while it sleeps to be as slow as the emulated device.
+    Copies of the device run on whichever core sleeps.
 
     Args:
         profile: Profile with a `gpu` that computes on the CPU's cores; the extra time of CPU attention is kept.
@@ -83,7 +83,9 @@ def dedicated_core_profile(
         gpu=replace(core.cpu, step_overhead_s=step_s, waking_overhead_s=waking_gpu),
         sampling_logits_per_s=core.sampling_logits_per_s,
         sweep_overhead_s=core.sweep_overhead_s,
+        batch_overhead_s=core.batch_overhead_s,
         sequence_overhead_s=core.sequence_overhead_s,
+        issue_overhead_s=core.issue_overhead_s,
         shared_cores=False,
         copy_bytes_per_s=None,
     )

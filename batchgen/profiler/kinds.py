@@ -128,7 +128,9 @@ def corrected(profile: HardwareProfile, knowledge: Knowledge, model: ModelConfig
         gguf_load_bytes_per_s=profile.gguf_load_bytes_per_s and profile.gguf_load_bytes_per_s / slower(),
         sampling_logits_per_s=profile.sampling_logits_per_s / slower(ELEMENTWISE),
         sweep_overhead_s=profile.sweep_overhead_s * slower(OVERHEADS),
+        batch_overhead_s=profile.batch_overhead_s * slower(OVERHEADS),
         sequence_overhead_s=profile.sequence_overhead_s * slower(OVERHEADS),
+        issue_overhead_s=profile.issue_overhead_s * slower(OVERHEADS),
         row_overhead_s=profile.row_overhead_s * slower(OVERHEADS),
         knowledge=knowledge,
     )

@@ -43,7 +43,9 @@ class Overheads:
     """
 
     sweep_overhead_s: float
+    batch_overhead_s: float
     sequence_overhead_s: float
+    issue_overhead_s: float
     row_overhead_s: float
     step_overhead_s: float
     sampling_logits_per_s: float
@@ -118,7 +120,9 @@ def measure(
         gguf_load_bytes_per_s=overheads.gguf_load_bytes_per_s,
         sampling_logits_per_s=overheads.sampling_logits_per_s,
         sweep_overhead_s=overheads.sweep_overhead_s,
+        batch_overhead_s=overheads.batch_overhead_s,
         sequence_overhead_s=overheads.sequence_overhead_s,
+        issue_overhead_s=overheads.issue_overhead_s,
         row_overhead_s=overheads.row_overhead_s,
         measured=_circumstances() | {"offload_dir": str(offload_dir), "seconds": watch.parts_s},
         **moves,

@@ -28,9 +28,11 @@ from batchgen.output.row_result import RowResult
 from batchgen.profiler.measure import Overheads
 
 _MANY = 128  # sequences
+_BATCHES = 4  # micro-batches of a sweep, one sequence each
 _LAYERS = 9
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 8, 24
 _ROWS_OF_ONE_TOKEN = 2048
+_ISSUED, _ISSUING_WIDTH, _ISSUING_ROUNDS = 100, 512, 5  # Steps for another lane beside computations of such width
 _WORDS = 64  # of the model's vocabulary
 _VOCAB = 49_152  # for the sampler
 _PASSING_BYTES = 64 << 20  # more than cores have caches for, and read as fast as memory is
@@ -41,9 +43,13 @@ def measure_overheads(device: str) -> Overheads:
     _sweep_s(device, 1, 1)  # warm-up
     one, deep, many = _sweep_s(device, 1, 1), _sweep_s(device, _LAYERS, 1), _sweep_s(device, 1, _MANY)
     step_s = max(0.0, (deep - one) / (_LAYERS - 1))
+    sequence_s = max(0.0, (many - one) / (_MANY - 1))
+    parted = _sweep_s(device, 1, _BATCHES, batches=_BATCHES)
     return Overheads(
         sweep_overhead_s=max(0.0, one - step_s),
-        sequence_overhead_s=max(0.0, (many - one) / (_MANY - 1)),
+        batch_overhead_s=max(0.0, (parted - one) / (_BATCHES - 1) - step_s - sequence_s),
+        sequence_overhead_s=sequence_s,
+        issue_overhead_s=_issue_s() if device == "cpu" else 0.0,
         step_overhead_s=step_s,
         row_overhead_s=_row_s(device),
         sampling_logits_per_s=_sampling_logits_per_s(device),
@@ -65,8 +71,15 @@ def _llama(layers: int, width: int, vocab_size: int) -> dict:
     }
 
 
-def _engine(device: str, layers: int, tokenizer: Tokenizer | None = None) -> Engine:
-    """An engine of a tiny model. tokenizer: its tokenizer; None: prompts are token ids, and nothing is decoded."""
+def _engine(device: str, layers: int, tokenizer: Tokenizer | None = None, batches: int = 1) -> Engine:
+    """An engine of a tiny model.
+
+    Args:
+        device: Compute device.
+        layers: Layers of the model.
+        tokenizer: Its tokenizer; None: prompts are token ids, and nothing is decoded.
+        batches: Micro-batches of each sweep that has as many sequences.
+    """
     import torch
 
     from batchgen.models.checkpoint import dummy_checkpoint
@@ -95,7 +108,7 @@ def _engine(device: str, layers: int, tokenizer: Tokenizer | None = None) -> Eng
         executor=in_memory(
             config, dummy_checkpoint(config), torch.float32, blocks, DEFAULT_KV_BLOCK_SIZE, torch.device(device)
         ),
-        split=lambda sweep, **_: [sweep],
+        split=lambda sweep, **_: [part for i in range(batches) if (part := sweep[i::batches])],
         pack=partial(
             pack,
             kv_block_size=DEFAULT_KV_BLOCK_SIZE,
@@ -123,7 +136,7 @@ def _prompt(i: int) -> list[int]:
     return [(i + j) % _WORDS for j in range(_PROMPT_TOKENS)]
 
 
-def _sweep_s(device: str, layers: int, sequences: int) -> float:
+def _sweep_s(device: str, layers: int, sequences: int, batches: int = 1) -> float:
     """Median seconds of a decode sweep, with caches emptied between sweeps as a model's weights would empty them."""
     import torch
 
@@ -138,10 +151,45 @@ def _sweep_s(device: str, layers: int, sequences: int) -> float:
         passing.add_(1)
         begun.append(time.perf_counter())
 
-    with _engine(device, layers) as engine:
+    with _engine(device, layers, batches=batches) as engine:
         for _ in engine.generate(_requests(sequences, _OUTPUT_TOKENS), on_sweep=next_sweep):
             pass
     return statistics.median(times[1:])  # the first sweep prefills
+
+
+def _issue_s() -> float:
+    """Seconds in which a computing thread hands a Step to another lane, which copies while it goes on."""
+    import torch
+
+    from batchgen.ops import dispatch as ops
+    from batchgen.runtime.lanes import Lanes
+    from batchgen.schedule.step_graph import Step
+
+    weights = [ops.pack_weight(torch.ones(_ISSUING_WIDTH, _ISSUING_WIDTH)) for _ in range(3)]
+    x, target = torch.ones(8, _ISSUING_WIDTH), torch.ones(8, _ISSUING_WIDTH)
+
+    def perform(step: Step) -> None:
+        if step.lane != "compute":
+            target.copy_(x)
+            return
+        for weight in weights:
+            ops.linear(x, weight)
+
+    computing = [Step(2 * i, "post", "compute", 0, 0, 0, None, None, ()) for i in range(_ISSUED)]
+    copying = [Step(2 * i + 1, "store_hidden", "d2h", 0, 0, 0, None, None, (2 * i,)) for i in range(_ISSUED)]
+
+    def between_s(steps: list[Step]) -> float:
+        lanes = Lanes(perform)
+        started = time.perf_counter()
+        lanes.execute(steps)
+        ended = time.perf_counter()
+        lanes.drain()
+        lanes.close()
+        return ended - started - lanes.busy_s["compute"] - sum(lanes.stalled_s.values())
+
+    both = [step for pair in zip(computing, copying, strict=True) for step in pair]
+    times = [(between_s(both) - between_s(computing)) / _ISSUED for _ in range(_ISSUING_ROUNDS)]
+    return max(0.0, statistics.median(times))
 
 
 def _row_s(device: str) -> float:

@@ -1,8 +1,9 @@
 """An emulated accelerator with a dedicated core: the cores that lanes run on, and the throttle of their work.
 
-Computation runs on the accelerator's core, its links' copies in the time that this core sleeps, CPU attention and the
-disk's lanes on the others. A Step takes a given number of times as long as a core is busy with it: the rest is slept.
-So a device that is slower than a core, or than the CPU beside it, needs no more of the machine than it would have.
+Computation runs on the accelerator's core, CPU attention and the disk's lanes on the others, and copies of its links
+on whichever sleeps: an accelerator copies beside what it computes. A Step takes a given number of times as long as a
+core is busy with it: the rest is slept. So a device that is slower than a core, or than the CPU beside it, needs no
+more of the machine than it would have.
 Steps are still carried out by their lanes, one after the other, and nothing has its result before its time.
 """
 
@@ -86,8 +87,8 @@ class DedicatedCore:
             yield
 
     def keep_lane(self, lane: str) -> None:
-        """Keep the calling thread, which is a lane's, to the lane's cores. A link's lets computation go first."""
-        os.sched_setaffinity(0, self._core if lane in _LINKS else self._others)
+        """Keep the calling thread, which is a lane's, to the lane's cores. A link's lets all others go first."""
+        os.sched_setaffinity(0, self._core | self._others if lane in _LINKS else self._others)
         if lane in _LINKS:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LINKS_NICE)
 

@@ -8,6 +8,7 @@ import time
 from array import array
 from collections import deque
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -38,6 +39,7 @@ from batchgen.planner.placement import Counts
 from batchgen.planner.problem import problem_of
 from batchgen.planner.simulation import simulate_job, simulated_rows, trace_plan
 from batchgen.planner.step_costs import StepCosts, streams_of
+from batchgen.planner.step_seconds import schedule_s
 from batchgen.planner.step_simulator import Simulator, simulate
 from batchgen.runtime.lanes import Lanes
 from batchgen.schedule.extents import runs_of
@@ -202,6 +204,27 @@ def test_the_simulator_gives_the_times_of_the_rules_tried_out_tick_by_tick(job, 
     computed = max([times[s.id][1] for s in steps if s.lane == "compute" and s.sweep == 1], default=None)
     if computed is not None:
         assert busy["compute"] + sum(timeline.stalled_s.values()) + between_s == computed
+
+
+def test_a_step_for_another_lane_takes_the_computing_thread_some_time():
+    steps = [
+        Step(0, "pre", "compute", 0, 0, 0, None, None, ()),
+        Step(1, "send_qkv", "d2h", 0, 0, 0, None, None, (0,)),
+        Step(2, "store_cache", "d2h", 0, 0, 0, None, None, (0,)),
+        Step(3, "post", "compute", 0, 0, 0, None, None, ()),
+    ]
+    times = {}
+    simulator = Simulator(issue_s=1.0, on_step=lambda s, a, b: times.update({s.id: (a, b)}))
+    simulator.run(steps, lambda step: 10.0)
+    assert times == {0: (0, 10), 1: (11, 21), 2: (21, 31), 3: (12, 22)}
+    timeline = simulator.timeline()
+    assert timeline.between_s == 2 and timeline.busy_s["compute"] == 20
+
+
+@pytest.mark.parametrize(("batches", "seconds"), [(1, 1.1), (2, 1.35), (4, 1.85)])
+def test_each_micro_batch_beyond_the_first_takes_time_between_sweeps(batches, seconds):
+    hardware = replace(cpu_box(), sweep_overhead_s=1.0, batch_overhead_s=0.25, sequence_overhead_s=0.01)
+    assert schedule_s(SimpleNamespace(hardware=hardware), 10, batches) == pytest.approx(seconds)
 
 
 STREAMS = Streams(True, (True,) * 3, (True, False, True), vocabulary_chunks=2)

@@ -50,7 +50,9 @@ TINY = Effort(
 )
 OVERHEADS = Overheads(
     sweep_overhead_s=1e-3,
+    batch_overhead_s=4e-4,
     sequence_overhead_s=2e-6,
+    issue_overhead_s=3e-5,
     row_overhead_s=3e-4,
     step_overhead_s=4e-5,
     sampling_logits_per_s=5e8,

@@ -110,7 +110,8 @@ def _sweeps(plan, config, hardware, rows, slower, noise, job):
     job = job or CountedJob(plan, config, rows=iter(rows), on_end=lambda tokens, limit: None)
     draw = random.Random(5)
     costs, sweeps = StepCosts(plan, config, hardware), Sweeps(streams_of(plan, config))
-    simulator, deferred, now_s, before_s = Simulator(shared_cores=hardware.shared_cores), DeferredBatches(), 0.0, 0.0
+    simulator = Simulator(shared_cores=hardware.shared_cores, issue_s=hardware.issue_overhead_s)
+    deferred, now_s, before_s = DeferredBatches(), 0.0, 0.0
     while sweep := job.next_sweep():
         loads = sweep.loads
         simulator.spend(costs.between_s(loads))
