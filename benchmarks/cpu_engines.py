@@ -2,7 +2,8 @@
 
 All engines run the same weights in bfloat16, each in an environment of its own. For every measurement an engine's
 process is started anew: it loads the model, warms up and generates, and only generating counts; so no engine computes
-beside another, and none finds the prompts of a former round in its cache. The engines take turns. Workloads: `fixed`
+beside another, and none finds the prompts of a former round in its cache. Free memory is written before, so that none
+waits for the host of a virtual machine to provide it. The engines take turns. Workloads: `fixed`
 (512 random tokens in, 32 out), `azure` (lengths of the Azure LLM inference trace) and `match` (the entity matching
 recipe, whose prompts begin alike). batchgen is also held against what the machine could do at best: the job's FLOPs at
 the rate of plain matrix products, and the KV that decoding reads at the rate of memory.
@@ -28,7 +29,7 @@ from typing import Any
 
 import random_states
 from peers.environments import python_of
-from peers.machine_rates import gemm_rates
+from peers.machine_rates import gemm_rates, provide_memory
 from peers.model_files import write_bfloat16_gguf, write_directory
 from peers.workloads import WORKLOADS, Workload, random_rows, work
 from recording import machine, result_path, write
@@ -284,6 +285,7 @@ def main() -> None:
         rates.append(machine_rates(config))
         for job_name, job in jobs.items():
             for name, engine in list(engines.items()):
+                provide_memory(args.cache_gb << 30)
                 try:
                     run = engine.run(job, warm_up)
                 except EngineFailed as problem:

@@ -146,26 +146,23 @@ template <class Mma>
 inline void tile_panel(Tiles& tiles, int64_t rows, TileOperand a, TileOperand b, int64_t steps, float* c, bool add,
                        PanelAhead ahead) {
     const int64_t at_once = 2 * kStep, whole = rows / at_once * at_once;
-    auto block = [&](int64_t row, int64_t count, int64_t from, int64_t stop) {
+    const auto block = [&](int64_t row, int64_t count, int64_t from, int64_t stop) {
         tiles.configure(int(count));
         const TileOperand left{a.at + row / kStep * a.half + from * a.step, a.half, a.step, a.stride};
         const TileOperand right{b.at + from * b.step, b.half, b.step, b.stride};
-        tile_block<kTileProduct<Mma>>(tiles, count, kPanelN, left, right, stop - from, c + row * kPanelN, kPanelN,
-                                      add || from, ahead.of_block(row, from));
+        const auto multiply = [&]<Stays kStays>() {
+            tile_block<kTileProduct<Mma>, kStays>(tiles, count, kPanelN, left, right, stop - from, c + row * kPanelN,
+                                                  kPanelN, add || from, ahead.of_block(row, from));
+        };
+        // All panels pass the same few rows; more rows pass a panel.
+        if (ahead.turns == 1) multiply.template operator()<Stays::A>();
+        else multiply.template operator()<Stays::B>();
     };
     const int64_t parts = whole > at_once ? (steps + kNearSteps - 1) / kNearSteps : 1,
                   part = (steps + parts - 1) / parts;
     for (int64_t from = 0; from < steps; from += part)
         for (int64_t row = 0; row < whole; row += at_once) block(row, at_once, from, smaller(steps, from + part));
     if (whole < rows) block(whole, rows - whole, 0, steps);
-}
-
-// Prefetches what `finish` writes of a panel: rows far apart, which hardware does not foresee.
-template <class O>
-inline void prefetch_out(const Linear& args, int64_t row, int64_t panel, int64_t rows) {
-    const int64_t columns = is_gated(args.activation) ? W : kPanelN;
-    const O* out = (const O*)args.out + row * args.out_stride + panel * columns;
-    for (int64_t r = 0; r < rows; r++, out += args.out_stride) __builtin_prefetch(out, 1, 2);
 }
 
 // The scratch memory of a call: a block of a panel, and sums.
@@ -213,7 +210,6 @@ inline void linear_tiles(const Linear& args, int64_t row, int64_t row_stop, int6
                 const int64_t count = smaller(kGroupRows, rows - first);
                 float* c = s.c + (cut.is_one() ? 0 : ((p - panel) * rows + first) * kPanelN);
                 const TileOperand a = rows_of<Mma>(args, row + first, from, stop);
-                if (last) prefetch_out<O>(args, row + first, p, count);
                 if (whole)
                     tile_panel<Mma>(tiles, count, a, operand(packed(p, from)), whole, c, from,
                                     {ahead, turns, first / (2 * kStep)});

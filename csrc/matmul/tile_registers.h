@@ -45,10 +45,20 @@ inline void dot(Tiles& tiles) {
     else tiles.dot_u8<C, A, B>();
 }
 
+// The operand that is to stay in the first-level cache: the other one is loaded only once while it is there.
+enum class Stays { Both, A, B };
+
+template <bool kOnce, int N>
+inline void load(Tiles& tiles, const uint8_t* at, int64_t stride) {
+    if constexpr (kOnce) tiles.load_once<N>(at, stride);
+    else tiles.load<N>(at, stride);
+}
+
 // c [16 Rows, 16 Columns] = a b, or c + a b with `add`, in Rows x Columns registers.
-template <int Rows, int Columns, TileProduct Kind>
+template <int Rows, int Columns, TileProduct Kind, Stays kStays>
 inline void tile_block(Tiles& tiles, const TileOperand& left, const TileOperand& right, int64_t steps, float* c,
                        int64_t c_stride, bool add, TileAhead ahead) {
+    constexpr bool kAOnce = kStays == Stays::B, kBOnce = kStays == Stays::A;
     // In registers: what a step loads from memory waits behind its loads of tiles, and the next step for it.
     const uint8_t *a = left.at, *b = right.at;
     const int64_t a_half = left.half, a_step = left.step, a_stride = left.stride;
@@ -74,19 +84,19 @@ inline void tile_block(Tiles& tiles, const TileOperand& left, const TileOperand&
     // Two rows of registers share B. With one row, every other step loads B into other registers, so that loads run
     // ahead.
     for (; step < steps; advance()) {
-        tiles.load<4>(a, a_stride);
-        tiles.load<6>(b, b_stride);
+        load<kAOnce, 4>(tiles, a, a_stride);
+        load<kBOnce, 6>(tiles, b, b_stride);
         dot<Kind, 0, 4, 6>(tiles);
-        if constexpr (Columns == 2) tiles.load<7>(b + b_half, b_stride), dot<Kind, 1, 4, 7>(tiles);
-        if constexpr (Rows == 2) tiles.load<5>(a + a_half, a_stride), dot<Kind, 2, 5, 6>(tiles);
+        if constexpr (Columns == 2) load<kBOnce, 7>(tiles, b + b_half, b_stride), dot<Kind, 1, 4, 7>(tiles);
+        if constexpr (Rows == 2) load<kAOnce, 5>(tiles, a + a_half, a_stride), dot<Kind, 2, 5, 6>(tiles);
         if constexpr (Rows == 2 && Columns == 2) dot<Kind, 3, 5, 7>(tiles);
         if constexpr (Rows == 1) {
             advance();
             if (step == steps) break;
-            tiles.load<5>(a, a_stride);
-            tiles.load<2>(b, b_stride);
+            load<kAOnce, 5>(tiles, a, a_stride);
+            load<kBOnce, 2>(tiles, b, b_stride);
             dot<Kind, 0, 5, 2>(tiles);
-            if constexpr (Columns == 2) tiles.load<3>(b + b_half, b_stride), dot<Kind, 1, 5, 3>(tiles);
+            if constexpr (Columns == 2) load<kBOnce, 3>(tiles, b + b_half, b_stride), dot<Kind, 1, 5, 3>(tiles);
         }
     }
     tiles.store<0>(c, stride);
@@ -96,14 +106,14 @@ inline void tile_block(Tiles& tiles, const TileOperand& left, const TileOperand&
 }
 
 // c = a b, or c + a b with `add`, for up to 32 rows, for which the registers are configured, and 16 or 32 columns.
-template <TileProduct Kind = TileProduct::BF16>
+template <TileProduct Kind = TileProduct::BF16, Stays kStays = Stays::Both>
 inline void tile_block(Tiles& tiles, int64_t rows, int64_t columns, TileOperand a, TileOperand b, int64_t steps,
                        float* c, int64_t c_stride, bool add, TileAhead ahead = kNothingAhead) {
     const bool two = columns > kStep;
-    if (rows > kStep && two) tile_block<2, 2, Kind>(tiles, a, b, steps, c, c_stride, add, ahead);
-    else if (rows > kStep) tile_block<2, 1, Kind>(tiles, a, b, steps, c, c_stride, add, ahead);
-    else if (two) tile_block<1, 2, Kind>(tiles, a, b, steps, c, c_stride, add, ahead);
-    else tile_block<1, 1, Kind>(tiles, a, b, steps, c, c_stride, add, ahead);
+    if (rows > kStep && two) tile_block<2, 2, Kind, kStays>(tiles, a, b, steps, c, c_stride, add, ahead);
+    else if (rows > kStep) tile_block<2, 1, Kind, kStays>(tiles, a, b, steps, c, c_stride, add, ahead);
+    else if (two) tile_block<1, 2, Kind, kStays>(tiles, a, b, steps, c, c_stride, add, ahead);
+    else tile_block<1, 1, Kind, kStays>(tiles, a, b, steps, c, c_stride, add, ahead);
 }
 
 // `product` of matmul/micro_kernel.h for up to 32 rows. K is padded to whole steps in both operands, in A with zeros.

@@ -35,6 +35,11 @@ struct Tiles {
     void load(const void* p, int64_t stride) {
         asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(N) : "memory");
     }
+    // What is loaded leaves the first-level cache first.
+    template <int N>
+    void load_once(const void* p, int64_t stride) {
+        asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(N) : "memory");
+    }
     template <int N>
     void store(void* p, int64_t stride) {
         asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride), "i"(N) : "memory");

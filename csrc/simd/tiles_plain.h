@@ -54,6 +54,10 @@ struct Tiles {
         for (int r = 0; r < rows(N); r++) memcpy(tile[N][r], (const uint8_t*)p + r * stride, row_bytes(N));
     }
     template <int N>
+    void load_once(const void* p, int64_t stride) {
+        load<N>(p, stride);
+    }
+    template <int N>
     void store(void* p, int64_t stride) {
         for (int r = 0; r < rows(N); r++) memcpy((uint8_t*)p + r * stride, tile[N][r], row_bytes(N));
     }
