@@ -1,7 +1,8 @@
-"""Imports that take little time, and an end of the process that takes little: for processes of batchgen's own.
+"""Imports that take little time, and an end of the process that takes little.
 
 Half of the time of a short job would be neither model nor data. A hundred thousand objects come with imported modules;
 Python's garbage collector searches them again and again while they are imported, and once more as the process ends.
+All but `without_collections` is for processes of batchgen's own.
 """
 
 from __future__ import annotations
@@ -10,17 +11,29 @@ import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Within a `with` block, modules are imported without garbage collections, if there are any otherwise."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 @contextmanager
 def importing() -> Iterator[None]:
     """Within a `with` block, modules are imported without garbage collections; none searches their objects later."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
+    with without_collections():
+        try:
+            yield
+        finally:
+            gc.freeze()
 
 
 def leave_pandas_out() -> None:
@@ -39,6 +52,22 @@ def leave_pandas_out() -> None:
         pa.array([None])
     finally:
         sys.meta_path.remove(missing)
+
+
+def import_torch() -> None:
+    """Import torch without the shapes of its operations in Python, unless this process has imported it.
+
+    They are a quarter of torch's import, and only what traces a program asks for them: torch.compile, torch.export.
+    """
+    if "torch" in sys.modules:
+        return
+    shapes = "_meta_registrations"
+    sys.modules[f"torch.{shapes}"] = ModuleType(shapes)
+    try:
+        import torch
+    finally:
+        del sys.modules[f"torch.{shapes}"]
+    vars(torch).pop(shapes, None)  # whoever asks for them later gets them
 
 
 class _Missing:
