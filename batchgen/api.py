@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from batchgen.core.errors import JobStopped
-from batchgen.core.imports import without_collections
 from batchgen.core.request import SamplingParams
 from batchgen.job.option_table import check_names, options_of
 from batchgen.job.options import JobOptions
@@ -65,9 +64,7 @@ def run(model: str, input: Any, output: str | Path | None = None, **options: Any
     sampling = SamplingParams(**{name: options.pop(name) for name in SamplingParams.names() if name in options})
     steps = steps_of(options.pop("steps", None) or ())
     job = JobOptions(model, input, output, sampling=sampling, steps=steps, **{**_DEFAULTS, **options})
-    with without_collections():
-        run_it = runner_of(job)
-    report = run_it(job)
+    report = runner_of(job)(job)
     if output is not None or report["state"] == "dry run":
         return report
     if report["state"] == "stopped":

@@ -1,8 +1,7 @@
-"""Imports that take little time, and an end of the process that takes little.
+"""Imports that take little time, and an end of the process that takes little: for processes of batchgen's own.
 
 Half of the time of a short job would be neither model nor data. A hundred thousand objects come with imported modules;
 Python's garbage collector searches them again and again while they are imported, and once more as the process ends.
-All but `without_collections` is for processes of batchgen's own.
 """
 
 from __future__ import annotations
@@ -15,25 +14,14 @@ from types import ModuleType
 
 
 @contextmanager
-def without_collections() -> Iterator[None]:
-    """Within a `with` block, modules are imported without garbage collections, if there are any otherwise."""
-    collects = gc.isenabled()
+def importing() -> Iterator[None]:
+    """Within a `with` block, modules are imported without garbage collections; none searches their objects later."""
     gc.disable()
     try:
         yield
     finally:
-        if collects:
-            gc.enable()
-
-
-@contextmanager
-def importing() -> Iterator[None]:
-    """Within a `with` block, modules are imported without garbage collections; none searches their objects later."""
-    with without_collections():
-        try:
-            yield
-        finally:
-            gc.freeze()
+        gc.freeze()
+        gc.enable()
 
 
 def leave_pandas_out() -> None:
