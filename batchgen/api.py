@@ -58,12 +58,13 @@ def run(model: str, input: Any, output: str | Path | None = None, **options: Any
         BatchgenError: The job cannot be run or completed.
         TypeError: There is no such option.
     """
-    from batchgen.job.start import start_job
+    from batchgen.job.start import runner_of
 
     check_names("run", options, [*RunOptions.__annotations__])
     sampling = SamplingParams(**{name: options.pop(name) for name in SamplingParams.names() if name in options})
     steps = steps_of(options.pop("steps", None) or ())
-    report = start_job(JobOptions(model, input, output, sampling=sampling, steps=steps, **{**_DEFAULTS, **options}))
+    job = JobOptions(model, input, output, sampling=sampling, steps=steps, **{**_DEFAULTS, **options})
+    report = runner_of(job)(job)
     if output is not None or report["state"] == "dry run":
         return report
     if report["state"] == "stopped":

@@ -16,7 +16,7 @@ import click
 from batchgen._version import __version__
 from batchgen.cli.options import CONFIG, STEPS, takes_options
 from batchgen.core.errors import BatchgenError, InputError, JobStopped, TooManyFailed, naming_files
-from batchgen.core.imports import importing, leave_pandas_out
+from batchgen.core.imports import import_torch, importing, leave_pandas_out
 from batchgen.core.interrupts import keep
 from batchgen.core.request import SamplingParams
 from batchgen.core.screen import ProductLost, Screen, put, say
@@ -82,12 +82,15 @@ def run(**options: Any) -> None:
         keep(lambda: _before_rows(str(job.output)))
         check_job(job)  # before imports that take a second
     with importing():
+        import_torch()
         from batchgen.job.report import dry_run_lines
-        from batchgen.job.start import start_job, summary_of
+        from batchgen.job.start import runner_of, summary_of
+
+        run_it = runner_of(job)
 
     failure = None
     try:
-        report = start_job(job)
+        report = run_it(job)
     except TooManyFailed as error:
         failure, report = error, error.report
     except BatchgenError as error:
@@ -113,12 +116,15 @@ def plan(**options: Any) -> None:
 
     Nothing but the model's configuration and a sample of the rows is read.
     """
-    with importing():
-        from batchgen.job.start import plan_lines
-    leave_pandas_out()
-
     of_plan = _taken(options, PlanOptions)
-    put(plan_lines(PlanOptions(_job(options), **of_plan)))
+    job = _job(options)
+    with importing():
+        import_torch()
+        from batchgen.job.start import planner_of
+
+        lines_of = planner_of(job)
+    leave_pandas_out()
+    put(lines_of(PlanOptions(job, **of_plan)))
 
 
 @takes_options("bench", CONFIG)
@@ -129,6 +135,7 @@ def bench(**options: Any) -> None:
     """
     _follow(options["tensor_parallel"])
     with importing():
+        import_torch()
         from batchgen.distributed.group import dismissing
         from batchgen.job.bench import run_bench, summary
     leave_pandas_out()
@@ -171,6 +178,7 @@ def serve_batches(**options: Any) -> None:
     of_server = _taken(options, ServeOptions)
     job = _job(options)
     with importing():
+        import_torch()
         from batchgen.serve.server import serve
     leave_pandas_out()
     serve(ServeOptions(job, **of_server))

@@ -10,6 +10,7 @@ import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 
 
 @contextmanager
@@ -39,6 +40,22 @@ def leave_pandas_out() -> None:
         pa.array([None])
     finally:
         sys.meta_path.remove(missing)
+
+
+def import_torch() -> None:
+    """Import torch without the shapes of its operations in Python, unless this process has imported it.
+
+    They are a quarter of torch's import, and only what traces a program asks for them: torch.compile, torch.export.
+    """
+    if "torch" in sys.modules:
+        return
+    shapes = "_meta_registrations"
+    sys.modules[f"torch.{shapes}"] = ModuleType(shapes)
+    try:
+        import torch
+    finally:
+        del sys.modules[f"torch.{shapes}"]
+    vars(torch).pop(shapes, None)  # whoever asks for them later gets them
 
 
 class _Missing:

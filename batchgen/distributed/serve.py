@@ -10,6 +10,7 @@ import threading
 import time
 
 from batchgen.core.errors import BatchgenError
+from batchgen.core.imports import import_torch, importing
 from batchgen.core.screen import say
 from batchgen.distributed.group import OthersLost, follow
 from batchgen.distributed.launch import SECRET, Rank, keep_to, own_device, rank_of_environment, shares_here
@@ -37,9 +38,9 @@ def serve(place: Rank, work: str, *, cores: set[int] | None = None) -> int:
     if not started_here:
         os.environ["CUDA_VISIBLE_DEVICES"] = own_device(place.of_host[0])
     module, _, name = work.partition(":")
-    function = getattr(
-        importlib.import_module(module), name
-    )  # which takes seconds: rank 0 waits for it as for the start
+    with importing():  # which takes seconds: rank 0 waits for it as for the start
+        import_torch()
+        function = getattr(importlib.import_module(module), name)
     try:
         group = follow(place, lambda: _lost(place, started_here))
     except BatchgenError as error:

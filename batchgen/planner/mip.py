@@ -19,10 +19,12 @@ from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Amounts, Counts, Placement, placement_of
 from batchgen.planner.problem import Allowed, CostInputs
 from batchgen.planner.solver import MIP
-from batchgen.planner.startup import startup_s
+from batchgen.planner.startup import spared_by_disk_s, startup_s
 
 # Integer placements are proven this close to the fastest one, and to the one that moves least.
 GAP = 1e-4
+# Placements whose jobs take longer than the fastest by this part are as good.
+EQUALLY_FAST = 5e-3
 _MOVING_GAP = 0.01
 # The solver keeps rows to within some bytes; the runtime keeps budgets to the byte.
 _TOLERANCE_BYTES = 64 << 10
@@ -69,6 +71,27 @@ def with_embeddings(s: CostInputs, solution: Solution) -> Solution:
     if number(peak_bytes(s, placement)["gpu"]) > s.budgets["gpu"] - _TOLERANCE_BYTES:
         return solution
     return replace(solution, counts=counts, placement=placement)
+
+
+def in_host_memory(s: CostInputs, phases: Sequence[Phase], allowed: Allowed) -> Solution | None:
+    """The placement without a GPU that has weights and KV in host memory, where that is known to be about the fastest.
+
+    The disk could only spare some of the start-up: no sweep is faster with it. None where that would matter, where the
+    placement does not fit, or where it is not allowed: then a solver must decide.
+    """
+    if s.on_gpu or "cpu" not in allowed.weight_tiers or KVPlacement.CPU not in allowed.kv_placements:
+        return None
+    layers, batches = s.model.num_layers, s.num_gpu_batches
+    seqs = {name: s.swept_seqs * (name == KVPlacement.CPU) for name in KVPlacement} | {"deferred": s.deferred_seqs}
+    counts = Counts({group: (0, layers, 0) for group in s.group_bytes}, seqs, (0, batches), 0)
+    placement = counts.placement(s)
+    for tier, peak in peak_bytes(s, placement).items():
+        if number(peak) > max(0, s.budgets[tier] - _TOLERANCE_BYTES):
+            return None
+    seconds, before_s = job_seconds(s, phases, placement), number(startup_s(s, placement))
+    if spared_by_disk_s(s, kv=KVPlacement.DISK in allowed.kv_placements) > EQUALLY_FAST * (seconds + before_s):
+        return None
+    return Solution(seconds, placement, counts, {}, {}, (), before_s)
 
 
 def solve(

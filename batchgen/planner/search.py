@@ -22,7 +22,7 @@ from batchgen.planner.costs import job_seconds
 from batchgen.planner.experts import on_demand_tokens
 from batchgen.planner.feasibility import Feasibility
 from batchgen.planner.infeasible import check_budgets, explain_infeasible
-from batchgen.planner.mip import Solution, fits, solve, with_embeddings
+from batchgen.planner.mip import EQUALLY_FAST, Solution, fits, in_host_memory, solve, with_embeddings
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Counts
 from batchgen.planner.problem import Allowed, CostInputs, Problem
@@ -31,7 +31,6 @@ from batchgen.planner.startup import least_startup_s
 
 # Predicted times this close count as equal.
 TIE = 1.02
-_EQUALLY_FAST = 5e-3
 # What is slower than the fastest by more than this factor is not looked at again: the cost model is not that far off.
 _SIMULATED_WITHIN = 1.25
 # A candidate that would be pruned if it were slower by this factor gains nothing from another order of micro-batches.
@@ -242,6 +241,13 @@ class BestFirst:
 
     def _work_out(self, entry: _Entry) -> bool:
         """Solve the entry; return true if it is back in the heap, as something fits and its blocks are fast enough."""
+        known = in_host_memory(entry.inputs, entry.phases, self.problem.allowed) if entry.relaxed is None else None
+        if known is not None:
+            if _exceeds_latency(self.problem, entry.inputs, entry.phases, known):
+                self._too_slow = True
+                return False
+            heapq.heappush(self._heap, replace(entry, seconds=known.job_s, relaxed=known, incumbent=known))
+            return True
         if entry.relaxed is None and entry.inputs not in self._feasible:
             return False
         solution = solve(entry.inputs, entry.phases, self.problem.allowed, integer=entry.relaxed is not None)
@@ -347,7 +353,7 @@ def integer_candidate(
     """The candidate with an integer placement; None where there is none, or it is pruned."""
     if prune(relaxed.job_s):
         return None
-    incumbent = solve(inputs, phases, problem.allowed, integer=True)
+    incumbent = relaxed if _is_known(relaxed) else solve(inputs, phases, problem.allowed, integer=True)
     if incumbent is None or _exceeds_latency(problem, inputs, phases, incumbent):
         return None
     return _least_movement(Candidate(inputs, phases, relaxed, incumbent), problem.allowed)
@@ -406,6 +412,11 @@ def in_neos_order(problem: Problem, candidate: Candidate, prune: Prune = prune_n
         yield unequal
 
 
+def _is_known(relaxed: Solution) -> bool:
+    """True for a placement that is known without a solver (`in_host_memory`)."""
+    return not relaxed.columns
+
+
 def _exceeds_latency(problem: Problem, s: CostInputs, phases: tuple[Phase, ...], solution: Solution) -> bool:
     return _block_latency_s(s, phases, solution.seconds) > (problem.max_block_latency_s or float("inf"))
 
@@ -415,7 +426,9 @@ def _least_movement(best: Candidate, allowed: Allowed) -> Candidate:
 
     Where one resource binds, many placements are equally fast; this one leaves the disk alone if it is not needed.
     """
-    within_s = best.job_s * (1 + _EQUALLY_FAST)
+    if _is_known(best.relaxed):  # it moves nothing, and the solver has its prices
+        return replace(best, relaxed=solve(best.inputs, best.phases, allowed, integer=False) or best.relaxed)
+    within_s = best.job_s * (1 + EQUALLY_FAST)
     least = solve(best.inputs, best.phases, allowed, integer=True, within_s=within_s, start=best.incumbent)
     incumbent = with_embeddings(best.inputs, least or best.incumbent)
     tokens = on_demand_tokens(best.inputs, incumbent.placement)

@@ -29,6 +29,12 @@ def least_startup_s(s: CostInputs) -> float:
     return on_disk_s if s.must_write_store else min(s.loading.read_s, on_disk_s)
 
 
+def spared_by_disk_s(s: CostInputs, *, kv: bool) -> float:
+    """The most seconds of the start-up without a GPU that weights on disk can spare, and KV on disk where `kv`."""
+    reading_s = s.loading.read_s + (_store_s(s) if s.must_write_store else 0.0)
+    return reading_s - least_startup_s(s) + (_first_touch_s(s) if kv else 0.0)
+
+
 def loading_s(
     hardware: HardwareProfile, model: ModelConfig, dtype: str, kind: str, weight_format: str | None = None
 ) -> float:

@@ -13,22 +13,33 @@ from tiny_gguf import write_tiny_gguf
 from tiny_models import make_tiny_model
 from tiny_tokenizers import make_tiny_tokenizer
 
-# A command, with all imports of its process on the last line of standard output.
+# A command, with all imports of its process on the last line of standard output, and those that were not made without
+# garbage collections.
 COMMAND = """
-import atexit, json, sys
-atexit.register(lambda: print("\\n" + json.dumps(sorted(sys.modules))))
+import atexit, gc, json, sys
+class Collecting:
+    found = set()
+    def find_spec(self, name, path=None, target=None):
+        if gc.isenabled():
+            self.found.add(name)
+sys.meta_path.insert(0, Collecting())
+atexit.register(lambda: print("\\n" + json.dumps([sorted(sys.modules), sorted(Collecting.found)])))
 sys.argv[0] = "batchgen"
 from batchgen.cli import main
 main()
 """
-SLOW = {"transformers", "datasets", "pandas", "triton", "huggingface_hub"}
+# The last of them has the shapes of torch's operations, for programs that are traced.
+SLOW = {"transformers", "datasets", "pandas", "triton", "huggingface_hub", "torch._meta_registrations"}
+LARGE = {"torch", "numpy", "pyarrow", "pulp", "highspy"}
 
 
 def imports_of(*arguments: str, expected_code: int = 0) -> set[str]:
-    """The modules that a new process imports for a command."""
+    """The modules that a new process imports for a command. Large ones come without garbage collections."""
     done = subprocess.run([sys.executable, "-c", COMMAND, *arguments], capture_output=True, text=True)
     assert done.returncode == expected_code, done.stderr
-    return set(json.loads(done.stdout.splitlines()[-1]))
+    found, beside_collections = map(set, json.loads(done.stdout.splitlines()[-1]))
+    assert beside_collections.isdisjoint(LARGE | {"batchgen.job.run", "batchgen.job.plan"})
+    return found
 
 
 @pytest.fixture
@@ -63,7 +74,23 @@ def test_chats_of_a_gguf_need_no_transformers_either(job, tmp_path):
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["--version"]], ids=" ".join)
 def test_help_imports_neither_torch_nor_anything_that_reads_data(arguments):
-    assert imports_of(*arguments).isdisjoint(SLOW | {"torch", "numpy", "pyarrow", "tokenizers", "pulp", "highspy"})
+    assert imports_of(*arguments).isdisjoint(SLOW | LARGE | {"tokenizers"})
+
+
+def test_a_plan_imports_no_library_that_it_does_not_use(job):
+    assert imports_of("plan", *job[1:]).isdisjoint(SLOW)
+
+
+def test_torch_comes_whole_where_its_shapes_are_asked_for_later():
+    program = """
+from batchgen.core.imports import import_torch
+import_torch()
+import torch
+from torch import _meta_registrations
+assert _meta_registrations.activate_meta
+assert torch.zeros(2, 3, device="meta").matmul(torch.zeros(3, 4, device="meta")).shape == (2, 4)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_a_mistake_is_told_before_torch_is_imported(job):

@@ -24,7 +24,7 @@ from batchgen.planner.deferred_attention import with_deferred_attention
 from batchgen.planner.explain import make_plan
 from batchgen.planner.kv_memory import Demand
 from batchgen.planner.memory import kv_bytes, peak_bytes, plan_memory
-from batchgen.planner.mip import solve
+from batchgen.planner.mip import EQUALLY_FAST, in_host_memory, solve
 from batchgen.planner.placement import Counts
 from batchgen.planner.problem import Allowed, Loading, Problem
 from batchgen.planner.search import block_latency_s, frontier, search
@@ -60,7 +60,11 @@ def check_placement(candidate):
     assert at.w_gpu + at.w_cpu + at.w_disk == pytest.approx(1)
     assert at.kv_gpu + at.kv_cpu + at.kv_streamed + at.kv_disk == pytest.approx(1)
     assert at.act_gpu + at.act_cpu == pytest.approx(1) and at.head_gpu + at.head_cpu == pytest.approx(1)
-    for tier, peak in peak_bytes(s, at).items():
+    check_fits(s, at)
+
+
+def check_fits(s, placement):
+    for tier, peak in peak_bytes(s, placement).items():
         assert peak <= s.budgets[tier] * (1 + 1e-9), tier
 
 
@@ -103,6 +107,26 @@ MODELS = (
     replace(llama_8b(), tied_embeddings=True, head_dim=72),
     replace(llama_8b(), windows=(None, 100, 100, 100) * 8),
 )
+
+
+@pytest.mark.parametrize("kv_on_disk", [True, False], ids=["KV may be on disk", "KV stays in memory"])
+def test_what_is_known_without_a_solver_is_as_fast_as_the_lp(kv_on_disk):
+    """And memory that is used for the first time is slow, which KV on disk would avoid."""
+    rng, known = random.Random(1), 0
+    for _ in range(12):
+        memory = int((rng.uniform(0.5, 3) * OPT_13B.weight_bytes(2) / GIB + 1.5) * GIB)
+        rates = {"disk_read_bytes_per_s": rng.choice([3e9, 3e11]), "first_touch_bytes_per_s": rng.choice([None, 1e9])}
+        allowed = Allowed(kv_placements=("cpu", "disk") if kv_on_disk else ("cpu",))
+        workload = Workload.uniform(rng.choice([30, 3000]), rng.choice([20, 600]), rng.choice([1, 100]))
+        of_all = problem(cpu_box(cpu_memory_bytes=memory, **rates), OPT_13B, workload, allowed=allowed)
+        for s, phases in rng.sample(list(search_space(of_all)), 3):
+            found = in_host_memory(s, phases, allowed)
+            if found is not None:
+                known += 1
+                check_fits(s, found.placement)
+                relaxed = solve(s, phases, allowed, integer=False)
+                assert relaxed.job_s * (1 - 1e-6) <= found.job_s <= relaxed.job_s * (1 + EQUALLY_FAST + 1e-4)
+    assert known > 8
 
 
 @st.composite

@@ -67,6 +67,17 @@ def test_few_programmes_are_solved(monkeypatch, name):
     assert found[0].inputs.max_num_seqs == best.inputs.max_num_seqs  # the best comes first, in whatever order
 
 
+def test_a_job_that_generates_nothing_on_a_cpu_with_memory_asks_the_solver_for_prices_alone(monkeypatch):
+    solved = []
+    monkeypatch.setattr(searching, "solve", lambda *given, **more: solved.append(more) or solve(*given, **more))
+    hardware, workload = cpu_box(first_touch_bytes_per_s=1e9), Workload.uniform(3000, 80, 1)
+    problem = Problem(hardware, opt(384, 6, 12), replace(workload, scored_len=1.0), budgets(hardware), **FORMATS)
+    best = search(problem)
+    assert solved == [{"integer": False}]
+    assert best.relaxed.lane_price_s["compute"] > 0
+    assert best.relaxed.seconds == pytest.approx(best.seconds, rel=1e-6)
+
+
 def test_layers_are_measured_once_for_all_that_is_enumerated(monkeypatch):
     """Of each entry by itself it was half of the time that a plan of many layers takes."""
     asked = []
