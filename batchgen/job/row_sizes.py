@@ -18,6 +18,7 @@ Array = np.ndarray[Any, Any]
 
 _MOST_ROWS = 1_000_000
 SCAN_ROWS = 8192  # of a batch that is scanned
+_PATIENCE_S = 5.0  # with an input whose next rows do not come
 _SCAN_FRAC, _LEAST_SCAN_S, _MOST_SCAN_S = 0.01, 0.05, 2.0  # CPU seconds of reading, as part of the job's
 
 
@@ -34,6 +35,7 @@ class RowSizes:
         self._tokens: Array | None = None
         self._mixed_rows = 1
         self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def sampled(self, sample: Sequence[tuple[int, int]]) -> None:
         """Take a sample before sizes are read. sample: (number of the row, tokens of its prompt) of some rows."""
@@ -44,8 +46,10 @@ class RowSizes:
         self._mixed_rows = rows
 
     def stop(self) -> None:
-        """Read no further."""
+        """Read no further, and end the thread: one that is inside Arrow while Python ends would abort the process."""
         self._stopped.set()
+        if self._thread is not None:
+            self._thread.join(timeout=_PATIENCE_S)
 
     def scan(self, batches: Iterator[tuple[int, pa.RecordBatch]], most_s: float) -> None:
         """Read the sizes of all rows. Nothing is known if that takes too long, or if the input cannot be read.
@@ -76,7 +80,8 @@ class RowSizes:
             job_s: Predicted seconds of the job.
         """
         most_s = min(_MOST_SCAN_S, max(_LEAST_SCAN_S, _SCAN_FRAC * job_s))
-        threading.Thread(target=self.scan, args=(batches, most_s), name="batchgen-sizes", daemon=True).start()
+        self._thread = threading.Thread(target=self.scan, args=(batches, most_s), name="batchgen-sizes", daemon=True)
+        self._thread.start()
 
     def know(self, first: int, sizes: Array) -> None:
         """Take the sizes of all rows.

@@ -1,9 +1,11 @@
 """The time left of a job, on the real scheduler with a simulated clock: rows of equal and of very unequal length."""
 
 import random
+import threading
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from known_plans import plan_problem
 from planner_cases import cpu_box, opt
@@ -121,6 +123,22 @@ def test_long_rows_are_expected_anywhere_among_rows_that_run_in_any_order():
     sizes.know(0, np.array(tokens, float))
     assert sizes.prompt_tokens(50, 3) == pytest.approx([90.0] * 3)
     assert sizes.prompt_tokens(0, 1) == pytest.approx([50.0])
+
+
+def test_no_thread_reads_sizes_any_more_once_reading_is_stopped():
+    reading, go_on = threading.Event(), threading.Event()
+
+    def batches():
+        reading.set()
+        go_on.wait()
+        yield 0, pa.record_batch({"text": ["a"]})
+
+    sizes = RowSizes()
+    sizes.scan_in_thread(batches(), 1.0)
+    reading.wait()
+    threading.Timer(0.05, go_on.set).start()
+    sizes.stop()
+    assert not [thread for thread in threading.enumerate() if thread.name == "batchgen-sizes"]
 
 
 @pytest.mark.parametrize("kind", [*some_of(KINDS, 5, "kinds of jobs"), *SEVERAL_TOKENS])
