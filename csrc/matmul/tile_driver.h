@@ -3,7 +3,8 @@
 //
 // K is cut into blocks whose rows of x stay in the second-level cache while several panels pass. Rows pass a panel in
 // groups whose sums stay in the first-level cache, and for each group K is cut into parts, so that a panel's part stays
-// there too: rows are loaded past it. Sums wait in memory between parts, which does not change them: each is a sum of steps in the order of K.
+// there too: rows are loaded past it. Sums wait in memory between parts, which does not change them: each is a sum of
+// steps in the order of K.
 #pragma once
 
 #include <stdint.h>
