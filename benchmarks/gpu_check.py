@@ -152,7 +152,7 @@ class Check:
                 kept["result"] = json.loads(output.read_text())
         if kept["outcome"] != "ok":
             kept["tail"] = gpu_report.tail(log)
-        self.result["parts"][name] = kept
+        self.result |= gpu_report.merged([self.result, {"parts": {name: kept}}])
         with (self._results / "gpu_check.log").open("a") as file:
             file.write(f"== {name}: {kept['outcome']}\n{log[-_MOST_LOG:]}\n")
         print(f"   {name}: {kept['outcome']}, {ending.seconds} s: {kept['said']}", flush=True)
@@ -286,7 +286,11 @@ def main() -> None:
     print("\n".join(gpu_report.first_lines(check.result)))
     names = [name for row in rows for name in row]
     if check.has_no_card():
-        sys.exit("gpu-check: there is no CUDA device to be used here")
+        why = check.result["parts"][DEVICE]["said"] or check.result["parts"][DEVICE]["outcome"]
+        sys.exit(
+            f"gpu-check: {sys.executable} finds no CUDA device ({why}); give make PYTHON=, a Python whose torch is for"
+            " this GPU's driver"
+        )
     wrong = [
         n for n in names if not check.result["parts"].get(n, {"outcome": ""})["outcome"].startswith(("ok", "not run"))
     ]

@@ -73,7 +73,7 @@ ON_OVERLONG = ("error", "truncate-left", "truncate-right")
 _MAX_NUM_SEQS = 256
 _ENOUGH_STEPS = 64  # until forced tokens say anything of those of other jobs
 _INPUT_AHEAD = 512  # tokenized requests waiting for the scheduler
-_STARTED_AT_ONCE = 64  # requests that start before it is counted how many sequences wait: each may have several
+_STARTED_AT_ONCE = 64  # requests that start before results are asked for again
 _FILL_S = 0.2  # the longest time that a call waits for more requests than one, to begin with the first of them in order
 
 
@@ -171,6 +171,7 @@ class _Call:
         deferred_batches: Sequences whose attention is deferred.
         drop: Function that makes the executor drop deferred batches.
         lengths: Expected lengths of outputs, by which requests are put in order; None: they are not.
+        most_sequences: The most sequences that a request has had; 0: none has started.
     """
 
     handler: RequestHandler[Any]
@@ -182,6 +183,15 @@ class _Call:
     deferred_batches: DeferredBatches = field(default_factory=DeferredBatches)
     drop: Callable[[DeferredBatches], None] = lambda deferred_batches: None
     lengths: ExpectedLengths | None = None
+    most_sequences: int = 0
+
+    def most_requests(self, wanted: int) -> int:
+        """The most requests that may start together so that their sequences are about as many as wanted.
+
+        Args:
+            wanted: Sequences, 1 or more.
+        """
+        return max(1, min(wanted // self.most_sequences, _STARTED_AT_ONCE)) if self.most_sequences else 1
 
     @property
     def has_work(self) -> bool:
@@ -739,7 +749,7 @@ class Engine:
             if not source.ready and call.has_work:
                 return
             started = time.perf_counter()
-            taken = source.take(min(wanted, _STARTED_AT_ONCE))
+            taken = source.take(call.most_requests(wanted))
             self.stats.busy_s["input_wait"] += time.perf_counter() - started
             if not taken:
                 return
@@ -748,6 +758,7 @@ class Engine:
                 if not isinstance(begun, list):
                     yield begun
                     continue
+                call.most_sequences = max(call.most_sequences, len(begun))
                 for sequence in begun:
                     scheduler.add(sequence)
 

@@ -194,7 +194,9 @@ def resolve_budgets(
         if cpu_memory is None:  # an emulated memory is a part of the host's
             budgets["cpu"] = max(1, budgets["cpu"] - budgets["gpu"])
     elif gpu_memory is not None:
-        raise InputError("--gpu-memory is given, but there is no GPU: leave it out, or give --device emulated:...")
+        raise InputError(
+            "--gpu-memory is given, but no GPU is used: leave it out, or give --device cuda or --device emulated:..."
+        )
     return budgets
 
 

@@ -16,6 +16,7 @@ import batchgen
 from batchgen.core.request import Request, Sample, SamplingParams
 from batchgen.engine import loader
 from batchgen.runtime.memory.kv_cache import KVCache
+from batchgen.schedule.scheduler import Scheduler
 
 MAX_TOKENS = 12
 ROPE = {
@@ -351,6 +352,22 @@ def test_pages_of_kv_are_provided_beside_loading_where_cores_are_idle(tiny_model
     monkeypatch.setattr(loader, "_load_weights", lambda *args: began.append("weights") or load_weights(*args))
     with batchgen.Engine(str(tiny_models("llama")[0]), cpu_memory="3GiB"):
         assert began == (["pages", "weights"] if are_provided else ["weights"])
+
+
+def test_few_more_sequences_wait_than_may_run_however_many_a_request_has(tiny_models, monkeypatch):
+    path, _ = tiny_models("llama")
+    waiting, add = [], Scheduler.add
+
+    def counted(scheduler, sequence):
+        add(scheduler, sequence)
+        waiting.append(scheduler.num_waiting)
+
+    monkeypatch.setattr(Scheduler, "add", counted)
+    sampling = SamplingParams(max_tokens=2, temperature=1.0, n=16)
+    with batchgen.Engine(str(path), dtype="float32", cpu_memory="4GiB", max_num_seqs=8) as engine:
+        completions = list(engine.generate([batchgen.Request([5 + row], sampling) for row in range(40)]))
+    assert len(completions) == 40 and len(waiting) == 40 * 16
+    assert max(waiting) <= 8 + 16
 
 
 @pytest.mark.parametrize("prompt", [[5] * 3, [5] * 40], ids=["within a block", "of several blocks"])

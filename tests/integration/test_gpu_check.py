@@ -194,6 +194,11 @@ class TestRunning:
         assert found["other"]["outcome"] == "not run: there is no CUDA device to be used here"
         assert not (tmp_path / "begun").exists()
 
+    def test_a_part_that_does_not_run_again_keeps_what_it_found(self, check):
+        assert check({"device": shell("true"), "other": shell("echo 'summary: 9 tokens/s'")})["other"]["outcome"] == "ok"
+        found = check({"device": shell("exit 1"), "other": shell("true")})
+        assert (found["other"]["outcome"], found["other"]["said"]) == ("ok", "9 tokens/s")
+
     def test_places_arguments_and_environment(self, check, tmp_path):
         """Options are added where an earlier part has left a file, or where a package is there."""
         write = "import sys, json, os; json.dump([sys.argv[2:], os.environ.get('CHECKED')], open(sys.argv[1], 'w'))"
