@@ -1,4 +1,4 @@
-"""What the machine can do at best: reading from disk and multiplying matrices, each alone. And its free memory."""
+"""Rates of the machine at its best, of reads from disk and of matrix products, each alone; and its free memory."""
 
 from __future__ import annotations
 
