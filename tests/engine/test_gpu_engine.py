@@ -168,7 +168,7 @@ def test_more_memory_than_the_card_has_is_refused(tiny_models):
 
 
 def test_gpu_memory_without_a_gpu_is_refused(tiny_models):
-    with pytest.raises(InputError, match="--gpu-memory is given, but there is no GPU"):
+    with pytest.raises(InputError, match="--gpu-memory is given, but no GPU is used"):
         Engine(str(tiny_models("llama")[0]), device="cpu", gpu_memory="1GiB")
 
 

@@ -342,7 +342,7 @@ class TestHere:
         (["-i", "TABLE", "--prompt-column", "text"], ["'text'", "no such column"]),
         (["-i", "TABLE", "--hardware", "tpu"], ["--hardware tpu", "t4"]),
         (["-i", "TABLE", "--hardware", "BADPROFILE"], ["dram_bytes_per_s must be a number above 0, not -1"]),
-        (["-i", "TABLE", "--gpu-memory", "8GiB"], ["--gpu-memory is given, but there is no GPU"]),
+        (["-i", "TABLE", "--gpu-memory", "8GiB"], ["--gpu-memory is given, but no GPU is used"]),
         (["-i", "TABLE", "--cpu-memory", "90000GiB"], ["--cpu-memory 87.9 TiB is more than"]),
         (["-i", "TABLE", "--cpu-memory", "0"], ["--cpu-memory must be above 0"]),
         (["-i", "TABLE", "--cpu-memory", "800MiB", "--disk-memory", "0"], ["no plan fits", "--cpu-memory"]),
