@@ -24,6 +24,8 @@ from batchgen.cli.commands import cli
 ELSEWHERE = {
     "make ": "it installs, or runs all tests: .ci/run does",
     "pip ": "it installs",
+    "python3 -m venv cuda-venv": "it makes the environment of the next two",
+    "cuda-venv/bin/pip install ": "it installs torch's CUDA build, of gigabytes",
     "docker ": "it needs a builder: .ci/run builds where one is, tests/test_packaging.py checks the Dockerfile",
     "export BATCHGEN_SECRET_FILE=": "several hosts: tests/distributed/test_strangers.py has such files",
     "torchrun ": "several hosts: tests/engine/test_tensor_parallel.py and tests/job/test_pipeline_job.py do it",
