@@ -1,3 +1,3 @@
-from batchgen.cli import main
+from batchgen.cli import program
 
-main()
+program()

@@ -25,8 +25,8 @@ class Collecting:
 sys.meta_path.insert(0, Collecting())
 atexit.register(lambda: print("\\n" + json.dumps([sorted(sys.modules), sorted(Collecting.found)])))
 sys.argv[0] = "batchgen"
-from batchgen.cli import main
-main()
+from batchgen.cli import program
+program()
 """
 # The last of them has the shapes of torch's operations, for programs that are traced.
 SLOW = {"transformers", "datasets", "pandas", "triton", "huggingface_hub", "torch._meta_registrations"}
@@ -111,3 +111,26 @@ def test_a_terminal_shows_the_job_before_data_libraries_are_imported(job, tmp_pa
     os.close(theirs)
     assert f"{job[2]} over {job[4]}" in os.read(ours, 4096).decode()
     os.close(ours)
+
+
+# A program whose command leaves a thread in one of torch's functions, which has to have the interpreter back.
+LEAVING = """
+import sys, threading, time, torch
+from batchgen import cli
+def run():
+    matrix = torch.ones(400, 400)
+    while True:
+        matrix @ matrix
+def main():
+    threading.Thread(target=run, daemon=True).start()
+    time.sleep(0.2)
+    print("all is written")
+    sys.exit(3)
+cli.main = main
+cli.program()
+"""
+
+
+def test_a_command_ends_with_its_own_exit_code_while_a_thread_is_in_torch():
+    done = subprocess.run([sys.executable, "-c", LEAVING], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "all is written\n", "")
