@@ -103,9 +103,24 @@ ENGINES = {
         OPENVINO,
         tuple({"max_num_seqs": 64, "max_num_batched_tokens": n, "cache_gb": 1, "bits": 16} for n in (256, 1024)),
     ),
+    "ctranslate2": Engine(
+        "run_ctranslate2.py",
+        "ctranslate2",
+        tuple({"batch_size": 64, "compute_type": kind} for kind in ("float32", "int8_float32")),
+    ),
+    "airllm": Engine("run_airllm.py", "airllm", ({"batch_size": 64},)),
 }
 # Form of the weights -> its name in a model's folder.
-FORMS = {"gguf": "bfloat16.gguf", OPENVINO: "openvino", "directory": "directory", "store": "store"}
+FORMS = {
+    "gguf": "bfloat16.gguf",
+    "directory": "directory",
+    "store": "store",
+    OPENVINO: "openvino",
+    "ctranslate2": "ctranslate2",
+    "airllm": "airllm",
+}
+# Form of the weights -> the script that writes it of a directory, in the engine's environment.
+WRITERS = {"ctranslate2": "write_ctranslate2.py", "airllm": "write_airllm.py"}
 
 
 def _demo() -> Path:
@@ -171,6 +186,18 @@ class Model:
         if not (partial / "openvino_model.xml").exists():
             raise SystemExit(f"OpenVINO GenAI has converted {self.name} to no files of its own")
         gguf.unlink()
+        partial.rename(folder)
+
+    def prepare_own_form(self, weights: str, python: Path) -> None:
+        """Write the weights in a form that only its engine writes. python: as above. Raises CalledProcessError."""
+        folder = self.form(weights)
+        partial = folder.with_name(f"{folder.name}.partial")
+        if folder.exists():
+            return
+        shutil.rmtree(partial, ignore_errors=True)
+        subprocess.run(
+            [str(python), str(PEERS / WRITERS[weights]), str(self.form("directory")), str(partial)], check=True
+        )
         partial.rename(folder)
 
     def make_rows(self, count: int, prompt_tokens: int, output_tokens: int) -> None:
@@ -482,9 +509,11 @@ def _prepare_engine(engine: str, models: list[Model], sources: dict[str, Path], 
         return
     try:
         python = python_of(ENGINES[engine].environment or engine, folder)
-        if engine == OPENVINO:
-            for model in models:
+        for model in models:
+            if engine == OPENVINO:
                 model.prepare_openvino(sources[model.name], python)
+            elif ENGINES[engine].weights in WRITERS:
+                model.prepare_own_form(ENGINES[engine].weights, python)
     except subprocess.CalledProcessError as error:
         print(f"{engine} cannot be prepared: {error}", flush=True)
 

@@ -20,7 +20,7 @@ BEGIN, END = "<!-- ladder: begin -->\n", "<!-- ladder: end -->\n"
 SHARES = {"0.25": "0.25", "0.5": "0.5", "0.75": "0.75", "1": "1", "1.5": "1.5", "16": "ample"}  # and how they are shown
 COLOURS = {
     "batchgen": "#2e7d32", "llama.cpp": "#c75b12", "openvino": "#1565c0", "vllm": "#7b1fa2",
-    "transformers": "#8d6e63", "accelerate": "#455a64",
+    "transformers": "#8d6e63", "accelerate": "#455a64", "ctranslate2": "#ad1457", "airllm": "#827717",
 }  # fmt: skip
 _OTHER = "#888"
 WIDTH, PANEL, LEFT, TOP = 460, 260, 60, 40  # of a panel; where its plot begins

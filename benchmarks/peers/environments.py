@@ -11,6 +11,8 @@ from pathlib import Path
 # Installed one after the other. llama-cpp-python is compiled for this machine, with all its instructions.
 PACKAGES = {
     "accelerate": [["torch==2.13.0"], ["transformers==5.23.0", "accelerate==1.15.0", "safetensors"]],
+    "airllm": [["torch==2.13.0"], ["transformers==5.24.0", "airllm==4.0.0"]],
+    "ctranslate2": [["torch==2.13.0"], ["transformers==5.24.0", "ctranslate2==4.8.5", "safetensors"]],
     "llama.cpp": [["llama-cpp-python==0.3.36"]],
     "openvino": [["openvino-genai==2026.4.1.0"]],
     "transformers": [["torch==2.13.0"], ["transformers==5.23.0", "safetensors"]],

@@ -8,10 +8,10 @@ from __future__ import annotations
 import tempfile
 
 import torch
+from padded_generation import generate_padded
 from runner import Generate, Job, Row, main
 from transformers import AutoModelForCausalLM
 
-_PAD = 0
 _LEAST_BYTES = 32 << 20  # of weights in memory, for one layer at a time
 
 
@@ -24,24 +24,8 @@ def load(job: Job) -> tuple[Generate, dict]:
     ).eval()
     model.generation_config.eos_token_id = None  # no token ends a row
 
-    @torch.inference_mode()
     def generate(rows: list[Row]) -> list[list[int]]:
-        generated: list[list[int]] = [[] for _ in rows]
-        order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
-        for first in range(0, len(order), job.settings["batch_size"]):
-            batch = order[first : first + job.settings["batch_size"]]
-            longest, count = max(len(rows[i][0]) for i in batch), max(rows[i][1] for i in batch)
-            ids = torch.full((len(batch), longest), _PAD)
-            mask = torch.zeros_like(ids)
-            for line, i in enumerate(batch):
-                ids[line, longest - len(rows[i][0]) :], mask[line, longest - len(rows[i][0]) :] = (
-                    torch.tensor(rows[i][0]),
-                    1,
-                )
-            out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=count, pad_token_id=_PAD)
-            for line, i in enumerate(batch):
-                generated[i] = out[line, longest : longest + rows[i][1]].tolist()
-        return generated
+        return generate_padded(model, rows, job.settings["batch_size"])
 
     on_disk = sum(place == "disk" for place in getattr(model, "hf_device_map", {}).values())
     settings = {name: value for name, value in job.settings.items() if name != "folder"}

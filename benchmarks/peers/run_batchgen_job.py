@@ -1,4 +1,6 @@
-"""The job by `batchgen run`, with its output and run directory on disk. Settings: memory_bytes, dtype and resume.
+"""The job by the command `batchgen run`, with its output and run directory on disk.
+
+Settings: memory_bytes, dtype and resume.
 
 A job that was killed goes on with the same command where `resume` is set. Beside the tokens the result has what the
 plan had predicted, and the output's SHA-256.
@@ -12,12 +14,13 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from runner import Job, read_job, write_synced
 
-import batchgen
+from batchgen.cli import main as command
 
 _BESIDE_FRAC = 0.08  # of the limit, for what the kernel counts beside the process
 
@@ -29,21 +32,35 @@ def run(job: Job, folder: Path) -> dict:
         raise SystemExit("all rows have the same number of output tokens here")
     rows, output = folder / "batchgen-input.parquet", folder / "batchgen-output.parquet"
     pq.write_table(pa.table({"prompt": [ids for ids, _ in job.rows]}), rows)
-    report = batchgen.run(
-        job.model,
-        rows,
-        output,
-        prompt_column="prompt",
-        max_tokens=counts.pop(),
-        ignore_eos=True,
-        token_ids=True,
-        share_prefixes=job.share_prefixes,
-        cpu_memory=int(job.settings["memory_bytes"] * (1 - _BESIDE_FRAC)),
-        dtype=job.settings["dtype"],
-        overwrite=not job.settings["resume"],
-        max_num_seqs=job.settings.get("max_num_seqs"),
-        flush_interval=job.settings.get("flush_interval", 5.0),
-    )
+    output_tokens, report_file = counts.pop(), folder / "batchgen-report.json"
+    settings = job.settings
+    options: dict[str, Any] = {
+        "--model": job.model,
+        "--input": rows,
+        "--output": output,
+        "--report": report_file,
+        "--prompt-column": "prompt",
+        "--max-tokens": output_tokens,
+        "--cpu-memory": int(settings["memory_bytes"] * (1 - _BESIDE_FRAC)),
+        "--dtype": settings["dtype"],
+        "--max-num-seqs": settings.get("max_num_seqs"),
+        "--flush-interval": settings.get("flush_interval", 5.0),
+        "--progress": "none",
+    }
+    switches = {
+        "--ignore-eos": True,
+        "--token-ids": True,
+        "--no-enable-prefix-caching": not job.share_prefixes,
+        "--overwrite": not settings["resume"],
+    }
+    given = [word for name, value in options.items() if value is not None for word in (name, str(value))]
+    sys.argv = ["batchgen", "run", *given, *(name for name, on in switches.items() if on)]
+    try:
+        command()
+    except SystemExit as ended:
+        if ended.code:
+            raise
+    report = json.loads(report_file.read_text())
     policy = report["policy"] or {}
     return {
         "load_s": report["load_s"],
@@ -59,8 +76,9 @@ def run(job: Job, folder: Path) -> dict:
 
 def main() -> None:
     started = time.perf_counter()
-    result = run(read_job(Path(sys.argv[1])), Path(sys.argv[2]).parent)
-    write_synced(Path(sys.argv[2]), json.dumps(result | {"process_s": time.perf_counter() - started}))
+    asked, told = map(Path, sys.argv[1:])
+    result = run(read_job(asked), told.parent)
+    write_synced(told, json.dumps(result | {"process_s": time.perf_counter() - started}))
 
 
 if __name__ == "__main__":
