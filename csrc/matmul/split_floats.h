@@ -34,12 +34,19 @@ constexpr int64_t kPartValues = 2 * kStep;     // values of K of a step
 constexpr int64_t kXStepBytes = kParts * kStep * 64;  // of 16 rows of x, a register for each part
 constexpr int64_t kWStepBytes = 2 * kXStepBytes;      // of a panel
 
-// Splits 2 kStep floats of a row into a row of a register for each part.
-inline void split_row(vf low, vf high, uint8_t* to) {
-    for (int part = 0; part < kParts; part++, to += kStep * 64) {
-        store_int((uint32_t*)to, to_pairs(low, high));
-        low = sub(low, load((const bf16*)to)), high = sub(high, load((const bf16*)to + W));
+// Splits pairs of floats: the pairs of each part go to a vector `apart` words further. Returns the bits of the second
+// and third parts.
+inline vi split_pairs(vf first, vf second, uint32_t* to, int64_t apart) {
+    vi rest = set1_int(0);
+#pragma GCC unroll 3
+    for (int part = 0; part < kParts; part++, to += apart) {
+        const vi pairs = pairs_of(first, second);
+        store_int(to, pairs);
+        if (part) rest = or_bits(rest, pairs);
+        first = sub(first, as_float(shift_left<16>(pairs)));
+        second = sub(second, as_float(and_bits(pairs, set1_int(0xffff0000))));
     }
+    return rest;
 }
 
 // The blocks of K.
@@ -84,7 +91,7 @@ inline void pack_split_rows(const Linear& args, int64_t group, int64_t stop, voi
                 const float* x = rows + r * args.x_stride + first;
                 const vf low = left >= W ? load(x) : load_part(x, int(left));
                 const vf high = left >= 2 * W ? load(x + W) : left > W ? load_part(x + W, int(left - W)) : zero();
-                split_row(low, high, to + r * 64);
+                split_pairs(low, high, (uint32_t*)(to + r * 64), kStep * kStep);
             }
         }
     }
@@ -102,25 +109,20 @@ struct PanelSplit {
     int64_t pairs() const { return steps * kStep; }
 
     void advance(int64_t count) {
-        constexpr int64_t kAhead = 16;  // pairs that are prefetched, also beyond this block: the next one follows
+        constexpr int64_t kAhead = 2 * kPartValues;  // words; beyond this block, too: often the next one follows
         static const uint32_t zeros[kPanelN] = {};
         for (const int64_t stop = smaller(pairs(), done + count); done < stop; done++) {
-            const int64_t kk = 2 * done;
-            const uint32_t *even = kk < k ? words + kk * kPanelN : zeros, *odd = kk + 1 < k ? even + kPanelN : zeros;
-            uint32_t* to = out + (done / kStep * kParts * kStep + done % kStep) * kPanelN;
-            __builtin_prefetch(words + (kk + 2 * kAhead) * kPanelN, 0, 2);
+            const int64_t step = done / kStep, row = done % kStep, first = step * kPartValues + row;
+            const int64_t second = first + kStep;
+            const uint32_t *from = first < k ? words + first * kPanelN : zeros,
+                           *other = second < k ? words + second * kPanelN : zeros;
+            uint32_t* to = out + (step * kParts * kStep + row) * kPanelN;
+            __builtin_prefetch(words + (first + kAhead) * kPanelN, 0, 2);
+            __builtin_prefetch(words + (second + kAhead) * kPanelN, 0, 2);
 #pragma GCC unroll 2
-            for (int i = 0; i < kPanelN; i += W) {
-                vf e = as_float(load_int(even + i)), o = as_float(load_int(odd + i));
-#pragma GCC unroll 3
-                for (int part = 0; part < kParts; part++) {
-                    const vi both = pairs_of(e, o);
-                    store_int(to + part * kStep * kPanelN + i, both);
-                    if (part) rest = or_bits(rest, both);
-                    e = sub(e, as_float(shift_left<16>(both)));
-                    o = sub(o, as_float(and_bits(both, set1_int(0xffff0000))));
-                }
-            }
+            for (int i = 0; i < kPanelN; i += W)
+                rest = or_bits(rest, split_pairs(as_float(load_int(from + i)), as_float(load_int(other + i)), to + i,
+                                                 kStep * kPanelN));
         }
     }
 
