@@ -24,13 +24,14 @@ namespace {
 inline bool splits_floats(const Linear& args) { return kTiles && args.type == Type::F32 && !args.int8; }
 
 #ifdef BATCHGEN_TILES
-constexpr int64_t kSplitSteps = 24;            // steps of a block of K, at most
-constexpr int64_t kSplitPanels = 12;           // panels that share a block's rows, where there are several blocks
-constexpr int64_t kMostXBytes = 1280 << 10;    // of x in a block of K, for all rows of a call
-constexpr int64_t kMostPackedBytes = 8 << 20;  // of x in all blocks
-constexpr int64_t kSplitRows = 2 * kStep;      // rows that are multiplied at once
-constexpr int kParts = 3;                      // of a float, bf16 each
-constexpr int64_t kPartValues = 2 * kStep;     // values of K of a step
+constexpr int64_t kSplitSteps = 24;    // steps of a block of K, at most
+constexpr int64_t kSplitPanels = 12;   // panels that share a block's rows, where there are several blocks
+constexpr int64_t kSplitTogether = 4;  // panels of a call where there is one block: the first has no other beside it
+constexpr int64_t kMostXBytes = 1280 << 10;           // of x in a block of K, for all rows of a call
+constexpr int64_t kMostPackedBytes = 8 << 20;         // of x in all blocks
+constexpr int64_t kSplitRows = 2 * kStep;             // rows that are multiplied at once
+constexpr int kParts = 3;                             // of a float, bf16 each
+constexpr int64_t kPartValues = 2 * kStep;            // values of K of a step
 constexpr int64_t kXStepBytes = kParts * kStep * 64;  // of 16 rows of x, a register for each part
 constexpr int64_t kWStepBytes = 2 * kXStepBytes;      // of a panel
 
@@ -68,7 +69,7 @@ inline LinearCut split_cut(const Linear& args) {
     const SplitBlocking cut(args);
     return {2 * kStep,
             cut.rows(),
-            cut.is_one() ? 1 : kSplitPanels,
+            cut.is_one() ? kSplitTogether : kSplitPanels,
             cut.is_one() ? INT32_MAX : kSplitPanels,
             row_groups(args) * cut.steps * kXStepBytes,
             kStep,
@@ -98,7 +99,7 @@ inline void pack_split_rows(const Linear& args, int64_t group, int64_t stop, voi
 }
 
 // The words of K of a block of a panel [k, kPanelN], with zeros up to whole steps, on their way to
-// [steps, parts, kStep, kPanelN], pairs of bf16.
+// [steps, parts, kStep, kPanelN], pairs of bf16; or, without `out`, to a cache.
 struct PanelSplit {
     const uint32_t* words;
     uint32_t* out;
@@ -109,16 +110,17 @@ struct PanelSplit {
     int64_t pairs() const { return steps * kStep; }
 
     void advance(int64_t count) {
-        constexpr int64_t kAhead = 2 * kPartValues;  // words; beyond this block, too: often the next one follows
+        const int64_t ahead = out ? 2 * kPartValues : 0;  // words; beyond this block, too: often the next one follows
         static const uint32_t zeros[kPanelN] = {};
         for (const int64_t stop = smaller(pairs(), done + count); done < stop; done++) {
             const int64_t step = done / kStep, row = done % kStep, first = step * kPartValues + row;
             const int64_t second = first + kStep;
             const uint32_t *from = first < k ? words + first * kPanelN : zeros,
                            *other = second < k ? words + second * kPanelN : zeros;
+            __builtin_prefetch(words + (first + ahead) * kPanelN, 0, 2);
+            __builtin_prefetch(words + (second + ahead) * kPanelN, 0, 2);
+            if (!out) continue;
             uint32_t* to = out + (step * kParts * kStep + row) * kPanelN;
-            __builtin_prefetch(words + (first + kAhead) * kPanelN, 0, 2);
-            __builtin_prefetch(words + (second + kAhead) * kPanelN, 0, 2);
 #pragma GCC unroll 2
             for (int i = 0; i < kPanelN; i += W)
                 rest = or_bits(rest, split_pairs(as_float(load_int(from + i)), as_float(load_int(other + i)), to + i,
@@ -217,9 +219,10 @@ inline void linear_split(const Linear& args, int64_t row, int64_t row_stop, int6
             split.advance(split.pairs());
             const bool are_bf16 = split.are_bf16();
             const uint8_t* b = (const uint8_t*)split.out;
-            split = PanelSplit{};
             if (p + 1 < panel_stop) split = split_of(p + 1, from);
             else if (stop < cut.steps) split = split_of(panel, stop);
+            else if (is_operand(args)) split = {packed_panel<FloatMma>(args, next_panel), nullptr, k, cut.block};
+            else split = {};
             const int64_t turns = (rows + kSplitRows - 1) / kSplitRows;
             const int64_t pairs = (split.pairs() + turns * steps - 1) / (turns * steps);
             for (int64_t r = 0; r < rows; r += kSplitRows) {
