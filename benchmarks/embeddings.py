@@ -1,10 +1,10 @@
 """Embeddings of a corpus, by batchgen, sentence-transformers, OpenVINO and ONNX Runtime on the same cores.
 
 The corpus is the paragraphs of this repository's pages, so lengths are those of real text. Each measurement is a
-process of its own, from its start until the vectors are in a Parquet file; engines take turns. The others sort texts by
-length and pad each batch (peers/run_embeddings.py): each runs with the fastest of its settings, which a process before
-has tried on some of the texts. Their graphs are exported before. Vectors are compared with those of
-sentence-transformers.
+process of its own, from its start until the vectors are in a Parquet file: batchgen's is its command; engines take
+turns. The others sort texts by length and pad each batch (peers/run_embeddings.py): each runs with the fastest of its
+settings, which a process before has tried on some of the texts. Their graphs are exported before. Vectors are compared
+with those of sentence-transformers.
 
     python benchmarks/embeddings.py --model all-MiniLM-L6-v2 --packages DIRECTORY
     python benchmarks/embeddings.py --shape qwen3-embedding-0.6b --tokenizer all-MiniLM-L6-v2 --packages DIRECTORY
@@ -75,26 +75,27 @@ def make_shape(name: str, tokenizer: Path, folder: Path) -> None:
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 512}))
 
 
-def by_batchgen(job: dict[str, Any]) -> dict[str, Any]:
-    import batchgen
-
-    report = batchgen.run(
-        job["model"], job["input"], job["output"], task="embed", dtype=job["dtype"], on_overlong="truncate-right"
-    )
-    busy = report["busy_s"]
-    return {"prompt_tokens": report["prompt_tokens"], "predicted_s": report["predicted_wall_s"], "busy_s": busy}
+def batchgen_command(job: dict[str, Any], report: Path) -> list[str]:
+    options = {"model": job["model"], "input": job["input"], "output": job["output"], "report": report}
+    options |= {"task": "embed", "dtype": job["dtype"], "on-overlong": "truncate-right", "progress": "none"}
+    return ["-m", "batchgen", "run", *(part for name, value in options.items() for part in (f"--{name}", str(value)))]
 
 
 def measured(engine: str, job: dict[str, Any], folder: Path) -> dict[str, Any]:
     """A process of an engine: its wall time from start to end, and what it says."""
     asked, said = folder / "job.json", folder / "result.json"
     asked.write_text(json.dumps(job))
-    script = [__file__, "--run"] if engine == BATCHGEN else [str(PEERS), engine]
+    ours = engine == BATCHGEN
+    command = batchgen_command(job, said) if ours else [str(PEERS), engine, str(asked), str(said)]
     paths = os.pathsep.join([job["packages"], os.environ.get("PYTHONPATH", "")])
-    environment = os.environ if engine == BATCHGEN else os.environ | {"PYTHONPATH": paths}
+    environment = os.environ if ours else os.environ | {"PYTHONPATH": paths}
     started = time.perf_counter()
-    subprocess.run([sys.executable, *script, str(asked), str(said)], check=True, cwd=ROOT, env=environment)
-    return {"wall_s": time.perf_counter() - started, **json.loads(said.read_text())}
+    subprocess.run([sys.executable, *command], check=True, cwd=ROOT, env=environment)
+    wall_s, result = time.perf_counter() - started, json.loads(said.read_text())
+    if ours:
+        names = {"prompt_tokens": "prompt_tokens", "predicted_s": "predicted_wall_s", "busy_s": "busy_s"}
+        result = {name: result[key] for name, key in names.items()}
+    return {"wall_s": wall_s, **result}
 
 
 def differences(folder: Path, engines: list[str]) -> dict[str, dict[str, float]]:
@@ -129,10 +130,6 @@ def settings_of(engines: list[str], job: dict[str, Any], folder: Path) -> dict[s
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--run"]:
-        asked, said = sys.argv[2:]
-        Path(said).write_text(json.dumps(by_batchgen(json.loads(Path(asked).read_text()))))
-        return
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", type=Path)
     parser.add_argument("--shape", choices=_SHAPES)

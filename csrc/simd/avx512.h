@@ -225,6 +225,12 @@ inline vi add_where(vi a, uint32_t bits, int number) {
 }
 // All lanes of the first as bf16, then those of the second.
 inline vi to_pairs(vf first, vf second) { return (vi)_mm512_cvtne2ps_pbh(second, first); }
+// The pairs (even_i, odd_i), rounded to bf16.
+inline vi pairs_of(vf even, vf odd) {
+    const vi order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
+                                      20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_permutexvar_epi16(order, to_pairs(even, odd));
+}
 // Each lane twice: lanes of the first half of a, and of the second.
 inline void repeated(vf a, vf& first, vf& second) {
     const vi order = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);

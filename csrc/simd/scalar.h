@@ -305,6 +305,12 @@ inline vi to_pairs(vf first, vf second) {
     store(all, first), store(all + W, second);
     return load_int((const uint32_t*)all);
 }
+inline vi pairs_of(vf even, vf odd) {
+    bf16 pairs[2 * W], all[2 * W];
+    store(all, even), store(all + W, odd);
+    for (int i = 0; i < W; i++) pairs[2 * i] = all[i], pairs[2 * i + 1] = all[W + i];
+    return load_int((const uint32_t*)pairs);
+}
 inline void repeated(vf a, vf& first, vf& second) {
     for (int i = 0; i < W; i++) first[i] = a[i / 2], second[i] = a[W / 2 + i / 2];
 }

@@ -492,8 +492,11 @@ def test_a_row_is_the_same_alone_and_in_any_number(depth, dtype):
 
 @pytest.mark.parametrize("few", [0, 33, 70])
 def test_fp32_has_all_its_bits_with_weights_of_16_bits_too(few, instruction_set):
-    """Errors are those of sums in fp32, of numbers of very different sizes, whichever columns have 16 bits."""
-    x, w = random(0, 45, 1100), random(1, 70, 1100)
+    """Errors are those of sums in fp32, of numbers of very different sizes, whichever columns have 16 bits.
+
+    There are enough rows for a thread to multiply all columns, some of which it prepares beside others.
+    """
+    x, w = random(0, 64 * kernels.num_threads() + 5, 1100), random(1, 70, 1100)
     x *= 2.0 ** torch.randint(-40, 40, x.shape, generator=torch.Generator().manual_seed(2))
     w[:few] = w[:few].bfloat16().float()
     for weight in (w, kernels.pack(w)):
