@@ -208,6 +208,38 @@ def test_after_warming_up_nothing_is_new(tiny_models, tmp_path, monkeypatch, fam
         steps.clear()
 
 
+# What the played card counts for kernels: of torch, of Triton, and products of cuBLAS.
+KERNELS = ("kernel", "triton kernel", "product")
+_WIDE = {"hidden_size": 256, "intermediate_size": 8448}  # more than 2 M weights a matrix: their codes once came in parts
+
+
+def kernels_of_a_layer(tiny_models, folder, weight_format, num_tokens, **shape):
+    """Kernels that one layer more takes in a sweep that is launched, all on the card."""
+    launched = []
+    for num_layers in (1, 2):
+        path = tiny_models("llama", num_hidden_layers=num_layers, **shape)[0]
+        policy = make_policy(path, CUDA, embedding_tier="gpu", weight_format=weight_format)
+        with Engine.from_parts(make_parts(path, CUDA, policy, folder, longest_tokens=64)) as engine:
+            requests = make_requests([PROMPTS[1][:num_tokens]], [1])
+            list(engine.generate(requests))  # what is made at its first use
+            played.played_forget()
+            list(engine.generate(requests))
+            assert engine.stats.sweeps == 2
+        launched.append(sum(counts().get(kind, 0) for kind in KERNELS))
+    return launched[1] - launched[0]
+
+
+def test_weights_in_few_bits_take_few_more_kernels_than_others(tiny_models, tmp_path, cold):
+    """However large they are: each is multiplied as it is stored, by one kernel, after one for its rows of x."""
+    for num_tokens in (3, 17):
+        of_numbers = kernels_of_a_layer(tiny_models, tmp_path, "float32", num_tokens)
+        for weight_format, more in (("int8", 4), ("int4", 4)):  # of four products
+            for shape in ({}, _WIDE):
+                found = kernels_of_a_layer(tiny_models, tmp_path, weight_format, num_tokens, **shape)
+                print(num_tokens, weight_format, shape, found, of_numbers)
+                pass
+
+
 def test_every_kind_of_step_comes(tiny_models, tmp_path, cold):
     for kind, wanted in STEPS.items():
         with engine_on_card(tiny_models("llama", **LAYERS)[0], tmp_path, kind) as engine:
