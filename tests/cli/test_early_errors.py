@@ -68,7 +68,8 @@ def told(tmp_path_factory):
         ("format", 2, ".parquet"),
         ("folder", 2, "directory"), ("budget", 2, "--cpu-memory 10MiB"), ("contradiction", 2, "--retry-failed"),
         ("limit", 2, "--max-failed"),
-        ("another machine", 2, "h100 has a GPU, jobs run on the CPU here"), ("no machine", 2, "--hardware tpu: no such"),
+        ("another machine", 2, "h100 has a GPU, jobs run on the CPU here"),
+        ("no machine", 2, "--hardware tpu: no such"),
     ],
 )  # fmt: skip
 def test_said_at_once(told, case, code, says):
