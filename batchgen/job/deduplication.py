@@ -6,12 +6,12 @@ import contextlib
 import json
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
-from batchgen.core.request import PLAIN_CHAT, Completion, Embedded, Request, SamplingParams
+from batchgen.core.request import PLAIN_CHAT, Completion, Embedded, PositionLogprobs, Request, SamplingParams
 
 # Bytes of results that are kept for later rows. Beyond them the least recently used ones are evicted, some at once.
 _MOST_RESULT_BYTES = 64 << 20
@@ -165,9 +165,11 @@ def _size_bytes(result: Completion) -> int:
     if isinstance(result, Embedded):
         return size + (0 if result.vector is None else result.vector.nbytes)
     for sample in result.samples:
-        size += 2 * len(sample.text)
-    for part in (*result.samples, *result.prompts):
-        size += 40 * len(part.token_ids)
-        if part.logprobs:
-            size += len(part.logprobs) * 200 * (1 + len(part.logprobs[-1].top))
-    return size
+        size += 2 * len(sample.text) + _positions_bytes(sample.token_ids, sample.logprobs)
+    return size + sum([_positions_bytes(prompt.token_ids, prompt.logprobs) for prompt in result.prompts])
+
+
+def _positions_bytes(token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs] | None) -> int:
+    """Approximate bytes of tokens and their log-probabilities."""
+    size = 40 * len(token_ids)
+    return size + len(logprobs) * 200 * (1 + len(logprobs[-1].top)) if logprobs else size
