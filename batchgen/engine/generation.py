@@ -78,10 +78,9 @@ class _InFlight:
 
     def completion(self, *, has_digest: bool) -> Completion:
         """The result of the request. has_digest: Whether it has the request's digest."""
-        sequences, logprobs, row = self.sequences, self.logprobs or {}, self.prepared.request.row
-        first = sequences[0]
-        of_prompts = sequences if len(sequences) == 1 else sequences[:: first.sampling.n]  # the first sample of each
-        num_tokens = first.num_prompt if len(of_prompts) == 1 else sum([s.num_prompt for s in of_prompts])
+        first, logprobs, row = self.sequences[0], self.logprobs or {}, self.prepared.request.row
+        of_prompts = self.sequences[:: first.sampling.n]  # the first sample of each
+        num_tokens = sum([sequence.num_prompt for sequence in of_prompts])
         if self.error is not None:
             return Completion(first.request_index, first.row_id, num_tokens, error=self.error, row=row)
         return Completion(

@@ -41,7 +41,8 @@ def given_for_run(name: str | None, device: str) -> HardwareProfile | None:
         device: The job's device, as `--device` takes it.
 
     Raises:
-        InputError: There is no such profile, or it is not one of a machine with the job's device.
+        InputError: There is no such profile, it is not one of a machine with the job's device, or this machine does not
+            have that device.
     """
     given = given_hardware(name)
     if given is None:
