@@ -11,6 +11,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+from torch import Tensor
 
 from batchgen.core.errors import InputError, RowError
 from batchgen.core.partial import PartialCompletion, PartialSample
@@ -29,6 +30,7 @@ from batchgen.engine.preparation import KnownAnswers, Preparation, Prepared
 from batchgen.engine.scoring import is_finite, take_scores
 from batchgen.models.tokenizers.harmony import AnswerStops, Harmony
 from batchgen.models.tokenizers.thinking import Gate, Thinking, ThoughtStops
+from batchgen.ops import dispatch as ops
 from batchgen.ops.host_copy import download
 from batchgen.runtime.grammar import Constraint, Grammar
 from batchgen.runtime.logits_parts import LogitsParts, spread, take
@@ -37,8 +39,6 @@ from batchgen.schedule.from_policy import longest_sequence
 from batchgen.schedule.sequence import NOT_FINITE, PENDING, LogitsRow, Sequence
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from batchgen.models.tokenizers.tokenizer import StopDetector
     from batchgen.runtime.scorer import Scorer
 
@@ -150,7 +150,7 @@ class _Chosen:
             drafts follow each other, and come after the one without drafts.
         sampled: The sampler's results, in the order of the rows.
         scorer: The scores of prompts; None: the sweep has none.
-        largest: Whether a CUDA graph has chosen them, so that nothing of their sequences needs the host.
+        largest: Whether all have the largest logits, so that nothing of their sequences needs the host.
     """
 
     rows: list[LogitsRow]
@@ -265,7 +265,7 @@ class Generation:
             Sequence, tuple[Thinking, bool]
         ] = {}  # thinking tags, and whether the text begins in thoughts
         self._sampled: list[tuple[List[LogitsRow], Sampled]] = []  # in the sweep in flight
-        self._largest = False  # whether a CUDA graph chooses them
+        self._largest = True  # whether all of them are those with the largest logits
         self._gates: dict[Sequence, tuple[Gate, Grammar]] = {}  # of sequences whose grammar has not begun
         self.takes_ahead = False
         self._ahead: list[Sequence] = []  # whose grammars may have taken tokens ahead
@@ -468,6 +468,11 @@ class Generation:
             logits: fp32 logits, [rows, vocabulary].
             start: Index in the vocabulary of the first column: 0, as logits come whole.
         """
+        if isinstance(logits, Tensor) and self.takes_largest(rows):  # as in most jobs
+            chosen, if_finite = ops.argmax_if_finite(logits, NOT_FINITE)
+            self.take_largest(rows, chosen, if_finite)
+            return chosen
+        self._largest = False
         parts = LogitsParts.of(rows)
         if parts.scored:
             assert self._parts.scorer is not None
@@ -492,7 +497,6 @@ class Generation:
     def take_largest(self, rows: List[LogitsRow], chosen: Tensor, if_finite: Tensor) -> None:
         """Take the tokens with the largest logits, where `takes_largest` says so (`sweep_options.Largest`)."""
         self._sampled.append((rows, Sampled(chosen, download(if_finite))))
-        self._largest = True
 
     def end_sweep(self) -> _Chosen:
         """The tokens sampled in the sweep that is being run. Their sequences hold PENDING until it has run."""
@@ -503,7 +507,7 @@ class Generation:
                 if sequence.drafted is None:
                     sequence.tokens.append(PENDING)
         chosen = _Chosen(rows, [sampled for _, sampled in self._sampled], self._scorer, self._largest)
-        self._sampled, self._scorer, self._largest = [], None, False
+        self._sampled, self._scorer, self._largest = [], None, True
         return chosen
 
     def take_forced(self, stats: EngineStats) -> list[Sequence]:

@@ -17,6 +17,7 @@ from batchgen.distributed.launch import rank_of_environment
 from batchgen.job.destination import STANDARD_OUTPUT, Destination
 from batchgen.job.failures import FailureLimit
 from batchgen.job.files import check_files, is_device
+from batchgen.job.given_hardware import given_for_run
 from batchgen.job.option_table import flag_of, options_of
 from batchgen.job.options import CLASSIFY, EMBED, OF_VECTORS, RERANK, JobOptions, seconds
 from batchgen.job.standard_input import is_standard_input
@@ -35,8 +36,8 @@ def check_job(options: JobOptions) -> None:
     """Refuse mistakes that can be found within a second, before the libraries that run models are imported.
 
     Raises:
-        BatchgenError: The options contradict each other, the output cannot be written, another process holds it, or the
-            memory is too small for any model.
+        BatchgenError: The options contradict each other, this machine is not one of the hardware profile's kind, the
+            output cannot be written, another process holds it, or the memory is too small for any model.
     """
     check_options(options)
     if (destination := Destination.of(options)) is not None:
@@ -44,6 +45,7 @@ def check_job(options: JobOptions) -> None:
             destination.check(options)
         options = destination.local(options)
     check_files(options)
+    given_for_run(options.hardware, options.device)
     if options.cpu_memory is not None and size_bytes(options.cpu_memory) < _LEAST_MEMORY_BYTES:
         raise InputError(
             f"--cpu-memory {options.cpu_memory} is too small for any job: the process alone takes some"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,13 +19,13 @@ from batchgen.core.cores import dedicated_core
 from batchgen.core.device import Device
 from batchgen.core.direct_io import make_offload_dir
 from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, matmul_key
-from batchgen.core.errors import InputError
-from batchgen.core.hardware import HARDWARE_VARIABLE, HardwareProfile, read_profile
+from batchgen.core.hardware import HardwareProfile
 from batchgen.core.knowledge import DISK, MANY, MEASURED, SPEED, Knowledge, weights_name
 from batchgen.core.machine import available_memory_bytes, resident_bytes
 from batchgen.core.quality import KV_LOSSES, WEIGHT_LOSSES, allowed
 from batchgen.core.workload import Workload
 from batchgen.engine.loader import TYPICAL_PROCESS_BYTES
+from batchgen.job.given_hardware import given_for_run
 from batchgen.job.job import Job
 from batchgen.models.config import ModelConfig
 from batchgen.models.layouts import main_format, output_format
@@ -39,7 +38,6 @@ from batchgen.profiler.kinds import corrected, first_knowledge, rates_of_kind, t
 from batchgen.profiler.machine_record import MachineRecord, read_record, record_path, update_record
 from batchgen.profiler.measure import machine_identity, sizes
 from batchgen.profiler.probe import probed, trials_here
-from batchgen.profiler.shipped import shipped_profile, shipped_profiles
 from batchgen.profiler.transfer import DiskRates, probe_disk
 
 logger = logging.getLogger(__name__)
@@ -73,16 +71,8 @@ def profile_here(job: Job, workload: Workload) -> HardwareProfile:
     Raises:
         InputError: The machine does not have the job's device, or a GPU cannot be measured.
     """
-    given, device = given_hardware(job.options.hardware), job.device
+    given, device = given_for_run(job.options.hardware, job.options.device), job.device
     if given is not None:
-        if given.gpu is not None and device.kind != "cuda":
-            raise InputError(
-                f"{given.name} has a GPU, jobs run on the CPU here: leave out --hardware; `batchgen plan` takes it"
-            )
-        if given.gpu is None and device.kind == "cuda":
-            raise InputError(
-                f"{given.name} has no GPU, and jobs run on one here: leave out --hardware, or give --device cpu"
-            )
         profile, core = given, given if device.slowdown is not None else None
     elif device.kind == "cuda":
         weights, as_stored = weight_formats_measured(job, may_stream=False)
@@ -116,28 +106,6 @@ def for_device(device: Device, find: Callable[[], HardwareProfile]) -> tuple[Har
         with kernels.on_cores(cores):
             profiles.append(find())
     return profiles[0], profiles[1]
-
-
-def given_hardware(name: str | None) -> HardwareProfile | None:
-    """The profile that the user names; None: none is named.
-
-    Args:
-        name: A file, or the name of a profile that ships with the package; None: the one that $BATCHGEN_HARDWARE names.
-
-    Raises:
-        InputError: There is no such profile.
-    """
-    origin = "--hardware"
-    if name is None:
-        name, origin = os.environ.get(HARDWARE_VARIABLE, ""), f"${HARDWARE_VARIABLE}"
-    if not name:
-        return None
-    if name in shipped_profiles():
-        return shipped_profile(name)
-    if not Path(name).exists():
-        known = ", ".join(shipped_profiles())
-        raise InputError(f"{origin} {name}: no such file, and none of the shipped profiles ({known})")
-    return read_profile(name)
 
 
 def wanted_of(

@@ -34,10 +34,10 @@ from batchgen.job.devices import (
 )
 from batchgen.job.embedding import for_task, head_of, with_head_context
 from batchgen.job.files import check_files, write_text
+from batchgen.job.given_hardware import given_hardware, shipped_cards
 from batchgen.job.job import Job, dequantized_line, resolve_for, resolve_job, why_not_run
 from batchgen.job.machine_profile import (
     for_device,
-    given_hardware,
     link_between,
     may_stream,
     measured_hardware,
@@ -183,6 +183,11 @@ def predicted_s(options: PlanOptions, shares: Sequence[float]) -> list[float]:
 def _check_plan(options: PlanOptions, asked: JobOptions) -> None:
     """Raise InputError for options of a plan that contradict each other. asked: the job's options on one device."""
     check_options(asked)
+    if asked.device == "cuda" and asked.hardware is None and not has_cuda():
+        raise InputError(
+            "--device cuda: torch finds no CUDA device here; to plan for a machine with one, give --hardware h100, or"
+            f" another of {', '.join(shipped_cards())}"
+        )
     _check_processes(options)
     check_files(asked, plan_file=options.plan_file, plan_page=options.html)
     if (options.as_json or options.plan_file == "-") and (options.what_if or options.frontier or options.compare):

@@ -39,14 +39,15 @@ class CudaDriver:
         # stream, and cuBLAS's work space of it, would be nobody's else.
         weakref.finalize(self, _idle_streams.append, self.streams).atexit = False
         self._device = torch.cuda.current_device()
-        self._semaphores = PinnedMemory().zeros((len(_HOST_LANES),), torch.int32)
+        self._pinned = PinnedMemory()
+        self._semaphores = self._pinned.zeros((len(_HOST_LANES),), torch.int32)
         self._wait_value = _stream_wait_value()
         self._check_waits()
         self._num_copies = 0
         # All small arrays go with the stream that computes. It does not refer to the driver, whose end is that of the
         # memory.
         self._passage = Passage(
-            PinnedMemory().zeros((PINNED_BYTES,), torch.uint8),
+            self._pinned.zeros((PINNED_BYTES,), torch.uint8),
             partial(_recorded, self.streams["compute"]),
             _synchronize,
         )
@@ -156,6 +157,9 @@ class CudaDriver:
     def finish(self) -> None:
         for stream in self.streams.values():
             stream.synchronize()
+
+    def close(self) -> None:
+        self._pinned.close()
 
 
 # Streams by lane of drivers that have gone.

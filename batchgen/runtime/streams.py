@@ -111,6 +111,10 @@ class Driver(Protocol):
         """Wait until nothing is under way."""
         ...
 
+    def close(self) -> None:
+        """Let go of the driver's own memory of the host: nothing is under way, and nothing will be launched."""
+        ...
+
 
 class _Timed(NamedTuple):
     """Events of a Step in its stream.

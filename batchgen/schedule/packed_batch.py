@@ -263,7 +263,7 @@ def _tables(members: _Members, windowed: bool, staging_tables: Tables | None) ->
         tables = [sequence.table(windowed) for sequence in members.sequences]
     else:
         tables = [sequence.block_table for sequence in members.sequences]
-    num_blocks = np.array([len(table) for table in tables], np.int64)
+    num_blocks = np.fromiter(map(len, tables), np.int64, len(tables))
     blocks = np.frombuffer(bytearray().join(tables), np.int32)
     return SweepTables(members.num_tokens, members.num_computed, num_blocks, blocks)
 
@@ -355,11 +355,14 @@ class _Rows:
         # Once for each sequence of every sweep: as little as may be.
         keys, starts = tables.num_keys, tables.starts
         texts = [s.tokens for s in sequences]
-        lengths = np.array(list(map(len, texts)), np.int64)
-        has_drafts = any([s.drafts for s in sequences])
+        lengths = np.fromiter(map(len, texts), np.int64, len(texts))
+        has_drafts = bool((keys > lengths).any())
         if has_drafts:
             texts = [[*s.tokens, *s.drafts] for s in sequences]
-        last = np.array([text[stop - 1] for text, stop in zip(texts, keys.tolist(), strict=True)], np.int64)
+        if (keys == lengths).all():  # as in most sweeps
+            last = np.array([text[-1] for text in texts], np.int64)
+        else:
+            last = np.array([text[stop - 1] for text, stop in zip(texts, keys.tolist(), strict=True)], np.int64)
         token_ids = np.empty(starts[-1], np.int64)
         token_ids[starts[1:] - 1] = last
         several = (tables.num_queries > 1).nonzero()[0]

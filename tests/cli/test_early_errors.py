@@ -45,6 +45,8 @@ def told(tmp_path_factory):
         "budget": command("out.parquet", "--cpu-memory", "10MiB"),
         "contradiction": command("out.parquet", "--overwrite", "--retry-failed"),
         "limit": command("out.parquet", "--max-failed", "some"),
+        "another machine": command("out.parquet", "--hardware", "h100"),
+        "no machine": command("out.parquet", "--hardware", "tpu"),
     }
     done = subprocess.run(
         [sys.executable, "-c", _RUN, json.dumps(list(cases.values()))], capture_output=True, text=True, check=True
@@ -66,6 +68,8 @@ def told(tmp_path_factory):
         ("format", 2, ".parquet"),
         ("folder", 2, "directory"), ("budget", 2, "--cpu-memory 10MiB"), ("contradiction", 2, "--retry-failed"),
         ("limit", 2, "--max-failed"),
+        ("another machine", 2, "h100 has a GPU, jobs run on the CPU here"),
+        ("no machine", 2, "--hardware tpu: no such"),
     ],
 )  # fmt: skip
 def test_said_at_once(told, case, code, says):

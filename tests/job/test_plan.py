@@ -206,6 +206,15 @@ class TestElsewhere:
         )
         assert said in refused("plan", "-m", opt_30b, *args)
 
+    def test_a_card_that_is_not_here_is_planned_for_by_its_profile(self, opt_30b, monkeypatch):
+        monkeypatch.setattr("batchgen.job.plan.has_cuda", lambda: False)
+        args = ("--num-prompts", "8", "--input-len", "8", "--output-len", "2", "--device", "cuda")
+        said = refused("plan", "-m", opt_30b, *args)
+        assert said.startswith("--device cuda: torch finds no CUDA device here; ")
+        named = re.findall(r"[\w-]+", said.partition("--hardware ")[2])
+        assert "h100" in named and "zen4" not in named
+        assert planned_json("-m", opt_30b, *args, "--hardware", "h100")["hardware"] == "h100"
+
     @pytest.mark.parametrize(("hardware", "device"), [("t4", "cuda"), ("zen4", "cpu")])
     def test_a_device_that_its_machine_has_may_be_named(self, model, hardware, device):
         args = ("--num-prompts", "8", "--input-len", "8", "--output-len", "2", "--hardware", hardware)

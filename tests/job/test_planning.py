@@ -17,9 +17,10 @@ from batchgen.core.hardware import HARDWARE_VARIABLE, ComputeRates
 from batchgen.core.plan import Plan
 from batchgen.core.workload import Lengths, Workload
 from batchgen.job import machine_profile
+from batchgen.job.given_hardware import given_hardware
 from batchgen.job.given_plan import read_plan, runnable
 from batchgen.job.job import Job, resolve_job
-from batchgen.job.machine_profile import given_hardware, on_this_machine
+from batchgen.job.machine_profile import on_this_machine
 from batchgen.job.options import JobOptions
 from batchgen.job.planning import plan_job, problem_here, problem_of_job
 from batchgen.job.what_if import what_if

@@ -57,6 +57,30 @@ def test_a_large_value_costs_its_neighbours_little():
     assert errors[0] < errors[1] / 2
 
 
+@pytest.mark.parametrize("larger", [1, 30])
+def test_fp8_rounds_activations_more_than_rows_of_8_bits_do(larger):
+    """The figures of docs/cuda.md: errors of products with a matrix, by what their activations are rounded to."""
+    columns = 4096
+    x = random(1, 128, columns) * torch.where(torch.arange(columns) % 512 == 0, float(larger), 1.0)
+    weight = random(2, 256, columns).to(torch.float8_e4m3fn)
+    exact = x.double() @ weight.double().T
+
+    def error(rounded):
+        return ((rounded.double() @ weight.double().T - exact).norm() / exact.norm()).item()
+
+    scale = x.abs().amax(1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+    eight = (x / scale).to(torch.float8_e4m3fn)
+    product = torch._scaled_mm(
+        eight, weight.T, scale_a=scale, scale_b=torch.ones(1, len(weight)), out_dtype=torch.float32
+    )
+    of_fp8, of_rows = (
+        error(eight.double() * scale),
+        error(int8.dequantize(int8.quantize(x), columns, torch.empty_like(x))),
+    )
+    assert (product - exact).norm() / exact.norm() == pytest.approx(of_fp8, rel=0.01)
+    assert 0.02 < of_fp8 < 0.03 and of_rows < 0.6 * of_fp8 and error(x.bfloat16()) < 0.003
+
+
 def test_joined_rows_are_split_into_what_they_were_made_of():
     codes = torch.randint(-128, 128, (9, 30), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
     scale = random(1, 9, 1).abs()

@@ -6,20 +6,25 @@
 import ctypes
 import gc
 import random
+import threading
 import time
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 from planner_cases import llama_8b
 from played_counts import counts
+from stages import make_pipeline
 from thorough import some_of
 from tiered import before_each_step, everything_moves, make_parts, make_policy, make_requests
 
 from batchgen.core.device import Device
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.engine.engine import Engine
+from batchgen.engine.pipeline import Stage
 from batchgen.models.checkpoint import dummy_checkpoint
+from batchgen.ops import dispatch as ops
 from batchgen.runtime import cuda, executor, in_memory
 
 played = ctypes.CDLL("libcuda.so.1")
@@ -129,6 +134,57 @@ def test_engines_at_once(tiny_models, tmp_path, cold):
         run(second)
 
 
+def test_a_closed_engine_has_nothing_pinned(tiny_models, tmp_path, cold):
+    """No later collection of garbage unpins memory: it may come while a stream waits for the host, in a lane's thread.
+
+    The runtime may then wait for the device, and the device for the lane.
+    """
+    before, path = pinned_bytes(), tiny_models("llama", **LAYERS)[0]
+    with engine_on_card(path, tmp_path, "everything moves") as engine:
+        assert played.played_pinned_bytes() > before
+        run(engine)
+    assert played.played_pinned_bytes() == before
+
+
+def test_memory_is_unpinned_when_the_streams_are_through(tiny_models, tmp_path, monkeypatch):
+    """Also that of the stages of a pipeline, each of which has its own."""
+    path = tiny_models("llama", **LAYERS)[0]
+    driver_of, launched, finished, unpinned = {}, Counter(), Counter(), []
+    make, launch, finish, unpin = (
+        cuda.CudaDriver.__init__, cuda.CudaDriver.launch, cuda.CudaDriver.finish, cuda._PinnedPages.unpin,
+    )  # fmt: skip
+
+    def made(driver):
+        make(driver)
+        driver_of[threading.current_thread()] = driver  # a stage is a thread here
+
+    def counted(driver, lane, work):
+        launched[driver] += 1
+        return launch(driver, lane, work)
+
+    def through(driver):
+        before = launched[driver]
+        finish(driver)
+        finished[driver] = before
+
+    def noted(pages):
+        driver = driver_of.get(threading.current_thread())
+        if pages.address is not None and driver is not None:
+            unpinned.append(launched[driver] - finished[driver])
+        unpin(pages)
+
+    for name, function in {"__init__": made, "launch": counted, "finish": through}.items():
+        monkeypatch.setattr(cuda.CudaDriver, name, function)
+    monkeypatch.setattr(cuda._PinnedPages, "unpin", noted)
+    policy = replace(
+        policies(path)["everything moves"], weight_layers=dict.fromkeys(("qkv", "out", "up", "down"), (0, 0, 1))
+    )
+    stages = [Stage(k, k + 1, policy) for k in range(2)]
+    with Engine.from_parts(make_pipeline(path, CUDA, stages, tmp_path, longest_tokens=64)) as engine:
+        run(engine)
+    assert len(driver_of) == 2 and all(launched.values()) and unpinned and not any(unpinned)
+
+
 @pytest.mark.parametrize("after", [0, 1, 5, 12])
 def test_loading_that_fails_half_way_leaves_nothing_pinned(tiny_models, tmp_path, cold, after):
     before, path = pinned_bytes(), tiny_models("llama", **LAYERS)[0]
@@ -206,6 +262,42 @@ def test_after_warming_up_nothing_is_new(tiny_models, tmp_path, monkeypatch, fam
         assert not {"cuModuleLoadData", "cudaMalloc", "cudaHostRegister", "cublasCreate"} & counts().keys()
         waited.clear()
         steps.clear()
+
+
+# What the played card counts for kernels: of torch, of Triton, and products of cuBLAS.
+KERNELS = ("kernel", "triton kernel", "product")
+_WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 8448,
+}  # more than 2 M weights a matrix: their codes once came in parts
+
+
+def kernels_of_a_layer(tiny_models, folder, weight_format, num_tokens, **shape):
+    """Kernels that one layer more takes in a sweep that is launched, all on the card."""
+    launched = []
+    for num_layers in (1, 2):
+        path = tiny_models("llama", num_hidden_layers=num_layers, **shape)[0]
+        policy = make_policy(path, CUDA, embedding_tier="gpu", weight_format=weight_format)
+        with Engine.from_parts(make_parts(path, CUDA, policy, folder, longest_tokens=64)) as engine:
+            requests = make_requests([PROMPTS[1][:num_tokens]], [1])
+            list(engine.generate(requests))  # what is made at its first use
+            played.played_forget()
+            list(engine.generate(requests))
+            assert engine.stats.sweeps == 2
+        launched.append(sum(counts().get(kind, 0) for kind in KERNELS))
+    return launched[1] - launched[0]
+
+
+def test_weights_in_few_bits_take_few_more_kernels_than_others(tiny_models, tmp_path, cold):
+    """However large they are: of a layer's four products, each has one kernel more, which quantizes or dequantizes.
+
+    Where Triton has no fast products, torch rotates rows of x and quantizes them, by some sixty operations a product.
+    """
+    multiplied = ops.multiplies_packed(torch.device("cuda"))
+    of_numbers = kernels_of_a_layer(tiny_models, tmp_path, "float32", 17)
+    for weight_format, more in (("int8", 4 if multiplied else 4 * 64), ("int4", 4)):
+        launched = kernels_of_a_layer(tiny_models, tmp_path, weight_format, 17, **_WIDE)
+        assert 0 < launched <= of_numbers + more, weight_format
 
 
 def test_every_kind_of_step_comes(tiny_models, tmp_path, cold):

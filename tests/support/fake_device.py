@@ -163,6 +163,9 @@ class FakeDevice:
         for lane in STREAMS:
             self.synchronize(self.record(lane))
 
+    def close(self):
+        """Nothing: it has no memory of the host's."""
+
     def empty(self, shape, dtype):
         return self.memory.empty(shape, dtype, self.launching.lane)
 

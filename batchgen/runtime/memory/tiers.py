@@ -54,8 +54,10 @@ class Tiers:
         return self.links[1]
 
     def close(self) -> None:
-        """Unregister host memory from a driver, and release cores. Tensors stay."""
+        """Unregister host memory from a driver, its own too, and release cores. Tensors stay."""
         for arena in self.arenas.values():
             arena.memory.close()
+        if self.driver is not None:
+            self.driver.close()
         if self.dedicated_core is not None:
             self.dedicated_core.close()
