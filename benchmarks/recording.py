@@ -17,6 +17,8 @@ from batchgen.ops import cpp as kernels
 from batchgen.ops.instruction_set import unavailable
 
 RESULTS = Path(__file__).parent / "results"
+# What is measured finds bytecode, as an installed program does: a process that may not write it compiles its imports.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def machine() -> dict[str, Any]:
