@@ -359,7 +359,8 @@ class Adaptation:
         moved = min(most, max(1, round(knob.next_step(direction) * (on_cpu + streamed))))
         if direction == "up":
             moved = min(moved, self._most_hidden((_SATURATED - link) * total / len(self._window)))
-            if not moved:
+            moved = min(moved, self._most_staged - streamed)
+            if moved < 1:
                 return
         now = streamed + (moved if direction == "up" else -moved)
         kv_seqs = {**quotas, KVPlacement.CPU: on_cpu + streamed - now, KVPlacement.STREAMED: now}
@@ -391,6 +392,17 @@ class Adaptation:
         on_host = self._on_host
         seq_s = self._lane_costs.streamed_key_s * sum(len(s.tokens) for s in on_host) / max(1, len(on_host))
         return int(link_s / seq_s) if seq_s else len(on_host)
+
+    @property
+    def _most_staged(self) -> int:
+        """Sequences that may stream: those planned, or as many as one staging buffer holds in all of their tokens.
+
+        More would cut sweeps into more micro-batches than planned, each of which reads all weights again.
+        """
+        rows = [s.num_prompt + self.expected_output_len(s.sampling.max_tokens) for s in self._on_host]
+        capacity = self._scheduler.limits.most_staged_tokens
+        staged = len(rows) if capacity is None else capacity * len(rows) // max(1, sum(rows))
+        return max(staged, self._planned.quota(KVPlacement.STREAMED))
 
     @property
     def _on_host(self) -> list[Sequence]:
