@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 import time
@@ -196,9 +195,9 @@ def waking_s(slowdown: float) -> float:
 
 
 def attended_handovers_s(device: Device) -> float:
-    """Seconds that CPU attention of a micro-batch takes beside its work: its queries go out, and its results are waited for.
+    """Seconds that CPU attention of a micro-batch takes beside its work: queries go out, results are waited for.
 
-    These are from the end of each Step to the start of the one on another lane that waits for it. A core that has slept
+    They are from the end of each Step to the start of the one on another lane that waits for it. A core that has slept
     for as long as a Step lasts takes two to three times as long to wake up as one that waits for the first time.
     """
     from batchgen.runtime.dedicated_core import DedicatedCore

@@ -35,7 +35,7 @@ def best_of(name, setting):
 
 @pytest.fixture(scope="module")
 def orders():
-    """Plans with two micro-batches in NEO's order, of unequal size, and in the one that is fastest without adaptation."""
+    """Plans with two micro-batches by order: NEO's, of unequal size, and mixed ones, the fastest without adaptation."""
     problem = problem_on(round_machine(NEO.device), CONFIG, NEO.workload, ROUND_PROCESS_BYTES)
     candidates = {candidate.inputs.batch_order: candidate for candidate in best_candidates(STRATEGY, problem)}
     return {order: plan_of(problem, candidate, candidate.seconds) for order, candidate in candidates.items()}

@@ -1,4 +1,4 @@
-"""Time of the disk beside bytes and requests: of calls, in the cost model and the simulator, and of writes before reads."""
+"""Time of the disk beside bytes and requests: calls, in the cost model and the simulator, and writes before reads."""
 
 from dataclasses import replace
 
@@ -15,9 +15,10 @@ from batchgen.planner.search import search
 from batchgen.planner.simulation import simulate_job
 
 CALL_S, BATCHES, LAYERS = 1e-3, 2, 4
+KV_ON_DISK = Allowed(("cpu",), ("disk",))
 
 
-def candidate_on(hardware, allowed=Allowed(("cpu",), ("disk",))):
+def candidate_on(hardware, allowed=KV_ON_DISK):
     workload = Workload.uniform(16, 100, 8)
     model = opt(1024, LAYERS, 16)
     problem = problem_of(
