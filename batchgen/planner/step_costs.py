@@ -383,7 +383,6 @@ class _SweepCosts:
         self._computing = [_Computing.of(costs, load, packed=self._packed) for load in loads]
         self._joined = [0] * len(loads)  # rows of deferred batches that are with the micro-batch
         self._owed_s = 0.0  # that copies take of the cores or the memory of the next computation
-        self._written_s = 0.0  # that writes take of the disk before the next read
 
     def seconds(self, step: Step) -> float:
         """Seconds of a Step."""
@@ -515,17 +514,19 @@ class _SweepCosts:
         call_s = call_overhead_s(costs.inputs)
         if step.kind == "read_weight":
             costs.without_experts.discard(at)
-            return self._read(layer.read_bytes, transfer_s(layer.read_bytes, hardware.disk_read_bytes_per_s) + call_s)
+            return self._over_memory(
+                layer.read_bytes, transfer_s(layer.read_bytes, hardware.disk_read_bytes_per_s) + call_s
+            )
         expert_s = transfer_s(size, hardware.disk_read_bytes_per_s, requests, hardware.disk_read_overhead_s)
         tokens, routing = sum(load.tokens for load in self._loads), costs.inputs.workload.routing
         ahead, part = experts_read_ahead(costs.config, tokens, routing)
         if step.kind == "read_experts":
             demanded = (1 - part) * self._added_experts(step)
-            return self._read(demanded * size, demanded * expert_s + call_s)
+            return self._over_memory(demanded * size, demanded * expert_s + call_s)
         costs.without_experts.add(at)
         dense = layer.read_bytes - costs.config.num_experts * size
         seconds = ahead * expert_s + transfer_s(dense, hardware.disk_read_bytes_per_s) + call_s
-        return self._read(ahead * size + dense, seconds)
+        return self._over_memory(ahead * size + dense, seconds)
 
     def read_kv(self, step: Step, load: BatchLoad) -> float:
         """Seconds of reading a micro-batch's KV, or its states, from disk."""
@@ -536,7 +537,7 @@ class _SweepCosts:
         if config.has_state(step.layer):
             size, runs = load.states.disk_in * s.state_row_bytes, load.states.disk_in
         seconds = transfer_s(size, hardware.disk_read_bytes_per_s, runs, hardware.disk_read_overhead_s)
-        return self._read(size, seconds + call_overhead_s(s))
+        return self._over_memory(size, seconds + call_overhead_s(s))
 
     def written_kv(self, step: Step, load: BatchLoad) -> float:
         """Seconds of writing a micro-batch's KV, or its states, to disk."""
@@ -546,13 +547,7 @@ class _SweepCosts:
         if self._costs.config.has_state(step.layer):
             size, runs = load.states.disk_out * s.state_row_bytes, load.states.disk_out
         seconds = transfer_s(size, hardware.disk_write_bytes_per_s, runs, hardware.disk_write_overhead_s)
-        self._written_s += seconds
         return self._over_memory(size, seconds + call_overhead_s(s))
-
-    def _read(self, size: float, seconds: float) -> float:
-        """The seconds of a read: it shares the disk with what was written since the read before."""
-        seconds, self._written_s = seconds + self._written_s, 0.0
-        return self._over_memory(size, seconds)
 
     def _over_memory(self, size: float, seconds: float) -> float:
         """The seconds of a Step of the disk, whose bytes take of the memory's bandwidth where the CPU computes."""

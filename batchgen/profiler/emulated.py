@@ -202,7 +202,7 @@ def attended_handovers_s(device: Device) -> float:
     """
     from batchgen.runtime.dedicated_core import DedicatedCore
     from batchgen.runtime.lanes import Lanes
-    from batchgen.schedule.step_graph import Step
+    from batchgen.schedule.step_graph import KINDS, Step, StepKind
 
     begun, ended = list[float](), list[float]()
 
@@ -211,11 +211,11 @@ def attended_handovers_s(device: Device) -> float:
         time.sleep(_ATTENDED_STEP_S)
         ended.append(time.perf_counter())
 
-    kinds = (("pre", "compute"), ("send_qkv", "d2h"), ("cpu_attention", "cpu_attention"))
+    kinds: tuple[StepKind, ...] = ("pre", "send_qkv", "cpu_attention")
     steps = [
-        Step(3 * layer + i, kind, lane, 0, 0, 0, None, None, (3 * layer + i - 1,) if layer or i else ())
+        Step(3 * layer + i, kind, KINDS[kind], 0, 0, 0, None, None, (3 * layer + i - 1,) if layer or i else ())
         for layer in range(_ATTENDED)
-        for i, (kind, lane) in enumerate(kinds)
+        for i, kind in enumerate(kinds)
     ]
     cores = None if device.slowdown is None else DedicatedCore(device.slowdown)
     lanes = Lanes(perform, on_thread=cores.keep_lane if cores else lambda lane: None)
