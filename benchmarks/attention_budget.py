@@ -176,15 +176,21 @@ class Prompts:
 
 def perplexity(parts: EngineParts, prompts: Prompts, windows: List[List[int]]) -> dict:
     """The perplexity of the last tokens of each window, decoded after the tokens before them."""
-    first, nats = len(windows[0]) - DECODED, 0.0
+    first, nats = len(windows[0]) - DECODED, torch.zeros(len(windows), dtype=torch.float64)
     rows, logits = prompts.rows(parts)
     for place in range(first, len(windows[0])):
         targets = torch.tensor([window[place] for window in windows])
-        nats -= float(logits.log_softmax(-1).gather(1, targets[:, None]).sum())
+        nats -= logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
         if place + 1 < len(windows[0]):
             logits = rows.decode(targets.tolist())
-    count = len(windows) * DECODED
-    return {"perplexity": math.exp(nats / count), "nats_per_token": nats / count, "tokens_scored": count}
+    by_window = (nats / DECODED).tolist()
+    mean = sum(by_window) / len(windows)
+    return {
+        "perplexity": math.exp(mean),
+        "nats_per_token": mean,
+        "nats_by_window": by_window,
+        "tokens_scored": len(windows) * DECODED,
+    }
 
 
 def needles(files: ModelFiles, length: int, count: int) -> Iterator[tuple[list[int], list[int]]]:
@@ -271,7 +277,7 @@ def main() -> None:
     parser.add_argument("--budget", action="append", help=f"[default: {', '.join(BUDGETS)}]")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     parser.add_argument("--rows", type=int, default=8, help="rows that go through the model together")
-    parser.add_argument("--output", type=Path, default=result_path("attention_budget"))
+    parser.add_argument("-o", "--output", type=Path, default=result_path("attention_budget"))
     args = parser.parse_args()
     files = resolve_model(args.model)
     held = json.loads(args.output.read_text()) if args.output.exists() else {}

@@ -158,6 +158,11 @@ def perplexities(*names: str) -> Callable[[dict], str]:
     return words
 
 
+def accuracies(d: dict) -> str:
+    found = (f"{name} {', '.join(f'{value:.3f}' for value in one.values())}" for name, one in d["formats"].items())
+    return "; ".join(found)
+
+
 BUDGETS, BUDGET_LENGTHS = ("20%", "10%"), (2048, 4096, 8192)
 
 
@@ -683,6 +688,18 @@ TABLES: dict[str, list[Row]] = {
             budget_loss,
         ),
         Row(
+            "the same in bf16, of two texts of which one repeats what stands far before",
+            "attention_budget_losses_8192",
+            "attention_budget.py --rows 2 --dtype bfloat16 --part perplexity --part retrieval --lengths 8192 -o FILE",
+            budget_loss,
+        ),
+        Row(
+            "three data wrangling recipes with fewer bits, the demo model: F1, accuracy, F1",
+            "format_accuracy",
+            "format_accuracy.py",
+            accuracies,
+        ),
+        Row(
             "the demo model in Q4_1",
             f"native_weights-{C}",
             "native_weights.py --work-dir DIR --peers DIR",
@@ -982,7 +999,8 @@ def quotes() -> Iterator[tuple[Path, str]]:
         yield tiers, f"| `{name}` | {KV_CODE_BITS[name]}.5 | +{format_loss(loss)} |"
     yield tiers, f"Weights in int8 and int4 have a perplexity that is {format_losses(WEIGHT_LOSSES)} higher"
     yield from budget_quotes(ROOT / "docs" / "attention_budget.md", read("attention_budget")["results"])
-    yield from budget_losses(ROOT / "docs" / "attention_budget.md", read("attention_budget_losses")["results"])
+    for name in ("attention_budget_losses", "attention_budget_losses_8192"):
+        yield from budget_losses(ROOT / "docs" / "attention_budget.md", read(name)["results"])
     for quality in (NEAR, SMALL):
         yield ROOT / "docs" / "planning.md", f"at most {QUALITIES[quality]:.0%} higher".replace("%", " %")
 

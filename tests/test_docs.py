@@ -205,6 +205,19 @@ def test_the_tables_of_the_papers_are_those_of_their_file():
     assert (DOCS / "papers.md").read_text() == described, "run python docs/describe_papers.py"
 
 
+def test_each_mechanism_of_the_papers_has_a_place_and_each_that_is_not_whole_a_reason():
+    table = (DOCS / "papers.md").read_text().partition("## What the papers have, and what is here")[2]
+    lines = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert {row[0].split()[0] for row in rows} == {"FlexGen", "NEO", "APEX", "Pie"}
+    for paper, what, mark, places, reason in rows:
+        assert mark in ("works", "in part", "card", "out of scope"), (paper, what, mark)
+        assert reason or mark in ("works", "card"), f"{paper}, {what}: say why it is {mark}"
+        names = re.findall(r"`([^`]+)`", places)
+        assert names or mark == "out of scope", (paper, what)
+        assert not [name for name in names if not (ROOT / name).exists()], (paper, what, places)
+
+
 def test_a_prediction_that_is_far_off_has_a_reason_and_no_other_has(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     for rows in importlib.import_module("papers").read_rows().values():

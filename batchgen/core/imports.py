@@ -46,6 +46,7 @@ def import_torch() -> None:
     """Import torch without the shapes of its operations in Python, unless this process has imported it.
 
     They are a quarter of torch's import, and only what traces a program asks for them: torch.compile, torch.export.
+    `torch.Generator` needs a module that comes with them, so that is imported by itself.
     """
     if "torch" in sys.modules:
         return
@@ -53,6 +54,7 @@ def import_torch() -> None:
     sys.modules[f"torch.{shapes}"] = ModuleType(shapes)
     try:
         import torch
+        import torch._prims.rng_prims
     finally:
         del sys.modules[f"torch.{shapes}"]
     vars(torch).pop(shapes, None)  # whoever asks for them later gets them

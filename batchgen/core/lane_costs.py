@@ -11,6 +11,7 @@ class LaneCosts:
 
     Attributes:
         sweep_s: Seconds of each sweep beside its Steps.
+        next_batch_s: Seconds beside its Steps that a sweep takes longer for each micro-batch after its first.
         transfer_s: Seconds in which the weights of a sweep come from other tiers, beside computation.
         batch_s: Seconds of computation of each micro-batch, however few tokens it has.
         token_s: Seconds of computation for each token, attention not included.
@@ -26,6 +27,7 @@ class LaneCosts:
     """
 
     sweep_s: float = 0.0
+    next_batch_s: float = 0.0
     transfer_s: float = 0.0
     batch_s: float = 0.0
     token_s: float = 0.0

@@ -459,6 +459,7 @@ def layer_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]
     lanes: dict[str, Linear] = {name: transfers[name] for name in ("disk_read", "disk_write")}
     lanes["disk"] = lanes["disk_read"] + lanes["disk_write"]
     calls_s = at.kv_disk * (s.num_gpu_batches * call_overhead_s(s))
+    lanes["disk_read"] = lanes["disk_read"] + at.w_disk * call_overhead_s(s)
     if phase.decode_seqs:
         lanes["disk_read"] = lanes["disk_read"] + calls_s
     lanes["disk_write"] = lanes["disk_write"] + calls_s

@@ -13,13 +13,12 @@ from batchgen.planner.costs import (
     phase_decode_attention_s,
     phase_dequantize_s,
     phase_prefill_attention_s,
-    sweep_overhead_s,
 )
 from batchgen.planner.linear import number
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Placement
 from batchgen.planner.problem import CostInputs
-from batchgen.planner.step_seconds import COPIES_SENT, attention_input_bytes, query_bytes, transfer_s
+from batchgen.planner.step_seconds import COPIES_SENT, attention_input_bytes, query_bytes, schedule_s, transfer_s
 
 
 def lane_costs(s: CostInputs, at: Placement) -> LaneCosts:
@@ -55,7 +54,8 @@ def lane_costs(s: CostInputs, at: Placement) -> LaneCosts:
     sent_s += transfer_s(query_bytes(s), hardware.h2d_bytes_per_s)
     copies_s = (COPIES_SENT + 1) * hardware.link_overhead_s
     return LaneCosts(
-        sweep_s=sweep_overhead_s(s, Phase(1, 0, 0, 0, 1.0)) + rows * hardware.sequence_overhead_s,
+        sweep_s=schedule_s(s, rows, 1),
+        next_batch_s=hardware.batch_overhead_s,
         transfer_s=layers * max(number(nothing[lane]) for lane in ("h2d", "disk_read")),
         batch_s=layers * (fixed_s + s.rates.waking_overhead_s + phase_dequantize_s(one, logits) / s.num_gpu_batches),
         token_s=layers * token_s,

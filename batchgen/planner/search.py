@@ -117,7 +117,7 @@ def candidates(
     """The fastest plan by the cost model, and then plans of other kinds that are not much slower by it.
 
     A kind is a number of micro-batches and a length of sweeps. Those with more than one micro-batch come in each order
-    that may be the best one (`_in_orders`); a single one that is asked for comes as it is.
+    that may be the best one (`in_orders`); a single one that is asked for comes as it is.
 
     Args:
         most: kinds that are looked at, the fastest of each number of micro-batches before any others.
@@ -136,7 +136,7 @@ def candidates(
     if most == 1:
         yield best
         return
-    yield from _in_orders(problem, best, prune, prune_order)
+    yield from in_orders(problem, best, prune, prune_order)
     kinds, looked_at = entries.kinds(fastest.job_s * _SIMULATED_WITHIN, most, prune), [best.inputs]
     for relaxed, inputs, phases in _other_kinds(best, kinds)[: most - 1]:
         if any(_is_like(inputs, others) for others in looked_at):
@@ -147,7 +147,7 @@ def candidates(
             continue
         candidate = integer_candidate(problem, relaxed, inputs, phases, prune)
         if candidate is not None:
-            yield from _in_orders(problem, candidate, prune, prune_order)
+            yield from in_orders(problem, candidate, prune, prune_order)
 
 
 class BestFirst:
@@ -359,7 +359,9 @@ def integer_candidate(
     return _least_movement(Candidate(inputs, phases, relaxed, incumbent), problem.allowed)
 
 
-def _in_orders(problem: Problem, candidate: Candidate, prune: Prune, prune_order: PruneOrder) -> Iterator[Candidate]:
+def in_orders(
+    problem: Problem, candidate: Candidate, prune: Prune = prune_nothing, prune_order: PruneOrder = prune_nothing
+) -> Iterator[Candidate]:
     """The candidate in each order that may be the best.
 
     Where the CPU attends to some of its sequences, micro-batches with one class after the other leave it nothing to do
@@ -390,7 +392,7 @@ def _in_other_orders(
     def prune_neo(job_s: float) -> bool:
         return prune(job_s) or prune_order(inputs, "neo", job_s - startup_s, startup_s)
 
-    yield from in_neos_order(problem, candidate, prune_neo)
+    yield from _in_neos_order(problem, candidate, prune_neo)
     if inputs.num_gpu_batches > 1 and len(_attended(candidate)) > 1 and not prune(candidate.job_s * _AS_GOOD):
         yield replace(candidate, inputs=replace(inputs, batch_order="mixed"))
 
@@ -401,7 +403,7 @@ def _attended(candidate: Candidate) -> set[KVPlacement]:
     return {KVPlacement(name).in_sweep("gpu", decodes=True) for name, count in counts.items() if count}
 
 
-def in_neos_order(problem: Problem, candidate: Candidate, prune: Prune = prune_nothing) -> Iterator[Candidate]:
+def _in_neos_order(problem: Problem, candidate: Candidate, prune: Prune) -> Iterator[Candidate]:
     """The candidate with unequal micro-batches, where it has two, and sequences that the CPU attends to."""
     if candidate.inputs.num_gpu_batches != 2 or not candidate.counts.kv_seqs.get("cpu"):
         return

@@ -511,18 +511,21 @@ class _SweepCosts:
         """Seconds of reading weights from disk: a layer's, those that all tokens need, or a micro-batch's experts."""
         costs, hardware, layer = self._costs, self._costs.hardware, self._costs.layers[step.layer]
         at, size, requests = (step.layer, step.weight_slot), sum(layer.expert_bytes), len(layer.expert_bytes)
+        call_s = call_overhead_s(costs.inputs)
         if step.kind == "read_weight":
             costs.without_experts.discard(at)
-            return self._over_memory(layer.read_bytes, transfer_s(layer.read_bytes, hardware.disk_read_bytes_per_s))
+            return self._over_memory(
+                layer.read_bytes, transfer_s(layer.read_bytes, hardware.disk_read_bytes_per_s) + call_s
+            )
         expert_s = transfer_s(size, hardware.disk_read_bytes_per_s, requests, hardware.disk_read_overhead_s)
         tokens, routing = sum(load.tokens for load in self._loads), costs.inputs.workload.routing
         ahead, part = experts_read_ahead(costs.config, tokens, routing)
         if step.kind == "read_experts":
             demanded = (1 - part) * self._added_experts(step)
-            return self._over_memory(demanded * size, demanded * expert_s)
+            return self._over_memory(demanded * size, demanded * expert_s + call_s)
         costs.without_experts.add(at)
         dense = layer.read_bytes - costs.config.num_experts * size
-        seconds = ahead * expert_s + transfer_s(dense, hardware.disk_read_bytes_per_s)
+        seconds = ahead * expert_s + transfer_s(dense, hardware.disk_read_bytes_per_s) + call_s
         return self._over_memory(ahead * size + dense, seconds)
 
     def read_kv(self, step: Step, load: BatchLoad) -> float:

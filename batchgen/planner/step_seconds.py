@@ -348,7 +348,7 @@ def attention_input_bytes(s: CostInputs) -> float:
 
 
 def call_overhead_s(s: CostInputs) -> float:
-    """Seconds of a Step that moves KV to or from disk beside its requests, where its thread is one beside all cores."""
+    """Seconds of a Step that reads or writes the disk beside its requests, where its thread is one beside all cores."""
     return s.hardware.disk_call_overhead_s if s.shares_cores else 0.0
 
 

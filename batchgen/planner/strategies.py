@@ -21,7 +21,7 @@ from batchgen.planner.problem import Problem
 from batchgen.planner.search import (
     Candidate,
     Prune,
-    in_neos_order,
+    in_orders,
     prune_nothing,
     search,
     search_unless_pruned,
@@ -157,11 +157,6 @@ def _no_cpu_attention(candidate: Candidate) -> str:
     return "" if candidate.counts.kv_seqs["cpu"] else "CPU attention beside a second batch would save nothing here"
 
 
-def _with_unequal_batches(problem: Problem, even: Candidate, prune: Prune) -> Iterator[Candidate]:
-    yield even
-    yield from in_neos_order(problem, even, prune)
-
-
 def _with_deferred_attention(problem: Problem, base: Candidate, prune: Prune) -> Iterator[Candidate]:
     candidate = with_deferred_attention(problem, base, prune)
     if candidate is not None:
@@ -224,7 +219,7 @@ NEO = Strategy(
     kv_placements=("gpu", "cpu"),
     gpu_batches=2,
     unused=_no_cpu_attention,
-    extend=_with_unequal_batches,
+    extend=in_orders,
 )
 APEX = Strategy(
     "APEX",
@@ -259,6 +254,7 @@ FLEXGEN = Strategy(
     "weights and KV in any tier, streamed where they are needed",
     lambda policy: True,
     kv_placements=("gpu", "cpu", "streamed", "disk"),
+    extend=in_orders,
 )
 STREAMED = Strategy(
     "streamed",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 import time
@@ -18,8 +17,9 @@ from batchgen.ops import dispatch as ops
 _MOST_BYTES, _LEAST_BYTES = 16 << 20, 4096  # of a copied piece
 _PIECE_S, _LINK_S = 0.05, 0.2
 _HANDOVERS = 100
-# From compute to the link, from there to CPU attention, and back to compute: each waits for the one before.
-_ATTENDED_HANDOVERS = 3
+# From compute to the link, from there to CPU attention, and back to compute: each waits for the one before, which takes
+# so long that a core without work has gone to sleep.
+_ATTENDED, _ATTENDED_STEP_S = 40, 1e-3
 # Copies like those of the queries, keys and values of a few sequences.
 _COPIES_OF_STEP, _COPIED_ROWS, _COPIED_WIDTH, _LONGEST_COPY_S = 3, 8, 512, 1e-3
 _WAKINGS, _WAKING_WIDTH, _WAKING_LAYERS, _LEAST_SLEEP_S = 60, 512, 16, 5e-4
@@ -43,7 +43,7 @@ def emulated_profile(cpu: HardwareProfile, device: Device, core: HardwareProfile
     emulated = replace(
         cpu,
         name=f"{device} on {cpu.name}",
-        cpu=replace(cpu.cpu, waking_overhead_s=cpu.cpu.waking_overhead_s + _ATTENDED_HANDOVERS * handover_s()),
+        cpu=replace(cpu.cpu, waking_overhead_s=cpu.cpu.waking_overhead_s + attended_handovers_s(device)),
         gpu=cpu.cpu,
         gpu_memory_bytes=device.gpu_memory_bytes,
         cpu_memory_bytes=max(1, cpu.cpu_memory_bytes - device.gpu_memory_bytes),
@@ -194,24 +194,38 @@ def waking_s(slowdown: float) -> float:
     return max(0.0, statistics.median(median_s(True) - median_s(False) for _ in range(3)))
 
 
-def handover_s() -> float:
-    """Seconds from the end of a Step to the start of a Step on another lane that waits for it."""
-    from batchgen.runtime.lanes import Lanes
-    from batchgen.schedule.step_graph import Step
+def attended_handovers_s(device: Device) -> float:
+    """Seconds that CPU attention of a micro-batch takes beside its work: queries go out, results are waited for.
 
-    times: list[float] = []
-    lanes = Lanes(lambda step: times.append(time.perf_counter()))
-    pairs = [
-        step
-        for i in range(0, 2 * _HANDOVERS, 2)
-        for step in (
-            Step(i, "load_hidden", "h2d", 0, 0, 0, None, None, (i - 1,) if i else ()),
-            Step(i + 1, "post", "compute", 0, 0, 0, None, None, (i,)),
-        )
+    They are from the end of each Step to the start of the one on another lane that waits for it. A core that has slept
+    for as long as a Step lasts takes two to three times as long to wake up as one that waits for the first time.
+    """
+    from batchgen.runtime.dedicated_core import DedicatedCore
+    from batchgen.runtime.lanes import Lanes
+    from batchgen.schedule.step_graph import KINDS, Step, StepKind
+
+    begun, ended = list[float](), list[float]()
+
+    def perform(step: Step) -> None:
+        begun.append(time.perf_counter())
+        time.sleep(_ATTENDED_STEP_S)
+        ended.append(time.perf_counter())
+
+    kinds: tuple[StepKind, ...] = ("pre", "send_qkv", "cpu_attention")
+    steps = [
+        Step(3 * layer + i, kind, KINDS[kind], 0, 0, 0, None, None, (3 * layer + i - 1,) if layer or i else ())
+        for layer in range(_ATTENDED)
+        for i, kind in enumerate(kinds)
     ]
+    cores = None if device.slowdown is None else DedicatedCore(device.slowdown)
+    lanes = Lanes(perform, on_thread=cores.keep_lane if cores else lambda lane: None)
     try:
-        lanes.execute(pairs)
+        with cores.computing() if cores else nullcontext():
+            lanes.execute(steps)
+            lanes.drain()
     finally:
         lanes.close()
-    # From one computation to the next there are two handovers.
-    return statistics.median(b - a for a, b in itertools.pairwise(times[1::2])) / 2
+        if cores:
+            cores.close()
+    waits = [after - before for before, after in zip(ended, begun[1:], strict=False)]
+    return sum(statistics.median(waits[i::3]) for i in range(3))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from math import ceil
 from typing import Any
 
 from batchgen.core.kv_expansion import Recut
@@ -359,7 +360,9 @@ class Adaptation:
         moved = min(most, max(1, round(knob.next_step(direction) * (on_cpu + streamed))))
         if direction == "up":
             moved = min(moved, self._most_hidden((_SATURATED - link) * total / len(self._window)))
-            if not moved:
+            waited_s = waited["cpu_attention"] * total / len(self._window)
+            moved = min(moved, self._most_staged(streamed, waited_s) - streamed)
+            if moved < 1:
                 return
         now = streamed + (moved if direction == "up" else -moved)
         kv_seqs = {**quotas, KVPlacement.CPU: on_cpu + streamed - now, KVPlacement.STREAMED: now}
@@ -391,6 +394,24 @@ class Adaptation:
         on_host = self._on_host
         seq_s = self._lane_costs.streamed_key_s * sum(len(s.tokens) for s in on_host) / max(1, len(on_host))
         return int(link_s / seq_s) if seq_s else len(on_host)
+
+    def _most_staged(self, streamed: int, waited_s: float) -> int:
+        """Sequences that may stream without making sweeps longer by the micro-batches into which they are cut.
+
+        One staging buffer holds those of a micro-batch, and each micro-batch reads all weights again. So there are no
+        more of these than now, beyond what is planned, but those that take no longer than computation waits anyway.
+
+        Args:
+            streamed: Sequences that may stream now.
+            waited_s: Seconds of a sweep in which computation waits for CPU attention.
+        """
+        rows = [s.num_prompt + self.expected_output_len(s.sampling.max_tokens) for s in self._on_host]
+        capacity, batch_s = self._scheduler.limits.most_staged_tokens, self._lane_costs.batch_s
+        if capacity is None or not batch_s or not rows:
+            return len(rows)
+        held = max(1, capacity * len(rows) // sum(rows))
+        batches = max(1, ceil(streamed / held)) + int(waited_s / batch_s)
+        return max(held * batches, self._planned.quota(KVPlacement.STREAMED))
 
     @property
     def _on_host(self) -> list[Sequence]:

@@ -154,5 +154,6 @@ def sweep_seconds(
     else:
         cpu_s = attended_s + batches * cpu_batch_s
         layers_s, hidden = max(compute_s, cpu_s + sent_s), cpu_s + sent_s <= compute_s
-    total_s = max(layers_s, costs.transfer_s) + rows_s + costs.sweep_s
+    between_s = costs.sweep_s + (batches - 1) * costs.next_batch_s
+    total_s = max(layers_s, costs.transfer_s) + rows_s + between_s
     return SweepSeconds(total_s, compute_s + rows_s, cpu_s, hidden)

@@ -61,6 +61,11 @@ def test_a_job_imports_no_library_that_it_does_not_use(job):
     assert found.isdisjoint(SLOW)
 
 
+def test_a_job_that_draws_random_numbers_imports_no_more(job):
+    """Weights of 4 bits are fitted to inputs that random tokens make."""
+    assert imports_of(*job, "--weights", "int4").isdisjoint(SLOW)
+
+
 def test_chats_of_a_gguf_need_no_transformers_either(job, tmp_path):
     model = make_tiny_model("llama", tmp_path / "hf")
     write_tiny_gguf(model, tmp_path / "tiny.gguf", tokenizer=make_tiny_tokenizer(tmp_path / "hf"))

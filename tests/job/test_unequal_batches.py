@@ -12,7 +12,7 @@ from batchgen.planner.explain import explain
 from batchgen.planner.prediction import plan_of
 from batchgen.planner.problem import problem_of
 from batchgen.planner.sampled_simulation import simulate_sampled
-from batchgen.planner.search import in_neos_order, search
+from batchgen.planner.search import in_orders, search
 from batchgen.planner.strategies import NEO
 from batchgen.profiler.shipped import shipped_profile
 
@@ -38,7 +38,8 @@ def test_unequal_batches_are_faster_than_equal_ones_and_than_all_cpu_attention_i
     problem = case
     own = NEO.restrict(problem)
     even = search(own)
-    (unequal,) = in_neos_order(own, even)
+    unequal, mixed = in_orders(own, even)
+    assert [c.inputs.batch_order for c in (unequal, mixed)] == ["neo", "mixed"]
     equal_s = {
         order: simulated_s(even, plan_of(problem, even), batch_order=order) for order in ("even", "mixed", "neo")
     }

@@ -9,12 +9,15 @@ import pytest
 
 from batchgen.core.device import Device
 from batchgen.models.hf.config import config_of_hf
+from batchgen.planner.prediction import plan_of
 from batchgen.planner.simulation import simulate_job
-from batchgen.planner.strategies import strategies_for
+from batchgen.planner.strategies import NEO as STRATEGY
+from batchgen.planner.strategies import best_candidates, strategies_for
 from batchgen.planner.strategy_times import best_plan
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+from paper_settings import STRATEGIES, a10g
 from random_model import LLAMA_3B
 from strategy_settings import MIB, ROUND_PROCESS_BYTES, SETTINGS, SHAPE, Setting, problem_on, round_machine
 
@@ -31,8 +34,16 @@ def best_of(name, setting):
 
 
 @pytest.fixture(scope="module")
-def plans():
-    return {name: best_of(name, NEO) for name in ("NEO", "GPU-only")}
+def orders():
+    """Plans with two micro-batches by order: NEO's, of unequal size, and mixed ones, the fastest without adaptation."""
+    problem = problem_on(round_machine(NEO.device), CONFIG, NEO.workload, ROUND_PROCESS_BYTES)
+    candidates = {candidate.inputs.batch_order: candidate for candidate in best_candidates(STRATEGY, problem)}
+    return {order: plan_of(problem, candidate, candidate.seconds) for order, candidate in candidates.items()}
+
+
+@pytest.fixture(scope="module")
+def plans(orders):
+    return {"NEO": orders["neo"], "GPU-only": best_of("GPU-only", NEO)}
 
 
 def seconds(plan, cpu_slowdown=2.0, **options):
@@ -40,8 +51,19 @@ def seconds(plan, cpu_slowdown=2.0, **options):
     return simulate_job(plan, CONFIG, round_machine(device), **options).total_s
 
 
-def test_a_job_on_the_machine_that_was_planned_is_not_slower(plans):
-    assert seconds(plans["NEO"], adapts=True) < 1.02 * seconds(plans["NEO"])
+@pytest.mark.parametrize(("order", "times"), [("neo", 1.02), ("mixed", 1.1)])
+def test_a_job_on_the_machine_that_was_planned_is_hardly_slower(orders, order, times):
+    """Where micro-batches are mixed, looking what sweeps without CPU attention take costs more than it shows."""
+    assert seconds(orders[order], adapts=True) < times * seconds(orders[order])
+
+
+def test_sequences_that_stream_instead_do_not_cut_sweeps_into_more_micro_batches():
+    """Where no KV was to stream, a staging buffer holds a few sequences: with more this job took half as long again."""
+    setting = a10g("8x", 200)
+    plan = setting.plan(STRATEGIES["NEO"], rows=120)
+    adapted = simulate_job(plan, setting.model, setting.hardware, adapts=True)
+    assert any(change.what == "streamed" for change in adapted.changes)
+    assert adapted.total_s < 1.03 * simulate_job(plan, setting.model, setting.hardware).total_s
 
 
 @pytest.mark.parametrize("cpu_slowdown", [4.0, 8.0, 48.0])

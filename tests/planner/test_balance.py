@@ -8,9 +8,11 @@ from planner_cases import constant, gpu_box, inputs_of_batches, llama_8b
 from batchgen.core.hardware import ComputeRates, Rates
 from batchgen.core.plan import first_batch_cpu_share
 from batchgen.planner.balance import with_unequal_batches
-from batchgen.planner.costs import layer_lanes, unequal_batches
+from batchgen.planner.costs import layer_lanes, sweep_overhead_s, unequal_batches
+from batchgen.planner.lane_costs import lane_costs
 from batchgen.planner.phases import Phase
 from batchgen.planner.placement import Counts
+from batchgen.schedule.sweep_estimate import BatchCut, CpuLoad, SweepLoad, sweep_seconds
 
 FIXED_S, TOKEN_S = 3e-3, 1e-5  # of products in a layer
 
@@ -70,3 +72,14 @@ def test_a_sweep_of_prompts_is_one_batch():
     s = with_unequal_batches(inputs_of(box()), 40)
     first, second = unequal_batches(s, Phase(1, 1500, 7, 0, 200))
     assert (first.tokens, second.tokens) == (1500, 0)
+
+
+def test_a_running_job_counts_the_second_micro_batch_only_in_sweeps_that_have_one():
+    hardware = replace(box(), sweep_overhead_s=1.0, batch_overhead_s=0.25, sequence_overhead_s=0.01)
+    s = with_unequal_batches(inputs_of(hardware), 40)
+    costs, cut = lane_costs(s, placed(s, 24, 40)), BatchCut(2, "neo", s.balance.tokens)
+    between = replace(costs, **dict.fromkeys(("batch_s", "token_s", "row_s", "cpu_batch_s", "sent_seq_s"), 0.0))
+    nothing = replace(between, cpu_seq_s=0.0, cpu_key_s=0.0)
+    alone, both = (sweep_seconds(nothing, cut, SweepLoad(), CpuLoad(seqs)).total for seqs in (0, 40))
+    assert both == pytest.approx(sweep_overhead_s(s, Phase(1, 0, 0, 64, 1.0)))
+    assert both - alone == pytest.approx(0.25)
