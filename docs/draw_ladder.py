@@ -120,7 +120,7 @@ def figure() -> str:
 def table(result: dict[str, Any], name: str) -> str:
     """The table of a model on a machine."""
     entry = result["models"][name]
-    bound_s = entry["bound"]["bound_s"]
+    bound = entry.get("bound")  # measured after the last cell
     limits = " | ".join(SHARES.values())
     lines = [
         f"| engine | {limits} | of the roofline | predicted | accuracy | fp32's tokens | settings |",
@@ -130,7 +130,7 @@ def table(result: dict[str, Any], name: str) -> str:
         ran = [cells[share] for share in reversed(SHARES) if "wall_s" in cells.get(share, {})]
         best = ran[0] if ran else None
         shown = [_shown(cells.get(share), result) for share in SHARES]
-        of_bound = f"{bound_s / best['wall_s']:.0%}" if best else "-"
+        of_bound = f"{bound['bound_s'] / best['wall_s']:.0%}" if best and bound else "-"
         predicted = [cell["predicted_wall_s"] / cell["wall_s"] - 1 for cell in ran if cell.get("predicted_wall_s")]
         errors = f"{min(predicted):+.0%} to {max(predicted):+.0%}" if predicted else "-"
         judged = [cell for cell in ran if _judged(cell)]
