@@ -45,7 +45,7 @@ def check_job(options: JobOptions) -> None:
             destination.check(options)
         options = destination.local(options)
     check_files(options)
-    given_for_run(options.hardware, options.device)
+    given_for_run(options.hardware, on_card=options.device == "cuda")
     if options.cpu_memory is not None and size_bytes(options.cpu_memory) < _LEAST_MEMORY_BYTES:
         raise InputError(
             f"--cpu-memory {options.cpu_memory} is too small for any job: the process alone takes some"

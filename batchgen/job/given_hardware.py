@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from batchgen.core.device import parse_device
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HARDWARE_VARIABLE, HardwareProfile, read_profile
 from batchgen.profiler.shipped import shipped_profile, shipped_profiles
@@ -33,26 +32,24 @@ def given_hardware(name: str | None) -> HardwareProfile | None:
     return read_profile(name)
 
 
-def given_for_run(name: str | None, device: str) -> HardwareProfile | None:
+def given_for_run(name: str | None, on_card: bool) -> HardwareProfile | None:
     """The profile that the user names for a job that runs on this machine; None: none is named.
 
     Args:
         name: The profile, as `given_hardware` takes it.
-        device: The job's device, as `--device` takes it.
+        on_card: Whether the job runs on a GPU.
 
     Raises:
-        InputError: There is no such profile, it is not one of a machine with the job's device, or this machine does not
-            have that device.
+        InputError: There is no such profile, or it is not one of a machine with the job's device.
     """
     given = given_hardware(name)
     if given is None:
         return None
-    has_card = parse_device(device).kind == "cuda"
-    if given.gpu is not None and not has_card:
+    if given.gpu is not None and not on_card:
         raise InputError(
             f"{given.name} has a GPU, jobs run on the CPU here: leave out --hardware; `batchgen plan` takes it"
         )
-    if given.gpu is None and has_card:
+    if given.gpu is None and on_card:
         raise InputError(
             f"{given.name} has no GPU, and jobs run on one here: leave out --hardware, or give --device cpu"
         )

@@ -71,7 +71,8 @@ def profile_here(job: Job, workload: Workload) -> HardwareProfile:
     Raises:
         InputError: The machine does not have the job's device, or a GPU cannot be measured.
     """
-    given, device = given_for_run(job.options.hardware, job.options.device), job.device
+    device = job.device
+    given = given_for_run(job.options.hardware, on_card=device.kind == "cuda")
     if given is not None:
         profile, core = given, given if device.slowdown is not None else None
     elif device.kind == "cuda":

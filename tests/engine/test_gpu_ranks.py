@@ -109,7 +109,7 @@ def test_every_rank_warms_its_device_up(tiny_models, tmp_path, monkeypatch):
 
     def with_driver(request, memory, tiers, *rest):
         executor = make(request, memory, tiers, *rest)
-        object.__setattr__(tiers, "driver", SimpleNamespace())
+        object.__setattr__(tiers, "driver", SimpleNamespace(close=lambda: None))
         return executor
 
     monkeypatch.setattr(loader, "_make_executor", with_driver)

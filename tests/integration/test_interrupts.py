@@ -94,7 +94,7 @@ PHASES = {
     "tokenizer": ("batchgen.models.tokenizers.loading:load_tokenizer", 0, 0),
     "run directory": ("batchgen.output.run_directory:_lock", 0, 0),
     "workload": ("batchgen.job.run:measure_workload", 0, 0),
-    "profile": ("batchgen.job.machine_profile:given_hardware", 0, 0),
+    "profile": ("batchgen.job.machine_profile:given_for_run", 0, 0),
     "solver": ("batchgen.planner.solver:MIP.solve", 0, 0),
     "weights": ("batchgen.job.loading:load_on_ranks", 0, 0),
     "first sweep": ("batchgen.engine.engine:Engine._run", 0, 0),
