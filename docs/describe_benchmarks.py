@@ -446,6 +446,17 @@ def memory_flat(d: dict) -> str:
     return f"{many:.0f} MB against {few:.0f} MB"
 
 
+def embedding_rows(d: dict) -> str:
+    *_, before, last = d["runs"]
+    peaks = [f"{run['peak_bytes'] / 1e6:.0f} MB at {run['rows']:,}" for run in d["runs"]]
+    more_rows, more_bytes = (last[key] - before[key] for key in ("rows", "peak_bytes"))
+    ten_million = last["peak_bytes"] + (10_000_000 - last["rows"]) * more_bytes / more_rows
+    return (
+        f"{', '.join(peaks)}: {more_bytes / more_rows:.1f} bytes a row from {before['rows']:,} on, by which 10,000,000"
+        f" would take {ten_million / 1e6:.0f} MB; {last['rows_per_s']:,.0f} rows/s"
+    )
+
+
 def host_time(d: dict) -> str:
     now, before = (d["million_rows_cpu_s"][side] for side in ("this", "other"))
     return f"{now:.0f} CPU seconds; {before:.0f} before"
@@ -859,6 +870,12 @@ TABLES: dict[str, list[Row]] = {
             "embeddings.py --shape qwen3-embedding-0.6b --tokenizer DIR --packages DIR --engines sentence-transformers"
             " --rows 60 --repeats 1 --sweep-rows 6 --dtype bfloat16",
             embeddings,
+        ),
+        Row(
+            "peak memory of a job that embeds rows of 13 tokens: a random BERT, two layers of 64 columns",
+            "embedding_rows-intel-xeon-processor-6-167-amx",
+            "embedding_rows.py --tokenizer all-MiniLM-L6-v2 --rows 100000 1000000 3000000",
+            embedding_rows,
         ),
     ],
     "Kernels": [

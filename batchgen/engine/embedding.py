@@ -166,7 +166,8 @@ class Embedding:
             if not is_finite and self.non_finite.reruns(sequence):
                 continue
             flight = self._in_flight[sequence.request_index]
-            flight.vectors[sequence.sample_index] = vector if is_finite else None
+            # A copy: who keeps one row's vector is not to keep the array of its sweep.
+            flight.vectors[sequence.sample_index] = vector.copy() if is_finite else None
             flight.largest = max(flight.largest, float(most))
             stats.prompt_tokens += sequence.num_prompt
             stats.cached_prompt_tokens += sequence.num_cached

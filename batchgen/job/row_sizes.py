@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +22,35 @@ _PATIENCE_S = 5.0  # with an input whose next rows do not come
 _SCAN_FRAC, _LEAST_SCAN_S, _MOST_SCAN_S = 0.01, 0.05, 2.0  # CPU seconds of reading, as part of the job's
 
 
+class _Tokens(NamedTuple):
+    """The prompt tokens of all rows, those of neighbouring rows that run in any order together.
+
+    Attributes:
+        sums: Tokens of all rows before each stretch of neighbours, and of all rows, [stretches + 1].
+        stretch_rows: Rows of each stretch but the last one.
+        rows: Number of rows.
+    """
+
+    sums: Array
+    stretch_rows: int
+    rows: int
+
+    @classmethod
+    def of(cls, tokens: Array, stretch_rows: int) -> _Tokens:
+        """Add up the tokens of each row, [rows], in their place."""
+        sums, rows = np.cumsum(tokens, out=tokens), len(tokens)
+        rest = sums[-1:] if rows % stretch_rows else sums[:0]
+        return cls(np.concatenate([[0.0], sums[stretch_rows - 1 :: stretch_rows], rest]), stretch_rows, rows)
+
+    def before(self, places: Array) -> Array:
+        """Tokens before each of some places, [n]. places: numbers of rows before them, 0 to `rows`."""
+        stretches = np.minimum(places // self.stretch_rows, len(self.sums) - 2).astype(int)
+        first = stretches * self.stretch_rows
+        parts = (places - first) / np.minimum(self.stretch_rows, self.rows - first)
+        sums: Array = self.sums[stretches] + parts * (self.sums[stretches + 1] - self.sums[stretches])
+        return sums
+
+
 class RowSizes:
     """Bytes of each row in the columns that prompts are made of, and the tokens that they stand for."""
 
@@ -32,7 +61,7 @@ class RowSizes:
             sample: (number of the row, tokens of its prompt) of some rows.
         """
         self._sample = sample
-        self._tokens: Array | None = None
+        self._tokens: _Tokens | None = None
         self._mixed_rows = 1
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
@@ -70,7 +99,9 @@ class RowSizes:
         except Exception:  # the job itself will say what is wrong with its input
             return
         if first is not None:
-            self.know(first, np.concatenate(sizes))
+            together = np.concatenate(sizes)
+            sizes.clear()  # else each row's size is there twice
+            self.know(first, together)
 
     def scan_in_thread(self, batches: Iterator[tuple[int, pa.RecordBatch]], job_s: float) -> None:
         """Read the sizes of all rows in a thread of its own, for a small part of the job's time.
@@ -98,11 +129,11 @@ class RowSizes:
         spread = float(((x - x.mean()) ** 2).sum())
         slope = float(((x - x.mean()) * (tokens - tokens.mean())).sum() / spread) if spread else 0.0
         slope = min(max(slope, 0.0), 1.0)  # a token has at least one byte
-        fitted = np.maximum(1.0, tokens.mean() + slope * (sizes - x.mean()))
+        fitted = sizes * slope
+        fitted += tokens.mean() - slope * x.mean()
+        np.maximum(1.0, fitted, out=fitted)
         fitted[rows] = tokens
-        starts = np.arange(0, len(fitted), self._mixed_rows)
-        counts = np.diff([*starts, len(fitted)])
-        self._tokens = np.repeat(np.add.reduceat(fitted, starts) / counts, counts)
+        self._tokens = _Tokens.of(fitted, self._mixed_rows)
 
     def prompt_tokens(self, first_row: float, count: int) -> Array | None:
         """Prompt tokens of the rows from one on, divided into equal stretches; None: not known.
@@ -114,13 +145,11 @@ class RowSizes:
         Returns:
             Mean tokens of a row in each stretch, [count].
         """
-        if self._tokens is None:
+        known = self._tokens
+        if known is None:
             return None
-        left = self._tokens[min(int(first_row), len(self._tokens) - 1) :]
-        edges = np.linspace(0, len(left), count + 1)
-        sums = np.concatenate([[0.0], np.cumsum(left)])
-        bounds = np.interp(edges, np.arange(len(sums)), sums)
-        means: Array = np.diff(bounds) * count / len(left)
+        first = min(int(first_row), known.rows - 1)
+        means: Array = np.diff(known.before(np.linspace(first, known.rows, count + 1))) * count / (known.rows - first)
         return means
 
 

@@ -51,7 +51,9 @@ def embed(path, rows, stores, tier, num_batches=1, weight_format="float32"):  # 
         done = {each.index: each for each in engine.embed(map(Request, rows), VectorHead(VectorSpec("mean")))}
         assert engine.used_kv_blocks == 0, "KV blocks leaked"
     assert [done[i].error for i in range(len(rows))] == [None] * len(rows)
-    return np.stack([done[i].vector for i in range(len(rows))])
+    vectors = [done[i].vector for i in range(len(rows))]
+    assert all(vector.base is None for vector in vectors), "a row that is kept would keep its whole sweep's vectors"
+    return np.stack(vectors)
 
 
 def normalized(vectors):

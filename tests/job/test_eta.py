@@ -2,6 +2,7 @@
 
 import random
 import threading
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -123,6 +124,32 @@ def test_long_rows_are_expected_anywhere_among_rows_that_run_in_any_order():
     sizes.know(0, np.array(tokens, float))
     assert sizes.prompt_tokens(50, 3) == pytest.approx([90.0] * 3)
     assert sizes.prompt_tokens(0, 1) == pytest.approx([50.0])
+
+
+@pytest.mark.parametrize("mixed", [1, 4096])
+def test_sizes_of_many_rows_take_a_few_numbers_of_each(mixed):
+    """Each estimate looks at the rows that are left: it once made four arrays of them, and reading sizes a list."""
+    rows = 300_000
+    given = np.random.default_rng(0).integers(1, 100, rows).astype(float)
+    batch = pa.record_batch({"text": ["a" * int(size) for size in given[:1000]]})
+
+    def peak_bytes_per_row(of) -> float:
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        of()
+        return (tracemalloc.get_traced_memory()[1] - before) / rows
+
+    sizes = RowSizes(list(enumerate(given[:1000])))
+    sizes.mixed(mixed)
+    tracemalloc.start()
+    try:
+        scanning = peak_bytes_per_row(lambda: sizes.scan(((first, batch) for first in range(0, rows, 1000)), 60.0))
+        kept = tracemalloc.get_traced_memory()[0] / rows
+        estimating = peak_bytes_per_row(lambda: sizes.prompt_tokens(1234, 2000))
+    finally:
+        tracemalloc.stop()
+    assert sizes.prompt_tokens(0, 3) == pytest.approx([given[:1000].mean()] * 3, rel=0.01)
+    assert scanning < 30 and kept < 10 and estimating < 1, (scanning, kept, estimating)
 
 
 def test_no_thread_reads_sizes_any_more_once_reading_is_stopped():
