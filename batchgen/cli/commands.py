@@ -16,7 +16,7 @@ import click
 from batchgen._version import __version__
 from batchgen.cli.options import CONFIG, STEPS, takes_options
 from batchgen.core.errors import BatchgenError, InputError, JobStopped, TooManyFailed, naming_files
-from batchgen.core.imports import import_torch, importing, leave_pandas_out, load_torch_library
+from batchgen.core.imports import import_torch, importing, leave_pandas_out
 from batchgen.core.interrupts import keep
 from batchgen.core.request import SamplingParams
 from batchgen.core.screen import ProductLost, Screen, put, say
@@ -66,7 +66,6 @@ def run(**options: Any) -> None:
     if as_json and not options["dry_run"]:
         raise InputError("--json is for --dry-run: leave it out, or give --report - for the report of a whole job")
     keep(lambda: "no rows are finished yet")
-    load_torch_library()
     from batchgen.distributed.group import dismissing
 
     with dismissing(ranks):

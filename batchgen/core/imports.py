@@ -6,14 +6,10 @@ Python's garbage collector searches them again and again while they are imported
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import os
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from types import ModuleType
 
 
@@ -44,24 +40,6 @@ def leave_pandas_out() -> None:
         pa.array([None])
     finally:
         sys.meta_path.remove(missing)
-
-
-def load_torch_library() -> None:
-    """Begin to load the largest library of torch's in a thread of its own, while this one imports other modules.
-
-    It is a fifth of torch's import, and Python lets other threads run in it. A build with CUDA is left alone: it loads
-    its libraries in an order of its own.
-    """
-    places = (Path(folder, "torch", "lib") for folder in sys.path)
-    library = next((place / "libtorch_cpu.so" for place in places if place.is_dir()), None)
-    if library is None or library.with_name("libtorch_cuda.so").exists() or "torch" in sys.modules:
-        return
-
-    def load() -> None:
-        with suppress(OSError):  # torch's own import will say what is wrong with it
-            ctypes.CDLL(str(library), mode=os.RTLD_NOW)
-
-    threading.Thread(target=load, name="torch-library", daemon=True).start()
 
 
 def import_torch() -> None:
