@@ -32,15 +32,23 @@ def results() -> list[dict[str, Any]]:
 
 
 def best_cells(entry: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
-    """For each engine and share the fastest cell, or one that failed. entry: a model's part of a result."""
+    """For each engine and share the fastest cell that is accurate, else one that is not or has failed.
+
+    entry: a model's part of a result.
+    """
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for cell in entry["cells"].values():
         of_engine = found.setdefault(cell["engine"], {})
         share = f"{cell['share']:g}"
         held = of_engine.get(share)
-        if held is None or cell.get("wall_s", math.inf) < held.get("wall_s", math.inf):
+        if held is None or _order(cell) < _order(held):
             of_engine[share] = cell
     return found
+
+
+def _order(cell: dict[str, Any]) -> tuple[bool, float]:
+    """What cells are sorted by: those that count first, the fastest of them first."""
+    return _judged(cell) and not cell["valid"], cell.get("wall_s", math.inf)
 
 
 def rate(cell: dict[str, Any] | None, result: dict[str, Any]) -> float | None:
