@@ -47,7 +47,7 @@ def best_cells(entry: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def _order(cell: dict[str, Any]) -> tuple[bool, float]:
-    """What cells are sorted by: those that count first, the fastest of them first."""
+    """The sort key of a cell: accurate cells come first, and the fastest of them first."""
     return _judged(cell) and not cell["valid"], cell.get("wall_s", math.inf)
 
 
