@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from batchgen.core.atomic_file import storage_error
+from batchgen.core.machine import trim_freed_memory
 from batchgen.output.parts import Result, next_part_number, write_part
 from batchgen.output.row_map import DoneRows
+
+# malloc keeps what rows have freed, in ever more places of its heap: once in so many parts it is returned.
+_PARTS_BETWEEN_TRIMS = 12
 
 
 class _Row(NamedTuple):
@@ -184,5 +188,7 @@ class PartWriter:
         """Write rows to stable storage and mark them as done. Raises OSError."""
         batch = write_part(self._parts_dir, self._next_number, results, self._origin)
         self._next_number += 1
+        if self._next_number % _PARTS_BETWEEN_TRIMS == 0:
+            trim_freed_memory()
         failed = batch.column("error").is_valid().to_numpy(zero_copy_only=False)
         self._done_rows.mark(batch.column("row").to_numpy(), failed)
