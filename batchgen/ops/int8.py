@@ -211,13 +211,31 @@ def _sigmoid(x: Tensor) -> Tensor:
     return torch.ones_like(x) / (_exp(0.0 - x) + 1.0)
 
 
+# Coefficients of erf(a) / a in s = 2 (a / 3.9)^2 - 1.
+_ERF = (
+    0.00165119988,
+    -0.00409022067,
+    0.00280105066,
+    -0.00334578869,
+    0.0124268159,
+    -0.022294879,
+    0.029866837,
+    -0.041713018,
+    0.0576697476,
+    -0.0740148872,
+    0.0907058865,
+    -0.109513976,
+    0.134689063,
+    -0.181011543,
+    0.362583995,
+)
+
+
 def _erf(x: Tensor) -> Tensor:
-    """The error function by formula 7.1.26 of Abramowitz and Stegun, with the operations of the kernels."""
-    sign = torch.where(x < 0, -1.0, 1.0)
-    a = x * sign
-    t = torch.ones_like(a) / (a * 0.3275911 + 1.0)
-    p = _polynomial(t, 1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
-    return (1.0 - p * t * _exp(0.0 - a * a)) * sign
+    """The error function by a polynomial, with the operations of the kernels."""
+    a = x.clamp(-3.9, 3.9)
+    p = _polynomial(a * a * 0.131492436 - 1.0, *_ERF)
+    return (p * a).clamp(-1.0, 1.0)
 
 
 def _gelu(x: Tensor) -> Tensor:

@@ -168,18 +168,20 @@ inline vf tanh(vf x) {  // 2 sigmoid(2x) - 1
     return fma(set1(2), sigmoid<A>(add(x, x)), set1(-1));
 }
 
-// The error function: Abramowitz and Stegun 7.1.26, within 1.5e-7.
+// The error function, within 2.5e-7, and below 1/2 within 5e-7 of its value: x times the minimax polynomial of degree 14
+// in x * x on [0, 3.9^2]. From 3.9 on it is 1.
 template <class A = Fused>
 inline vf erf(vf x) {
-    vf negative = select_less(x, zero(), set1(-1), set1(1)), a = mul(x, negative);
-    vf t = div(set1(1), A::fma(set1(0.3275911f), a, set1(1)));
-    vf p = set1(1.061405429f);
-    p = A::fma(p, t, set1(-1.453152027f));
-    p = A::fma(p, t, set1(1.421413741f));
-    p = A::fma(p, t, set1(-0.284496736f));
-    p = A::fma(p, t, set1(0.254829592f));
-    vf y = sub(set1(1), A::kept(mul(mul(p, t), exp<A>(sub(zero(), mul(a, a))))));
-    return mul(y, negative);
+    const vf a = max(set1(-3.9f), min(set1(3.9f), x));
+    const vf s = A::fma(mul(a, a), set1(0.131492436f), set1(-1));  // in [-1, 1]
+    static constexpr float kCoefficients[] = {0.00165119988f, -0.00409022067f, 0.00280105066f, -0.00334578869f,
+                                              0.0124268159f,  -0.022294879f,   0.029866837f,   -0.041713018f,
+                                              0.0576697476f,  -0.0740148872f,  0.0907058865f,  -0.109513976f,
+                                              0.134689063f,   -0.181011543f,   0.362583995f};
+    vf p = set1(kCoefficients[0]);
+#pragma GCC unroll 14
+    for (int i = 1; i < 15; i++) p = A::fma(p, s, set1(kCoefficients[i]));
+    return max(set1(-1), min(set1(1), A::kept(mul(p, a))));
 }
 
 // An activation that is not gated.
