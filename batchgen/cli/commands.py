@@ -75,12 +75,13 @@ def run(**options: Any) -> None:
             from batchgen.job.checks import check_job
             from batchgen.job.default_output import default_output
         leave_pandas_out()
-        if job.output is None:
+        given = job.output is not None
+        if not given:
             job = replace(job, output=default_output(job))
-            if job.progress != "none":
-                say(without_credentials(f"output: {job.output}"))
         keep(lambda: _before_rows(str(job.output)))
         check_job(job)  # before imports that take a second
+        if not given and job.progress != "none":
+            say(without_credentials(f"output: {job.output}"))
     with importing():
         import_torch()
         from batchgen.job.report import dry_run_lines

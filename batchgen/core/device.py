@@ -97,6 +97,22 @@ def sixteen_bits(capability: tuple[int, int]) -> str:
     return "bfloat16" if capability >= (8, 0) else "float16"
 
 
+def require_cuda(remedy: str = "leave it out, or install a torch built for this GPU's driver") -> None:
+    """Check that torch finds a CUDA device. remedy: what to do about it where there is none.
+
+    Raises:
+        InputError: There is none, or the system is WSL.
+    """
+    if has_cuda():
+        return
+    if Path("/dev/dxg").exists():
+        raise InputError(
+            "--device cuda is not for WSL, whose driver has no stream memory operations: use Linux itself, or leave it"
+            " out"
+        )
+    raise InputError(f"--device cuda: torch finds no CUDA device here; {remedy}")
+
+
 def parse_device(text: str) -> Device:
     """Parse a value of the option `--device`; "auto" stands for the CPU.
 
@@ -106,16 +122,7 @@ def parse_device(text: str) -> Device:
     if text in ("auto", "cpu"):
         return Device("cpu")
     if text == "cuda":
-        if not has_cuda():
-            if Path("/dev/dxg").exists():
-                raise InputError(
-                    "--device cuda is not for WSL, whose driver has no stream memory operations: use Linux itself, or"
-                    " leave it out"
-                )
-            raise InputError(
-                "--device cuda: torch finds no CUDA device here; leave it out, or install a torch built for this"
-                " GPU's driver"
-            )
+        require_cuda()
         return Device("cuda")
     kind, _, options = text.partition(":")
     if kind != _EMULATED:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from batchgen.core.attention_budget import ALL
+from batchgen.core.device import parse_device
 from batchgen.core.draft_rates import check_drafts
 from batchgen.core.errors import InputError
 from batchgen.core.request import GRAMMARS, SamplingParams
@@ -36,8 +37,9 @@ def check_job(options: JobOptions) -> None:
     """Refuse mistakes that can be found within a second, before the libraries that run models are imported.
 
     Raises:
-        BatchgenError: The options contradict each other, this machine is not one of the hardware profile's kind, the
-            output cannot be written, another process holds it, or the memory is too small for any model.
+        BatchgenError: The options contradict each other, this machine lacks the device or is not one of the hardware
+            profile's kind, the output cannot be written, another process holds it, or the memory is too small for any
+            model.
     """
     check_options(options)
     if (destination := Destination.of(options)) is not None:
@@ -45,6 +47,7 @@ def check_job(options: JobOptions) -> None:
             destination.check(options)
         options = destination.local(options)
     check_files(options)
+    parse_device(options.device)
     given_for_run(options.hardware, on_card=options.device == "cuda")
     if options.cpu_memory is not None and size_bytes(options.cpu_memory) < _LEAST_MEMORY_BYTES:
         raise InputError(

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from batchgen.core.cache_folder import cache_dir
-from batchgen.core.device import Device, has_cuda, parse_device
+from batchgen.core.device import Device, has_cuda, parse_device, require_cuda
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.machine import available_cores
@@ -183,10 +183,9 @@ def predicted_s(options: PlanOptions, shares: Sequence[float]) -> list[float]:
 def _check_plan(options: PlanOptions, asked: JobOptions) -> None:
     """Raise InputError for options of a plan that contradict each other. asked: the job's options on one device."""
     check_options(asked)
-    if asked.device == "cuda" and asked.hardware is None and not has_cuda():
-        raise InputError(
-            "--device cuda: torch finds no CUDA device here; to plan for a machine with one, give --hardware h100, or"
-            f" another of {', '.join(shipped_cards())}"
+    if asked.device == "cuda" and asked.hardware is None:
+        require_cuda(
+            f"to plan for a machine with one, give --hardware h100, or another of {', '.join(shipped_cards())}"
         )
     _check_processes(options)
     check_files(asked, plan_file=options.plan_file, plan_page=options.html)

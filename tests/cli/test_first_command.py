@@ -200,3 +200,11 @@ def test_a_template_that_reads_no_messages_is_not_taken_by_itself(base_model, ro
     model = shutil.copytree(base_model, tmp_path / "constant")
     (model / "chat_template.jinja").write_text("constant")
     assert dry_run(model, rows)[0] == "a"
+
+
+@pytest.mark.parametrize("options", [("--device", "cuda"), ("--hardware", "h100")])
+def test_a_job_that_is_refused_at_once_names_no_output(model, here, monkeypatch, options):
+    monkeypatch.setattr("batchgen.core.device.has_cuda", lambda: False)
+    (here / "in.jsonl").write_text('{"text": "Rain"}\n')
+    code, _, stderr = invoke("run", "--model", model, "--input", "in.jsonl", *options)
+    assert code == 2 and len(stderr.splitlines()) == 1, stderr
