@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from batchgen.core.cache_folder import cache_dir
-from batchgen.core.device import Device, has_cuda, parse_device
+from batchgen.core.device import Device, has_cuda, parse_device, why_no_cuda
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.machine import available_cores
@@ -185,8 +185,8 @@ def _check_plan(options: PlanOptions, asked: JobOptions) -> None:
     check_options(asked)
     if asked.device == "cuda" and asked.hardware is None and not has_cuda():
         raise InputError(
-            "--device cuda: torch finds no CUDA device here; to plan for a machine with one, give --hardware h100, or"
-            f" another of {', '.join(shipped_cards())}"
+            f"--device cuda: torch finds no CUDA device here: {why_no_cuda()}; to plan for a machine with one, give"
+            f" --hardware h100, or another of {', '.join(shipped_cards())}"
         )
     _check_processes(options)
     check_files(asked, plan_file=options.plan_file, plan_page=options.html)

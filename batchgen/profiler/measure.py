@@ -11,6 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batchgen.core.device import has_cuda, why_no_cuda
 from batchgen.core.direct_io import make_offload_dir
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import ComputeRates, HardwareProfile
@@ -69,13 +70,8 @@ def check_measurable(device: str, dtypes: Sequence[str]) -> None:
         raise InputError(f"dtype {unknown[0]!r} is not supported: use {', '.join(DTYPES)}")
     if not dtypes:
         raise InputError(f"nothing to measure: name one or more dtypes of {', '.join(DTYPES)}")
-    if device == "cuda":
-        import torch
-
-        if not torch.cuda.is_available():
-            raise InputError(
-                "torch finds no CUDA device here: use --device cpu, or a torch built for this GPU's driver"
-            )
+    if device == "cuda" and not has_cuda():
+        raise InputError(f"torch finds no CUDA device here: {why_no_cuda()}, or use --device cpu")
 
 
 def measure(

@@ -210,7 +210,7 @@ class TestElsewhere:
         monkeypatch.setattr("batchgen.job.plan.has_cuda", lambda: False)
         args = ("--num-prompts", "8", "--input-len", "8", "--output-len", "2", "--device", "cuda")
         said = refused("plan", "-m", opt_30b, *args)
-        assert said.startswith("--device cuda: torch finds no CUDA device here; ")
+        assert said.startswith("--device cuda: torch finds no CUDA device here: ")
         named = re.findall(r"[\w-]+", said.partition("--hardware ")[2])
         assert "h100" in named and "zen4" not in named
         assert planned_json("-m", opt_30b, *args, "--hardware", "h100")["hardware"] == "h100"
