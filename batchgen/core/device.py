@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
+import re
+import warnings
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from batchgen.core.errors import InputError
+from batchgen.core.errors import InputError, one_line
 from batchgen.core.units import format_bytes, parse_bytes
 
 _EMULATED = "emulated"
@@ -66,17 +70,65 @@ class Device:
         return text
 
 
-@cache
 def has_cuda() -> bool:
-    """True where torch can use a CUDA GPU by NVIDIA's driver for Linux.
+    """True where torch can use a CUDA GPU by NVIDIA's driver for Linux."""
+    return not why_no_cuda()
+
+
+@cache
+def why_no_cuda() -> str:
+    """The reason why torch can use no CUDA GPU here by NVIDIA's driver for Linux, and what helps; "": it can use one.
 
     torch takes seconds to import, so it is imported only where this driver reports devices.
     """
-    if not any(Path("/dev").glob("nvidia[0-9]*")):
-        return False
+    if not _driver_has_devices():
+        if Path("/dev/dxg").exists():
+            return "WSL's driver has no stream memory operations, so use Linux itself"
+        return (
+            "there is no /dev/nvidia0, so install NVIDIA's driver, or give the container a GPU (docker run --gpus all)"
+        )
     import torch
 
-    return bool(torch.cuda.is_available())
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a build without CUDA, so install one with it (docs/cuda.md)"
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        if torch.cuda.is_available():
+            capability, kernels = compute_capability(), torch.cuda.get_arch_list()
+            return "" if _has_kernels(kernels, capability) else _no_kernels(torch.__version__, capability, kernels)
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return f"CUDA_VISIBLE_DEVICES={visible!r} leaves none, so name one there, or unset it"
+    reason = f" ({one_line(told[-1].message)})" if told else ""
+    return (
+        f"torch {torch.__version__} cannot use this GPU's driver{reason}, so install a newer driver, or a torch that is"
+        " built for an older CUDA"
+    )
+
+
+def _driver_has_devices() -> bool:
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def _has_kernels(kernels: Collection[str], capability: tuple[int, int]) -> bool:
+    """Tell whether a build of torch has kernels for a GPU, or code that its driver makes such kernels of.
+
+    Args:
+        kernels: What the build has, as torch names it: "sm_90", "compute_120"; nothing: not known.
+        capability: The GPU's compute capability, (major, minor).
+    """
+    own = 10 * capability[0] + capability[1]
+    known = [(kind, int(version)) for kind, version in re.findall(r"(sm|compute)_(\d+)", " ".join(kernels))]
+    # Machine code runs on later GPUs of the same major number, what is compiled at run time on all later ones.
+    return not known or any(
+        version <= own and (kind == "compute" or version // 10 == capability[0]) for kind, version in known
+    )
+
+
+def _no_kernels(version: str, capability: tuple[int, int], kernels: Collection[str]) -> str:
+    return (
+        f"the GPU has compute capability {capability[0]}.{capability[1]}, and torch {version} has no kernels for it (but"
+        f" {', '.join(kernels)}), so install a torch that has, such as one built for an older CUDA"
+    )
 
 
 @cache
@@ -97,20 +149,10 @@ def sixteen_bits(capability: tuple[int, int]) -> str:
     return "bfloat16" if capability >= (8, 0) else "float16"
 
 
-def require_cuda(remedy: str = "leave it out, or install a torch built for this GPU's driver") -> None:
-    """Check that torch finds a CUDA device. remedy: what to do about it where there is none.
-
-    Raises:
-        InputError: There is none, or the system is WSL.
-    """
-    if has_cuda():
-        return
-    if Path("/dev/dxg").exists():
-        raise InputError(
-            "--device cuda is not for WSL, whose driver has no stream memory operations: use Linux itself, or leave it"
-            " out"
-        )
-    raise InputError(f"--device cuda: torch finds no CUDA device here; {remedy}")
+def require_cuda(remedy: str = "or leave it out") -> None:
+    """Raise InputError, which says why, where torch can use no CUDA GPU here. remedy: what else helps."""
+    if reason := why_no_cuda():
+        raise InputError(f"--device cuda: torch finds no CUDA device here: {reason}, {remedy}")
 
 
 def parse_device(text: str) -> Device:

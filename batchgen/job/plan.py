@@ -185,7 +185,7 @@ def _check_plan(options: PlanOptions, asked: JobOptions) -> None:
     check_options(asked)
     if asked.device == "cuda" and asked.hardware is None:
         require_cuda(
-            f"to plan for a machine with one, give --hardware h100, or another of {', '.join(shipped_cards())}"
+            f"or, to plan for a machine with one, give --hardware h100, or another of {', '.join(shipped_cards())}"
         )
     _check_processes(options)
     check_files(asked, plan_file=options.plan_file, plan_page=options.html)

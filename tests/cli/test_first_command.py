@@ -204,7 +204,7 @@ def test_a_template_that_reads_no_messages_is_not_taken_by_itself(base_model, ro
 
 @pytest.mark.parametrize("options", [("--device", "cuda"), ("--hardware", "h100")])
 def test_a_job_that_is_refused_at_once_names_no_output(model, here, monkeypatch, options):
-    monkeypatch.setattr("batchgen.core.device.has_cuda", lambda: False)
+    monkeypatch.setattr("batchgen.core.device.why_no_cuda", lambda: "there is none")
     (here / "in.jsonl").write_text('{"text": "Rain"}\n')
     code, _, stderr = invoke("run", "--model", model, "--input", "in.jsonl", *options)
     assert code == 2 and len(stderr.splitlines()) == 1, stderr

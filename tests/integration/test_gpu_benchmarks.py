@@ -193,7 +193,7 @@ class TestCase:
             run_case("resident", "--no-graphs")
 
     def test_a_card_that_is_not_there(self, run_case, monkeypatch):
-        monkeypatch.setattr("batchgen.core.device.has_cuda", lambda: False)
+        monkeypatch.setattr("batchgen.core.device.why_no_cuda", lambda: "there is none")
         with pytest.raises(SystemExit, match=r"gpu_case: .*no CUDA device"):
             run_case("cpu", "--device", "cuda")
 

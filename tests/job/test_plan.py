@@ -207,10 +207,10 @@ class TestElsewhere:
         assert said in refused("plan", "-m", opt_30b, *args)
 
     def test_a_card_that_is_not_here_is_planned_for_by_its_profile(self, opt_30b, monkeypatch):
-        monkeypatch.setattr("batchgen.core.device.has_cuda", lambda: False)
+        monkeypatch.setattr("batchgen.core.device.why_no_cuda", lambda: "there is none")
         args = ("--num-prompts", "8", "--input-len", "8", "--output-len", "2", "--device", "cuda")
         said = refused("plan", "-m", opt_30b, *args)
-        assert said.startswith("--device cuda: torch finds no CUDA device here; ")
+        assert said.startswith("--device cuda: torch finds no CUDA device here: ")
         named = re.findall(r"[\w-]+", said.partition("--hardware ")[2])
         assert "h100" in named and "zen4" not in named
         assert planned_json("-m", opt_30b, *args, "--hardware", "h100")["hardware"] == "h100"

@@ -11,7 +11,7 @@ _COMPILES = os.environ.get("PLAYED_CUDA_COMPILE", "0") == "1"
 
 
 def _has_devices(device) -> None:
-    device.has_cuda = lambda: True  # it looks for what NVIDIA's driver has in /dev
+    device._driver_has_devices = lambda: True  # in /dev
 
 
 def _has_no_cudnn(torch) -> None:
