@@ -131,7 +131,7 @@ class TestMeasure:
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
     def test_refuses_a_gpu_that_is_not_there(self, tmp_path):
-        with pytest.raises(InputError, match="no CUDA device.*leave it out"):
+        with pytest.raises(InputError, match=r"no CUDA device.*leave it out"):
             measure(device="cuda", offload_dir=tmp_path, dtypes=["float32"], overheads=OVERHEADS, effort=TINY)
 
     def test_further_dtypes_leave_the_rest_as_it_was(self, tmp_path):
