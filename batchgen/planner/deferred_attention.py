@@ -57,7 +57,7 @@ def with_deferred_attention(problem: Problem, base: Candidate, prune: Prune = pr
     most, options = _most_deferred(problem, base), list[_Option]()
     while most and not options:  # the GPU may have no memory for the activations of so many
         options = _options(problem, base, allowed, most)
-        most //= 2
+        most = most * 3 // 4
     options.sort(key=lambda option: option[0].job_s)
     candidates = (integer_candidate(replace(problem, allowed=allowed), *option, prune) for option in options)
     return next((candidate for candidate in candidates if candidate is not None), None)
