@@ -30,7 +30,7 @@ def search_space(problem: Problem) -> Iterator[tuple[CostInputs, tuple[Phase, ..
         for admission in problem.admissions
         for smaller, max_num_seqs in zip([0, *sizes], sizes, strict=False)
         for tokens in _token_budgets(problem, max_num_seqs)
-        if admission == "static" or not _fills(problem, smaller, tokens)
+        if (admission == "static" and max_num_seqs < problem.workload.num_seqs) or not _fills(problem, smaller, tokens)
     )
     flows = phases_of_each(problem.workload, settings)
     packed: dict[int, int] = {}  # by number of micro-batches
