@@ -27,8 +27,9 @@ _NOISE, _NOISE_OF_OTHER_LENGTHS, _NOISE_OF_OTHERS = 0.06, 0.15, 0.5
 _AS_PLANNED = (0.8, 1.25)
 # A stage tells nothing if it has fewer sweeps, or takes less time.
 _FEWEST_SWEEPS, _LEAST_S = 3, 0.3
-# A new prediction is told after so many sweeps, if as much time is left.
-_FIRST_SWEEPS, _WORTH_TELLING_S = 20, 20.0
+# A new prediction is told after so many sweeps that have taken so long, if as much time is left. A moment's sweeps are
+# those of the few rows that were read by then.
+_FIRST_SWEEPS, _FIRST_S, _WORTH_TELLING_S = 20, 3.0, 20.0
 # 90 % of what sweeps of one kind say of those of another.
 _SPREAD_AFTER_SWEEPS = 0.1
 
@@ -147,6 +148,7 @@ class Learner:
         # What several processes or an emulated device need says nothing of this machine's cores.
         self._expected = expected if job.device.kind == "cpu" and job.processes == 1 else None
         self._times, self._seen = SweepTimes(), StageCounts(0.0, 0, 0)
+        self._has_told = False
         self._begun_s = time.monotonic()
         self._before_s = self._begun_s - started_s
 
@@ -168,7 +170,11 @@ class Learner:
         seconds = time.monotonic() - self._begun_s
         self._seen = StageCounts(seconds, rows, tokens, generated, finished, repeated)
         self._times.after_sweep(tokens, seconds)
-        if left is not None and (line := told_anew(left, self._before_s + seconds, self._times.sweeps)) is not None:
+        sweeps = self._times.sweeps
+        if left is None or self._has_told or sweeps < _FIRST_SWEEPS or seconds < _FIRST_S:
+            return
+        self._has_told = True
+        if (line := told_anew(left, self._before_s + seconds, sweeps)) is not None:
             self._say(line)
 
     def keep(self) -> None:
@@ -183,14 +189,14 @@ class Learner:
 
 
 def told_anew(left: TimeLeft, passed_s: float, sweeps: int) -> str | None:
-    """The line with the prediction that a job's first sweeps make; None where it is too early, or not worth a line.
+    """The line with the prediction that a job's first sweeps make; None where it is not worth a line.
 
     Args:
         left: The predicted time left.
         passed_s: Seconds since the start of the command.
         sweeps: Number of sweeps so far.
     """
-    if sweeps != _FIRST_SWEEPS or left.seconds < _WORTH_TELLING_S:
+    if left.seconds < _WORTH_TELLING_S:
         return None
     origin = f"from this job's first {sweeps} sweeps"
     if left.is_bound:

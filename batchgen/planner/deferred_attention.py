@@ -14,7 +14,7 @@ from batchgen.planner.linear import number
 from batchgen.planner.memory import peak_bytes
 from batchgen.planner.mip import Solution, solve
 from batchgen.planner.phases import Phase, deferral_of, phases_of
-from batchgen.planner.problem import CostInputs, Problem
+from batchgen.planner.problem import Allowed, CostInputs, Problem
 from batchgen.planner.search import Candidate, Prune, integer_candidate, prune_nothing
 from batchgen.planner.search_space import max_num_seqs_choices
 from batchgen.planner.step_seconds import query_bytes
@@ -23,6 +23,8 @@ from batchgen.planner.step_seconds import query_bytes
 _DEFERRED_FRAC = 0.9
 # Deferred sequences take memory on the GPU too, so fewer others may fit: so many smaller sizes are tried, down to half.
 _SMALLER_SIZES = 8
+
+_Option = tuple[Solution, CostInputs, tuple[Phase, ...]]
 
 
 def may_defer(problem: Problem) -> bool:
@@ -47,13 +49,26 @@ def with_deferred_attention(problem: Problem, base: Candidate, prune: Prune = pr
     Returns:
         The candidate; None where there are no deferred sequences, where they do not fit, or it is pruned.
     """
-    s, options, best_s = base.inputs, list[tuple[Solution, CostInputs, tuple[Phase, ...]]](), math.inf
-    most = _most_deferred(problem, base)
     allowed = replace(
         problem.allowed,
         weight_tiers=_weight_tiers(base),
         kv_placements=tuple(c for c, n in base.counts.kv_seqs.items() if n),
     )
+    most, options = _most_deferred(problem, base), list[_Option]()
+    while most and not options:  # the GPU may have no memory for the activations of so many
+        options = _options(problem, base, allowed, most)
+        most = most * 3 // 4
+    options.sort(key=lambda option: option[0].job_s)
+    candidates = (integer_candidate(replace(problem, allowed=allowed), *option, prune) for option in options)
+    return next((candidate for candidate in candidates if candidate is not None), None)
+
+
+def _options(problem: Problem, base: Candidate, allowed: Allowed, most: int) -> list[_Option]:
+    """The placements by the LP of the candidate's block, and of smaller ones, beside so many deferred sequences.
+
+    Smaller blocks are tried for as long as that is faster.
+    """
+    s, options, best_s = base.inputs, list[_Option](), math.inf
     sizes = [s.max_num_seqs, *(size for size in reversed(max_num_seqs_choices(problem)) if size < s.max_num_seqs)]
     for swept_seqs in sizes[: 1 + _SMALLER_SIZES]:
         deferral = deferral_of(s.workload, swept_seqs, most, s.model.num_layers + 1)
@@ -68,9 +83,7 @@ def with_deferred_attention(problem: Problem, base: Candidate, prune: Prune = pr
         if relaxed.job_s >= best_s:
             break  # the block is smaller than it has to be for all to fit
         best_s = relaxed.job_s
-    options.sort(key=lambda option: option[0].job_s)
-    candidates = (integer_candidate(replace(problem, allowed=allowed), *option, prune) for option in options)
-    return next((candidate for candidate in candidates if candidate is not None), None)
+    return options
 
 
 def _weight_tiers(base: Candidate) -> tuple[str, ...]:

@@ -108,11 +108,14 @@ def solve(
     Args:
         within_s: seconds of the job within which the placement is sought that keeps buses and disk least busy; None:
             the fastest placement is sought.
-        start: a solution of the same inputs and phases, which the solver begins with.
+        start: a solution of the same inputs and phases, which the solver begins with. Where it needs no weight store
+            that has to be written first, none is sought that does.
     """
     mip = _PlacementMIP(s, phases, allowed, integer)
     if within_s is not None:
         mip.move_least(within_s)
+        if start and not number(start.placement.needs_store):
+            mip.write_no_store()
     columns = start.columns if start else ()
     if not mip.solve(GAP if within_s is None else _MOVING_GAP, columns):
         return None
@@ -222,6 +225,11 @@ class _PlacementMIP(MIP):
             lanes = layer_lanes(self.s, phase, self.placement)
             moving += [phase.sweeps * self.s.model.num_layers * lanes[lane] for lane in _MOVING if lane in lanes]
         self.objective = total(moving)
+
+    def write_no_store(self) -> None:
+        """Leave weights where no weight store has to be written for them."""
+        if isinstance(self.placement.needs_store, Expression):
+            self.at_most(self.placement.needs_store, 0)
 
     def seconds(self) -> float:
         """Seconds of all sweeps in the solution."""

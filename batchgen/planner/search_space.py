@@ -18,15 +18,19 @@ _EIGHTHS, _COARSE_EIGHTHS = range(8, 16), (8, 12)
 LEAST_BATCHED_TOKENS = 1024
 # Matmuls are at their best rate, and a sweep ends soon: what is done by then is saved.
 _SHORT_SWEEP_TOKENS = 4096
+# Sequences that need this part of a sweep's tokens fill it: more of them would be in flight for a moment only.
+_FILLED_FRAC = 0.97
 
 
 def search_space(problem: Problem) -> Iterator[tuple[CostInputs, tuple[Phase, ...]]]:
     """Everything that is enumerated, and how the job flows through it."""
+    sizes = max_num_seqs_choices(problem)
     settings = tuple(
         (admission, max_num_seqs, tokens)
         for admission in problem.admissions
-        for max_num_seqs in max_num_seqs_choices(problem)
+        for smaller, max_num_seqs in zip([0, *sizes], sizes, strict=False)
         for tokens in _token_budgets(problem, max_num_seqs)
+        if (admission == "static" and max_num_seqs < problem.workload.num_seqs) or not _fills(problem, smaller, tokens)
     )
     flows = phases_of_each(problem.workload, settings)
     packed: dict[int, int] = {}  # by number of micro-batches
@@ -65,6 +69,23 @@ def search_space(problem: Problem) -> Iterator[tuple[CostInputs, tuple[Phase, ..
                 yield inputs, phases
 
 
+def _fills(problem: Problem, max_num_seqs: int, tokens: int) -> bool:
+    """Tell whether so many sequences fill short sweeps all the time, with their own tokens and the next ones' prompts.
+
+    More sequences would hardly ever be in flight, but memory would be kept for their KV, and quotas of its placements
+    made for them, of which those that are filled last would be empty.
+    """
+    if tokens != _SHORT_SWEEP_TOKENS or problem.workload.output_len.mean <= 1:
+        return False
+    return _steady_tokens(problem, max_num_seqs) >= _FILLED_FRAC * tokens
+
+
+def _steady_tokens(problem: Problem, max_num_seqs: int) -> float:
+    """Tokens of a sweep that keeps up with finishing rows."""
+    workload = problem.workload
+    return max_num_seqs * (1 + workload.computed_prompt_len / workload.output_len.mean)
+
+
 def max_num_seqs_choices(problem: Problem) -> list[int]:
     """Numbers of sequences in flight: all up to 16, then eight a doubling, as larger steps lose throughput.
 
@@ -88,8 +109,7 @@ def _token_budgets(problem: Problem, max_num_seqs: int) -> list[int]:
     if problem.max_num_batched_tokens is not None:
         return [problem.max_num_batched_tokens]
     workload = problem.workload
-    prompts = workload.computed_prompt_len * max_num_seqs
-    steady = max_num_seqs + prompts / workload.output_len.mean
+    prompts, steady = workload.computed_prompt_len * max_num_seqs, _steady_tokens(problem, max_num_seqs)
     least = LEAST_BATCHED_TOKENS
     if not problem.model.causal:  # the longest text has to fit in a sweep
         least = max(least, problem.max_model_len or workload.prompt_len.max)

@@ -9,7 +9,7 @@ import pytest
 from batchgen.core.knowledge import DECODE, FEW, MANY, SPEED, Knowledge
 from batchgen.core.plan import Stage
 from batchgen.job import learning
-from batchgen.job.learning import SweepTimes, learned, told_anew
+from batchgen.job.learning import Learner, SweepTimes, learned, told_anew
 from batchgen.job.planned_stages import PlannedStages, StageCounts
 from batchgen.job.time_left import TimeLeft
 from batchgen.profiler.machine_record import MachineRecord
@@ -98,8 +98,21 @@ def test_what_others_took_is_not_taken_for_a_slow_machine(taken):
 def test_after_some_sweeps_a_long_job_is_predicted_anew():
     left = TimeLeft(40.0, False)
     assert told_anew(left, 10.0, 20) == "predicted: 50 s (46 s to 54 s, from this job's first 20 sweeps)"
-    assert told_anew(left, 10.0, 19) is None and told_anew(left, 10.0, 21) is None
     assert told_anew(TimeLeft(40.0, True), 10.0, 20) == "predicted: at most 50 s (from this job's first 20 sweeps)"
+
+
+@pytest.mark.parametrize(("sweep_s", "told_after"), [(0.01, 300), (0.15, 20), (10.0, 20)])
+def test_the_new_prediction_comes_once_after_some_sweeps_and_some_seconds(monkeypatch, sweep_s, told_after):
+    """The sweeps of a job's first moment have the few rows that were read by then, and would say a tenth of its speed."""
+    now, lines = [100.0], []
+    monkeypatch.setattr(learning.time, "monotonic", lambda: now[0])
+    job = SimpleNamespace(device=SimpleNamespace(kind="cpu"), processes=1)
+    learner = Learner(job, Plan, EXPECTED, lambda line: lines.append((sweep, line)), started_s=98.0)
+    for sweep in range(1, 2 * told_after):
+        now[0] = 100.0 + sweep * sweep_s * (1 + 1e-9)
+        learner.after_sweep(sweep, sweep, 0, 0, 0, TimeLeft(40.0, False))
+    ((told, line),) = lines
+    assert told == told_after and line.endswith(f"from this job's first {told_after} sweeps)")
 
 
 def test_a_job_that_is_nearly_done_is_not_predicted_anew():

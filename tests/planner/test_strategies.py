@@ -63,6 +63,19 @@ def test_two_batches_give_way_to_deferred_attention_as_the_cpu_gets_slower(ratio
         assert one_s < seconds_of(alone)
 
 
+def test_attention_is_deferred_for_fewer_sequences_where_the_gpu_has_no_memory_for_all_that_host_memory_holds():
+    """More host memory took deferred attention away: of the sequences that it holds either all fitted or none did."""
+    seconds = []
+    for host in (0.8, 4):
+        box = slow_cpu(10, gpu_memory_bytes=int(0.22 * GIB), cpu_memory_bytes=int(host * GIB))
+        problem = planning(box)
+        alone = search(replace(problem, num_gpu_batches=1, allowed=Allowed(kv_placements=("gpu",))))
+        beside = with_deferred_attention(problem, alone)
+        assert beside is not None and beside.job_s < alone.job_s
+        seconds.append(beside.job_s)
+    assert seconds[1] <= 1.02 * seconds[0]
+
+
 def test_deferred_sequences_take_no_weights_off_the_gpu():
     """Deferred sequences take the GPU's memory from other sequences, not from weights that would stream then."""
     problem = planning(slow_cpu(10, gpu_memory_bytes=int(0.36 * GIB), h2d_bytes_per_s=1e10))
