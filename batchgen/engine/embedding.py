@@ -248,11 +248,21 @@ def tokens_to_embed(
     if not tokens:
         raise RowError("the text is empty")
     if len(tokens) <= most:
-        return tokens
+        return _without_padding(tokens, head.padding)
     if not cuts:
         cure = "--on-overlong truncate-right cuts it" if head.pair_texts is None else "cut the document before"
         raise RowError(f"the text has {len(tokens)} tokens, the context holds {most}: {cure}")
     before, after = tokenizer.num_added if isinstance(request.prompt, str) else (0, 0)
     if on_overlong == "truncate-right":
-        return tokens[: most - after] + tokens[len(tokens) - after :]
-    return tokens[:before] + tokens[len(tokens) - most + before :]
+        cut = tokens[: most - after] + tokens[len(tokens) - after :]
+    else:
+        cut = tokens[:before] + tokens[len(tokens) - most + before :]
+    return _without_padding(cut, head.padding)
+
+
+def _without_padding(tokens: list[int], padding: int | None) -> list[int]:
+    """A text without the padding at its end; its first token stays. No other token attends to what is left out."""
+    kept = len(tokens)
+    while kept > 1 and tokens[kept - 1] == padding:
+        kept -= 1
+    return tokens[:kept]

@@ -72,6 +72,8 @@ def _groups(dataset: Dataset, name: str) -> dict[str, Rows]:
             groups.setdefault(adapter or "", []).append(row)
         if len(groups) > _MOST:
             raise InputError(f"--lora-column {name} has more than {_MOST:,} adapters: give them in several jobs")
+    if not groups:
+        groups[""] = []  # a job without rows: its output has the columns
     return {adapter: np.array(rows, np.int64) for adapter, rows in groups.items()}
 
 

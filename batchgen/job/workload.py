@@ -178,8 +178,9 @@ def _sequences(
         raise RowError(request.error)
     limit = LengthLimit.of(context, on_overlong)
     if head is not None and isinstance(request, Request):
-        token_ids = tokens_to_embed(tokenizer, head, prompted(request, head), limit, on_overlong)
-        return [_Sampled(token_ids, scored=num_pooled(head, len(token_ids)))]
+        texts = [prompted(each, head) for each in request.each_prompt]
+        each_text = [tokens_to_embed(tokenizer, head, text, limit, on_overlong) for text in texts]
+        return [_Sampled(tokens, scored=num_pooled(head, len(tokens))) for tokens in each_text]
     if isinstance(request, ScoreRequest):
         pair = tokens_of(tokenizer, request, encode_all(tokenizer, [request], limit), context, on_overlong)
         paths, _ = paths_to_run(pair, context)

@@ -15,9 +15,17 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.families import ROBERTAS, TYPED_PAIRS
 from batchgen.models.files import ModelFiles, weight_tensors
 from batchgen.models.hf.config_files import read_json_object
-from batchgen.models.pooling import Dense, LabelFunction, Pooling, VectorSpec
-from batchgen.models.stated_numbers import shown
-from batchgen.models.tensor_files.headers import TensorInfo
+from batchgen.models.lora import ROOT, Lora, read_lora, within_text_model
+from batchgen.models.pooling import (
+    Dense,
+    LabelFunction,
+    Pooling,
+    VectorSpec,
+    longest_text,
+    stated_by_sentence_transformers,
+)
+from batchgen.models.stated_numbers import is_index, shown
+from batchgen.models.tensor_files.headers import TensorInfo, read_safetensors_header
 
 if TYPE_CHECKING:
     from batchgen.models.tokenizers.tokenizer import Tokenizer
@@ -69,23 +77,47 @@ def read_classifier(files: ModelFiles, config: ModelConfig) -> VectorSpec:
     if not is_classifier(files):
         raise InputError(f"{files.name} is no *{_CLASSIFIES}: --task classify needs one")
     tensors, labels = weight_tensors(files), _labels(stated)
+    adapter = None if files.lora is None else read_lora(files.lora)
+    if len(labels) > 1 and stated.get("problem_type") == "regression":
+        raise InputError(
+            f"config.json: {len(labels)} labels of problem_type 'regression' are not supported: a model that gives"
+            " numbers has one label"
+        )
     modern, encoder = config.family == "modernbert", config.family in _ENCODER_HEADS
     layers = _modernbert_head(stated) if modern else _ENCODER_HEADS[config.family] if encoder else _DECODER_HEAD
     dense = tuple(Dense(_path(tensors, f"{prefix}weight", files), prefix, activation) for prefix, activation in layers)
+    if adapter is not None:
+        dense = tuple(adapted(layer, adapter) for layer in dense)
     if modern:
         dense = (replace(dense[0], norm="head.norm.", norm_eps=config.norm_eps), *dense[1:])
-    rows = tensors[f"{dense[-1].prefix}weight"].shape[0]
+    last = dense[-1]
+    rows = read_safetensors_header(last.weights)[f"{last.prefix}weight"].shape[0]
     if rows != len(labels):
-        raise InputError(f"config.json names {len(labels)} labels, and {dense[-1].prefix}weight has {rows}: correct it")
+        raise InputError(f"config.json names {len(labels)} labels, and {last.prefix}weight has {rows}: correct it")
     return VectorSpec(
         _pooling(stated) if modern else "cls" if encoder else "last",
         dense,
         normalize=False,
         size=len(labels),
         labels=labels,
-        of_labels=_function(stated, len(labels)),
+        of_labels=_function(files.path, stated, len(labels)),
+        padding=None if modern or encoder or not is_index(pad := stated.get("pad_token_id")) else pad,
         pair_offset=config.vocab_size if config.family in TYPED_PAIRS and config.token_types > 1 else 0,
     )
+
+
+def adapted(layer: Dense, adapter: Lora) -> Dense:
+    """A layer of a head with what an adapter adds to it, or the layer that takes its place (`modules_to_save`)."""
+    module = within_text_model(layer.prefix.removesuffix("."))
+    if f"{module}.weight" in adapter.replaced:
+        layer = replace(layer, weights=adapter.replaced[f"{module}.weight"].path, prefix=ROOT + layer.prefix)
+    return replace(layer, added=adapter.deltas.get(module))
+
+
+def head_modules(family: str) -> set[str]:
+    """Names, as in an adapter, of the layers of a classifier's head, which are no layers of the model."""
+    layers = _modernbert_head({}) if family == "modernbert" else _ENCODER_HEADS.get(family, _DECODER_HEAD)
+    return {within_text_model(prefix.removesuffix(".")) for prefix, _ in layers}
 
 
 def _modernbert_head(stated: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
@@ -128,7 +160,7 @@ def read_reranker(
         spec = read_classifier(files, config)
         if len(spec.labels) > 1:
             raise InputError(f"{files.name} has {len(spec.labels)} labels: give --task classify, a reranker has one")
-        return spec
+        return replace(spec, max_tokens=longest_text(files.path))
     ids = [tokenizer().token_id(word) for word in NO_YES]
     if files.kind != "hf" or not config.causal or None in ids or tokenizer().token_id("<|im_start|>") is None:
         raise InputError(f"{files.name} is neither a cross-encoder nor a Qwen3-Reranker in safetensors")
@@ -159,26 +191,28 @@ def _labels(stated: Mapping[str, Any]) -> tuple[str, ...]:
     if not isinstance(names, Mapping):
         count = stated.get("num_labels", 2)
         return tuple(f"LABEL_{i}" for i in range(count))
-    try:
-        ordered = tuple(str(names[key]) for key in sorted(names, key=int))
-    except ValueError as error:
-        raise InputError("id2label in config.json must have numbers as keys") from error
+    numbers = [str(i) for i in range(len(names))]
+    if set(names) != set(numbers):
+        raise InputError("id2label in config.json must have the numbers from 0 on as keys: correct it")
+    ordered = tuple(str(names[number]) for number in numbers)
     if len(set(ordered)) < len(ordered):
         raise InputError("id2label in config.json has the same name twice: rename one")
     return ordered
 
 
-def _function(stated: Mapping[str, Any], count: int) -> LabelFunction:
-    """The function of a classifier's values that its file states, or the usual one."""
-    nested = stated.get("sentence_transformers")
-    named = nested.get("activation_fn") if isinstance(nested, Mapping) else None
-    named = str(named or stated.get("sbert_ce_default_activation_function") or "").rpartition(".")[2]
+def _function(folder: Path, stated: Mapping[str, Any], count: int) -> LabelFunction:
+    """The function of a classifier's values that its files state, or the usual one."""
     if count > 1:
         return "sigmoid" if stated.get("problem_type") == "multi_label_classification" else "softmax"
-    if isinstance(nested, Mapping) and not named:
-        return "sigmoid"  # a cross-encoder of sentence-transformers
+    of_file = stated_by_sentence_transformers(folder)  # of a cross-encoder of sentence-transformers 6
+    nested = stated.get("sentence_transformers")  # of earlier ones
+    stating = [each for each in (of_file, nested) if isinstance(each, Mapping)]
+    named = next((each["activation_fn"] for each in stating if each.get("activation_fn")), None)
+    named = str(named or stated.get("sbert_ce_default_activation_function") or "").rpartition(".")[2]
+    if not named and (nested in stating or of_file.get("model_type") == "CrossEncoder"):
+        return "sigmoid"
     if named not in ("", "Identity", "Sigmoid"):
-        raise InputError(f"config.json: activation {named} of the label is not supported; supported: Identity, Sigmoid")
+        raise InputError(f"{folder}: activation {named} of the label is not supported; supported: Identity, Sigmoid")
     return "sigmoid" if named == "Sigmoid" else "identity"
 
 

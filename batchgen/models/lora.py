@@ -19,7 +19,7 @@ from batchgen.models.tensor_files.headers import TensorInfo, read_safetensors_he
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"  # of PEFT before 0.7
-_ROOT = "base_model.model."  # of every name in the file
+ROOT = "base_model.model."  # of every name in the file
 # What class a model was trained in decides where its text model is: names count from there.
 _PREFIXES = (
     "model.language_model.",
@@ -28,6 +28,11 @@ _PREFIXES = (
     "model.decoder.",
     "decoder.",
     "model.",
+    "bert.",
+    "roberta.",
+    "distilbert.",
+    "nomic_bert.",
+    "gte.",
 )
 # Keys of adapter_config.json that say how the file's matrices are merged.
 _READ = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "peft_type")
@@ -106,8 +111,8 @@ def read_lora(path: Path) -> Lora:
     replaced: dict[str, TensorInfo] = {}
     for name, info in read_safetensors_header(path / WEIGHTS_FILE).items():
         # PEFT saves the matrix that a LoRA is added to with it where that is an embedding or the output matrix.
-        within = _within_text_model(name).replace(".base_layer.", ".")
-        if found := _MATRICES.fullmatch(name.removeprefix(_ROOT)):
+        within = within_text_model(name).replace(".base_layer.", ".")
+        if found := _MATRICES.fullmatch(name.removeprefix(ROOT)):
             matrices.setdefault(found[1], {})[found[2]] = name, info
         elif within.endswith((".weight", ".bias")) and ".lora_" not in within:
             _check_new(within, replaced, info)
@@ -124,7 +129,7 @@ def read_lora(path: Path) -> Lora:
                 f"{path / WEIGHTS_FILE} has {module} with matrices {list(of_module['A'][1].shape)}, and its"
                 f" {CONFIG_FILE} states rank {rank}: fetch both again"
             )
-        within = _within_text_model(module)
+        within = within_text_model(module)
         _check_new(within, deltas, of_module["A"][1])
         deltas[within] = Delta(of_module["A"], of_module["B"], factor)
     if not deltas:
@@ -137,9 +142,9 @@ def lora_files(path: Path) -> list[Path]:
     return [path / CONFIG_FILE, path / WEIGHTS_FILE]
 
 
-def _within_text_model(name: str) -> str:
+def within_text_model(name: str) -> str:
     """A tensor's name without what the class that was trained puts before the names of the text model."""
-    bare = name.removeprefix(_ROOT)
+    bare = name.removeprefix(ROOT)
     return next((bare.removeprefix(prefix) for prefix in _PREFIXES if bare.startswith(prefix)), bare)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from batchgen.core.errors import InputError
+from batchgen.models.classifiers import head_modules
 from batchgen.models.config import ModelConfig
 from batchgen.models.formats.base import Change, StoredPart
 from batchgen.models.formats.numbers import Numbers
@@ -52,6 +53,9 @@ def merging(config: ModelConfig, lora: Lora, *, unfused: bool) -> Change:
     changed = {(module, "weight") for module in lora.deltas} | {
         (module, suffix) for module, _, suffix in (name.rpartition(".") for name in lora.replaced)
     }
+    if config.hidden_output:  # `read_classifier` reads them
+        of_head = head_modules(config.family)
+        changed = {(module, suffix) for module, suffix in changed if module not in of_head}
     otherwise = {(module, suffix) for module, suffix in changed if unfused and "linear_attn." in module}
     if unfused and (missing := min(changed - present | otherwise, default=None)):
         raise InputError(
@@ -76,12 +80,17 @@ class _Merged(StoredPart):
     delta: Delta
 
     def fill(self, out: Tensor) -> None:
-        a, b = (torch.empty(info.shape) for _, info in (self.delta.a, self.delta.b))
-        for (name, info), values in ((self.delta.a, a), (self.delta.b, b)):
-            read_numbers(name, info, values)
-        if not (a.isfinite().all() and b.isfinite().all()):
-            raise InputError(f"{self.delta.a[1].path} has a weight that is NaN or infinite: fetch it again")
         self.part.fill(out)
-        step = max(1, _STRIPE_VALUES // out.shape[1])
-        for rows, of_b in zip(out.split(step), b.split(step), strict=True):
-            rows.copy_(rows.float().add_(of_b @ a, alpha=self.delta.factor))
+        add_delta(out, self.delta)
+
+
+def add_delta(out: Tensor, delta: Delta) -> None:
+    """Add to a matrix what an adapter adds to it. Raises InputError where that is not finite."""
+    a, b = (torch.empty(info.shape) for _, info in (delta.a, delta.b))
+    for (name, info), values in ((delta.a, a), (delta.b, b)):
+        read_numbers(name, info, values)
+    if not (a.isfinite().all() and b.isfinite().all()):
+        raise InputError(f"{delta.a[1].path} has a weight that is NaN or infinite: fetch it again")
+    step = max(1, _STRIPE_VALUES // out.shape[1])
+    for rows, of_b in zip(out.split(step), b.split(step), strict=True):
+        rows.copy_(rows.float().add_(of_b @ a, alpha=delta.factor))

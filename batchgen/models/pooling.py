@@ -1,7 +1,8 @@
 """The rest of a model of vectors after its layers, as its files state it: pooling, further modules, prompts.
 
 The files of embedding models are those of sentence-transformers: `modules.json`, `1_Pooling/config.json`, `2_Dense/`,
-`2_Normalize/`, `sentence_bert_config.json` and `config_sentence_transformers.json`. Nothing here imports torch.
+`2_Normalize/`, `sentence_bert_config.json` and `config_sentence_transformers.json`; newer ones have the longest text in
+`tokenizer_config.json`. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles
 from batchgen.models.hf.config_files import read_json_object
+from batchgen.models.lora import Delta
 from batchgen.models.stated_numbers import is_count
 from batchgen.models.tensor_files.headers import read_safetensors_header
 
@@ -29,6 +31,7 @@ _FLAGS |= {"mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "weightedmean_tokens"
 # Activation of a Dense module, by the last part of its name in torch.
 _ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid", "SiLU")
 INSTRUCTION = "Instruct: {}\nQuery:"  # of Qwen3-Embedding
+_STATED = "config_sentence_transformers.json"
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Dense:
         rows: Rows of the weight that are its own; empty: all.
         norm: Prefix of the weight of a LayerNorm after the activation; empty: there is none.
         norm_eps: Number that this norm adds to the variance.
+        added: What an adapter adds to the weight; None: nothing.
     """
 
     weights: Path
@@ -50,6 +54,7 @@ class Dense:
     rows: tuple[int, ...] = ()
     norm: str = ""
     norm_eps: float = 1e-5
+    added: Delta | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,8 @@ class VectorSpec:
         dense: Linear layers over the pooled vector, in order.
         normalize: Whether the vector is divided by its length.
         dimensions: Number of first values that are kept (Matryoshka); None: all.
+        truncated: Whether these are kept of the normalised vector, which then has a length below 1; else they are
+            normalised.
         prompt: Text before each text.
         max_tokens: The most tokens of a text by the model's files; None: they do not say.
         size: Number of values of the vector.
@@ -70,6 +77,7 @@ class VectorSpec:
         pair_texts: Texts before, between and after the two texts of a pair, which are one text then; None: the
             tokenizer puts pairs together.
         pair_offset: Number by which token ids of the second text of a pair are raised (`ModelConfig.token_types`).
+        padding: Token id that is left out at the end of a text, where transformers takes it for padding; None: none is.
         largest: The largest absolute value that the format of the vectors has.
     """
 
@@ -77,6 +85,7 @@ class VectorSpec:
     dense: tuple[Dense, ...] = ()
     normalize: bool = True
     dimensions: int | None = None
+    truncated: bool = False
     prompt: str = ""
     max_tokens: int | None = None
     size: int = 0
@@ -85,6 +94,7 @@ class VectorSpec:
     lowercases: bool = False
     pair_texts: tuple[str, str, str] | None = None
     pair_offset: int = 0
+    padding: int | None = None
     largest: float = math.inf
 
     def identity(self) -> dict[str, Any]:
@@ -92,6 +102,7 @@ class VectorSpec:
         dense = [[str(module.weights.parent.name), module.activation] for module in self.dense]
         pooled = {"pooling": self.pooling, "dense": dense, "normalize": self.normalize}
         head = {**pooled, "dimensions": self.dimensions, "prompt": self.prompt, "lowercases": self.lowercases}
+        head |= {"truncated": True} if self.truncated else {}
         labels = {"labels": self.labels, "of_labels": self.of_labels, "pair_texts": self.pair_texts}
         return {**head, **labels} if self.labels else head
 
@@ -125,9 +136,13 @@ def read_head(
     """
     folder = files.path if files.kind == "hf" else None
     head = VectorSpec("last" if config.causal else "mean", size=config.embed_size)
-    if folder is not None and (folder / "modules.json").exists():
-        head = _of_modules(folder, head)
-    head = replace(head, prompt=_prompt(folder, prompt_name, instruction))
+    stated: Mapping[str, Any] = {}
+    if folder is not None:
+        if (folder / "modules.json").exists():
+            head = _of_modules(folder, head)
+        stated = stated_by_sentence_transformers(folder)
+        head = replace(head, max_tokens=head.max_tokens or longest_text(folder))
+    head = replace(head, prompt=_prompt(stated, prompt_name, instruction))
     if pooling is not None:
         if pooling not in POOLINGS:
             raise InputError(f"--pooling must be one of {', '.join(POOLINGS)}, not {pooling!r}")
@@ -138,7 +153,22 @@ def read_head(
         if not 1 <= dimensions <= head.size:
             raise InputError(f"--dimensions must be between 1 and the {head.size} of the model, not {dimensions}")
         head = replace(head, dimensions=dimensions, size=dimensions)
+    elif isinstance(cut := stated.get("truncate_dim"), int) and 1 <= cut < head.size:
+        head = replace(head, dimensions=cut, size=cut, truncated=True)
     return head
+
+
+def longest_text(folder: Path) -> int | None:
+    """The most tokens of a text by a tokenizer's configuration; None: it does not say."""
+    path = folder / "tokenizer_config.json"
+    most = read_json_object(path).get("model_max_length") if path.exists() else None
+    return most if is_count(most) else None
+
+
+def stated_by_sentence_transformers(folder: Path) -> Mapping[str, Any]:
+    """The values of config_sentence_transformers.json; empty: there is none."""
+    path = folder / _STATED
+    return read_json_object(path) if path.exists() else {}
 
 
 def _of_modules(folder: Path, head: VectorSpec) -> VectorSpec:
@@ -215,14 +245,12 @@ def _dense(place: Path, taken: int) -> tuple[Dense, int]:
     return Dense(weights, activation=activation), size
 
 
-def _prompt(folder: Path | None, name: str | None, instruction: str | None) -> str:
+def _prompt(stated: Mapping[str, Any], name: str | None, instruction: str | None) -> str:
     """The text before each text. Raises InputError where the model has no prompt of this name."""
     if instruction is not None:
         if name is not None:
             raise InputError("--instruction and --prompt-name exclude each other: leave out one")
         return INSTRUCTION.format(instruction)
-    path = None if folder is None else folder / "config_sentence_transformers.json"
-    stated: Mapping[str, Any] = read_json_object(path) if path is not None and path.exists() else {}
     prompts = stated.get("prompts") or {}
     chosen = stated.get("default_prompt_name") if name is None else name
     if chosen is None:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from batchgen.core.errors import InputError
+from batchgen.models.lora_merging import add_delta
 from batchgen.models.pooling import Dense, Pooling, VectorSpec
 from batchgen.models.tensor_files.headers import read_safetensors_header
 from batchgen.models.tensor_files.reading import read_numbers, read_rows
@@ -90,11 +91,14 @@ class VectorHead:
         """The vectors of texts, float32 [texts, size]. pooled: their pooled hidden states, fp32 [texts, hidden]."""
         for layer in self._layers:
             pooled = layer(pooled)
-        pooled = pooled[:, : self.head.dimensions]
-        if self.head.normalize:
+        head, kept = self.head, slice(self.head.dimensions)
+        if not head.truncated:
+            pooled = pooled[:, kept]
+        if head.normalize:
             pooled = F.normalize(pooled)
-        if self.head.of_labels != "identity":
-            pooled = pooled.softmax(1) if self.head.of_labels == "softmax" else pooled.sigmoid()
+        pooled = pooled[:, kept]
+        if head.of_labels != "identity":
+            pooled = pooled.softmax(1) if head.of_labels == "softmax" else pooled.sigmoid()
         return pooled.contiguous().numpy()
 
 
@@ -120,6 +124,8 @@ class _Layer:
             return values
 
         self._weight, self._bias = needed(f"{dense.prefix}weight", dense.rows), read(f"{dense.prefix}bias", dense.rows)
+        if dense.added is not None:
+            add_delta(self._weight, dense.added)
         self._norm = needed(f"{dense.norm}weight") if dense.norm else None
 
     def __call__(self, x: Tensor) -> Tensor:

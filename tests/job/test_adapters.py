@@ -80,6 +80,20 @@ def test_an_interrupted_job_goes_on_to_the_same_output(adapted, rows, tmp_path, 
     assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
+def test_an_adapter_all_of_whose_rows_fail_takes_no_other_row_with_it(adapted, tmp_path):
+    base, first, _ = adapted
+    table = pa.table({"prompt": [[5, 6], None, [7, 8, 9]], "adapter": [None, first, None]})
+    report = batchgen.run(base, table, tmp_path / "out.parquet", lora_column="adapter", **OPTIONS)
+    output = pq.read_table(tmp_path / "out.parquet")
+    assert report["rows_failed"] == 1 and output["text"].is_valid().to_pylist() == [True, False, True]
+
+
+def test_an_input_without_rows_has_the_columns_of_an_output(adapted, rows, tmp_path):
+    base, none = adapted[0], pq.read_table(rows).slice(0, 0)
+    batchgen.run(base, none, tmp_path / "out.parquet", lora_column="adapter", **OPTIONS)
+    assert pq.read_table(tmp_path / "out.parquet")["text"].to_pylist() == []
+
+
 def test_a_shard_has_the_adapters_of_its_own_rows(adapted, rows, tmp_path):
     base = str(adapted[0])
     for shard in range(2):

@@ -274,6 +274,16 @@ def test_rows_that_the_small_model_cannot_answer_go_to_the_large_one(models, tmp
     assert output["confidence"][1].as_py() is None
 
 
+def test_rows_that_the_large_model_cannot_answer_fail_alone(models, tmp_path):
+    texts = [f"Is it {i}?" for i in range(40)] + [None]  # no model answers the last one, which is in no sample
+    pq.write_table(pa.table({"question": texts}), tmp_path / "rows.parquet")
+    options = SCORED | {"cascade": models[0], "cascade_sample": 20, "agree": 0.2}
+    report = batchgen.run(models[0], tmp_path / "rows.parquet", tmp_path / "out.parquet", **options)
+    assert report["rows_failed"] == 1 and report["rows_ok"] == 40
+    (rest,) = (job for name, job in report["jobs"].items() if name.startswith("rest"))
+    assert rest["rows_failed"] == rest["rows"] == 1
+
+
 def test_a_deadline_stops_a_cascade_and_the_next_run_goes_on(models, rows, tmp_path):
     options = SCORED | {"cascade": models[0], "cascade_sample": 20}
     stopped = batchgen.run(models[1], rows, tmp_path / "out.parquet", max_time=0.001, **options)

@@ -116,6 +116,17 @@ def test_modules_of_the_files_are_applied_in_their_order(tmp_path):
         run(tmp_path, rows, dimensions=25)
 
 
+def test_dimensions_that_the_files_state_are_those_of_the_normalised_vector(tmp_path):
+    make_encoder("BertModel", tmp_path)
+    write_modules(tmp_path, "mean_tokens")
+    rows = texts(4)
+    whole = vectors(run(tmp_path, rows))
+    edit_json(tmp_path / "config_sentence_transformers.json", truncate_dim=10)
+    assert np.abs(vectors(run(tmp_path, rows)) - whole[:, :10]).max() < CLOSE
+    asked = vectors(run(tmp_path, rows, dimensions=20))
+    assert np.abs(asked - whole[:, :20] / np.linalg.norm(whole[:, :20], axis=1, keepdims=True)).max() < CLOSE
+
+
 @pytest.mark.parametrize("weights", ["native", "int8"])
 @pytest.mark.parametrize("device", ["cpu", "emulated:gpu-memory=256MiB,h2d=2GiB/s,d2h=2GiB/s"])
 def test_vectors_are_the_same_on_a_device_and_close_with_weights_in_8_bits(device, weights, encoder):
@@ -141,6 +152,26 @@ def test_vectors_of_an_adapted_encoder_are_those_of_the_model_that_peft_merges(n
     found = vectors(run(tmp_path / "base", rows, lora=str(tmp_path / "lora")))
     assert np.abs(found - torch.stack(wanted).numpy()).max() < CLOSE
     assert np.abs(found - vectors(run(tmp_path / "base", rows))).max() > CLOSE
+
+
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    [
+        ("BertForSequenceClassification", ["query", "dense"]),  # of the pooler too
+        ("RobertaForSequenceClassification", ["query", "value"]),
+        ("ModernBertForSequenceClassification", ["Wqkv", "dense"]),
+        ("LlamaForSequenceClassification", ["q_proj"]),
+    ],
+)
+def test_probabilities_of_an_adapted_classifier_are_those_of_the_model_that_peft_merges(name, modules, tmp_path):
+    model = make_encoder(name, tmp_path / "base", num_labels=3)
+    head = ["score"] if "Llama" in name else ["classifier"]  # as SEQ_CLS saves them
+    adapted = save_adapter(model, tmp_path / "lora", target_modules=modules, modules_to_save=head, exclude_modules=head)
+    merged, rows = adapted.merge_and_unload().eval(), texts(6)
+    wanted = torch.stack([logits_of(merged, tmp_path / "base", text).softmax(0) for text in rows])
+    table = run(tmp_path / "base", rows, "classify", lora=str(tmp_path / "lora"))
+    found = np.array([list(row.values()) for row in table["probabilities"].to_pylist()])
+    assert np.abs(found - wanted.numpy()).max() < CLOSE
 
 
 def test_workers_share_the_rows_of_a_job_of_vectors(tmp_path):
@@ -173,10 +204,13 @@ def test_smaller_numbers_are_close_and_cosines_need_no_scale(tiny_models):
     assert np.abs(vectors(bytes_) * scales - vectors(whole)).max() <= scales.max() / 2 * 1.001
 
 
-def test_a_long_text_fails_or_is_cut_between_its_special_tokens(tmp_path):
+@pytest.mark.parametrize(
+    ("file", "name"), [("sentence_bert_config", "max_seq_length"), ("tokenizer_config", "model_max_length")]
+)
+def test_a_long_text_fails_or_is_cut_between_its_special_tokens(file, name, tmp_path):
     model = make_encoder("BertModel", tmp_path)
     write_modules(tmp_path, "mean_tokens")
-    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 20}))
+    edit_json(tmp_path / f"{file}.json", **{name: 20})
     long, empty = " ".join(WORDS[:40]), ""
     table = run(tmp_path, [long, "short", empty])
     overlong = f"the text has {len(hidden_of(model, tmp_path, long))} tokens, the context holds 20"
@@ -304,16 +338,53 @@ def test_a_reward_model_gives_one_number(tmp_path):
     assert np.abs(np.array(table["score"].to_pylist()) - wanted.numpy()).max() < CLOSE
 
 
-@pytest.mark.parametrize("name", [f"{of}ForSequenceClassification" for of in ("Bert", "Roberta", "NomicBert")])
-def test_a_cross_encoder_scores_queries_with_documents(name, tmp_path):
-    model = make_encoder(name, tmp_path, num_labels=1)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["sentence_transformers"] = {"activation_fn": "torch.nn.modules.activation.Sigmoid"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+def test_padding_at_the_end_of_a_text_is_left_out_as_in_transformers(family, tmp_path):
+    model = make_encoder(f"{family}ForSequenceClassification", tmp_path, num_labels=1)
+    rows = [*texts(4), "<|im_end|>"]
+    last = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode("a").ids[-1]
+    edit_json(tmp_path / "config.json", pad_token_id=last)
+    model.config.pad_token_id = last
+    wanted = torch.cat([logits_of(model, tmp_path, text) for text in rows])
+    table = run(tmp_path, rows, "classify")
+    assert np.abs(np.array(table["score"].to_pylist()) - wanted.numpy()).max() < CLOSE
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ({"problem_type": "regression"}, "3 labels of problem_type 'regression' are not supported"),
+        ({"id2label": {"1": "a", "2": "b", "3": "c"}}, "must have the numbers from 0 on as keys"),
+    ],
+)
+def test_labels_that_are_not_understood_are_refused(stated, message, tmp_path):
+    make_encoder("BertForSequenceClassification", tmp_path, num_labels=3)
+    edit_json(tmp_path / "config.json", **stated)
+    with pytest.raises(InputError, match=message):
+        run(tmp_path, ["a"], "classify")
+
+
+SIGMOID = {"activation_fn": "torch.nn.modules.activation.Sigmoid"}
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "stated"),
+    [
+        ("Bert", "config", {"sentence_transformers": SIGMOID}),
+        ("Roberta", "config_sentence_transformers", SIGMOID),
+        ("NomicBert", "config_sentence_transformers", {"model_type": "CrossEncoder"}),
+    ],
+)
+def test_a_cross_encoder_scores_queries_with_documents(name, file, stated, tmp_path):
+    model = make_encoder(f"{name}ForSequenceClassification", tmp_path, num_labels=1)
+    edit_json(tmp_path / f"{file}.json", **stated)
     pairs = {"query": texts(10, most=12), "document": texts(10, seed=1, most=20)}
     table = run(tmp_path, pairs, "rerank")
     wanted = [logits_of(model, tmp_path, *pair).sigmoid() for pair in zip(*pairs.values(), strict=True)]
     assert np.abs(np.array(table["score"].to_pylist()) - torch.cat(wanted).numpy()).max() < CLOSE
+    edit_json(tmp_path / "tokenizer_config.json", model_max_length=8)
+    (error,) = run(tmp_path, {"query": [WORDS[0]], "document": [" ".join(WORDS[:30])]}, "rerank", max_failed=1)["error"]
+    assert "the context holds 8" in error.as_py()
 
 
 def test_a_decoder_reranks_by_its_answers_yes_and_no(tiny_models, tmp_path):
@@ -423,7 +494,8 @@ def test_a_pair_whose_template_would_be_cut_fails():
 
 
 def edit_json(path, **values):
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    stated = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(stated | values))
 
 
 @pytest.mark.parametrize("task", ["embed", "classify"])

@@ -18,6 +18,7 @@ from batchgen.job.options import JobOptions
 from batchgen.job.step_source import open_rows
 from batchgen.job.workload import measure_workload
 from batchgen.models.files import resolve_model
+from batchgen.models.pooling import VectorSpec
 from batchgen.models.tokenizers.loading import load_tokenizer
 
 CONTEXT = 512
@@ -90,14 +91,14 @@ def tokenizer(tiny_models):
 def measure(tokenizer, tmp_path):
     """measure(rows or path, ...) -> (workload, whether its output lengths are known)."""
 
-    def measure(rows, *, max_tokens=8, rows_left=..., finished=(), expected=None, sampling=None, **options):
+    def measure(rows, *, max_tokens=8, rows_left=..., finished=(), expected=None, sampling=None, head=None, **options):
         if isinstance(rows, list):
             path = tmp_path / "rows.parquet"
             pq.write_table(pa.table({"prompt": pa.array(rows, pa.string())}), path, row_group_size=500)
             rows = path
         sampling = replace(sampling or SamplingParams(), max_tokens=max_tokens)
         job = JobOptions("tiny", str(rows), None, sampling=sampling, expected_output_len=expected, **options)
-        source = open_rows(job)
+        source = replace(open_rows(job), head=head)
         return measure_workload(
             source,
             tokenizer,
@@ -126,6 +127,18 @@ def test_lengths_are_those_of_the_tokens(measure, tokenizer):
     assert (workload.num_seqs, workload.output_len.values, workload.max_output_len) == (50, (8,) * 50, 8)
     assert not known
     assert measure(rows, sampling=SamplingParams(ignore_eos=True))[1] and measure(rows, max_tokens=1)[1]
+
+
+def test_each_text_of_a_line_for_the_embeddings_endpoint_is_a_sequence(measure, tokenizer, tmp_path):
+    rows = sentences(6)
+    lines = [
+        {"custom_id": str(i), "method": "POST", "url": "/v1/embeddings", "body": {"model": "m", "input": texts}}
+        for i, texts in enumerate([rows[0], rows[1:]])
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    workload, _ = measure(path, task="embed", head=VectorSpec("last"))
+    assert workload.prompt_len.values == tuple(sorted(counts(tokenizer, rows))) and workload.num_seqs == 6
 
 
 def test_any_format_gives_the_same(measure, tmp_path):

@@ -134,6 +134,7 @@ def over_rows(options: JobOptions, rows: Path) -> JobOptions:
         shard=None,
         on_bad_line="fail",
         csv_delimiter=None,
+        max_failed="100%",  # a few rows may all fail: the limit is that of the whole
     )
 
 
