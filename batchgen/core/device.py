@@ -124,8 +124,8 @@ def _has_kernels(kernels: Collection[str], capability: tuple[int, int]) -> bool:
 
 def _no_kernels(version: str, capability: tuple[int, int], kernels: Collection[str]) -> str:
     return (
-        f"the GPU has compute capability {capability[0]}.{capability[1]}, and torch {version} has no kernels for it (but"
-        f" {', '.join(kernels)}), so install a torch that has, such as one built for an older CUDA"
+        f"the GPU has compute capability {capability[0]}.{capability[1]}, and torch {version} has no kernels for it"
+        f" (but {', '.join(kernels)}), so install a torch that has, such as one built for an older CUDA"
     )
 
 
