@@ -29,7 +29,7 @@ def naming_card_errors() -> Iterator[None]:
 
 
 def _message(text: str) -> str | None:
-    """What is said of an error with this text; None: it is none of a GPU."""
+    """The line for an error with this text; None: it is none of a GPU."""
     if _FULL.match(text):
         wanted = _WANTED.search(text)
         asked = f" ({wanted[1]} more were asked for)" if wanted else ""
