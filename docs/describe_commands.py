@@ -50,7 +50,7 @@ more (`openssl rand -hex 32`), or a file of mode 0600 that has them. |
 | `BATCHGEN_NUM_THREADS` | The number of threads of the kernels. Without it `OMP_NUM_THREADS` counts, then the \
 number of cores. |
 | `BATCHGEN_LOG` | The least level of the log records that a job shows as lines: `DEBUG`, `INFO` (default), `WARNING` \
-or `ERROR`. |
+or `ERROR`. With `DEBUG` an error shows where in the program it was raised, too. |
 | `BATCHGEN_HELM_ENGINE` | Where HELM's jobs run: `in-process`, `files`, or the path of a `batchgen` program. |
 """
 

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import sys
+import traceback
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import click
 
 from batchgen._version import __version__
 from batchgen.cli.options import CONFIG, STEPS, takes_options
+from batchgen.core.card_errors import naming_card_errors
 from batchgen.core.errors import BatchgenError, InputError, JobStopped, TooManyFailed, naming_files
 from batchgen.core.imports import import_torch, importing, leave_pandas_out
 from batchgen.core.interrupts import keep
@@ -294,11 +296,20 @@ def run_cli() -> int:
     """Run the command of `sys.argv`; returns its exit code. Any error prints one line."""
     try:
         # Not by click's main(), which ends without a word where any pipe or socket has broken.
-        with naming_files(errors=PermissionError), cli.make_context("batchgen", sys.argv[1:]) as context:
+        with (
+            naming_files(errors=PermissionError),
+            naming_card_errors(),
+            cli.make_context("batchgen", sys.argv[1:]) as context,
+        ):
             code = cli.invoke(context)
     except click.exceptions.Exit as error:  # of --help and --version
         return error.exit_code
     except BatchgenError as error:
+        from batchgen.job.progress import LOG_VARIABLE
+
+        if os.environ.get(LOG_VARIABLE, "").upper() == "DEBUG":
+            for line in "".join(traceback.format_exception(error)).splitlines():
+                say(line)
         say(f"batchgen: {error}")
         return error.exit_code
     except click.ClickException as error:

@@ -113,7 +113,7 @@ def _has_kernels(kernels: Collection[str], capability: tuple[int, int]) -> bool:
     """Tell whether a build of torch has kernels for a GPU, or code that its driver makes such kernels of.
 
     Args:
-        kernels: the kernels of the build, as torch names them: "sm_90", "compute_120"; nothing: not known.
+        kernels: Names of the build's kernels, as of torch: "sm_90", "compute_120"; none: not known.
         capability: The GPU's compute capability, (major, minor).
     """
     own = 10 * capability[0] + capability[1]

@@ -36,7 +36,7 @@ from batchgen.profiler.contention import Beside
 from batchgen.profiler.emulated import emulated_profile
 from batchgen.profiler.kinds import corrected, first_knowledge, rates_of_kind, table_of_kind
 from batchgen.profiler.machine_record import MachineRecord, read_record, record_path, update_record
-from batchgen.profiler.measure import machine_identity, sizes
+from batchgen.profiler.measure import gpu_memory_bytes, machine_identity, sizes
 from batchgen.profiler.probe import probed, trials_here
 from batchgen.profiler.transfer import DiskRates, probe_disk
 
@@ -327,5 +327,6 @@ def _kv_formats_measured(job: Job) -> tuple[str, ...]:
 
 def on_this_machine(hardware: HardwareProfile) -> HardwareProfile:
     """A profile with its own rates and this machine's memory sizes, for a job that runs on this machine."""
-    here = available_memory_bytes() + resident_bytes()
-    return replace(hardware, cpu_memory_bytes=max(here, 1))
+    here = max(available_memory_bytes() + resident_bytes(), 1)
+    on_card = None if hardware.gpu is None else gpu_memory_bytes()
+    return replace(hardware, cpu_memory_bytes=here, gpu_memory_bytes=on_card)

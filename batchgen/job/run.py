@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from batchgen.core.card_errors import naming_card_errors
 from batchgen.core.errors import BatchgenError, InputError, TooManyFailed, naming_files
 from batchgen.core.interrupts import keep
 from batchgen.core.plan import Plan
@@ -210,6 +211,7 @@ def _run_job(
         ThreadPoolExecutor(1, thread_name_prefix="batchgen-tokenizer") as background,
         progress,
         publisher.ending(),
+        naming_card_errors(),
     ):
         # Without an output of its own, a job is told from others by all of its input.
         dataset = open_input(options, copy_streams=options.output is None and not options.dry_run)

@@ -277,16 +277,18 @@ def sizes(device: str, offload_dir: Path) -> dict[str, Any]:
     """The size fields of this machine's profile: bytes of memory and disk that a job can use now. Raises InputError."""
     import shutil
 
-    gpu_memory = None
-    if device == "cuda":
-        import torch
-
-        gpu_memory = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
     return {
         "cpu_memory_bytes": available_memory_bytes() + resident_bytes(),
-        "gpu_memory_bytes": gpu_memory,
+        "gpu_memory_bytes": gpu_memory_bytes() if device == "cuda" else None,
         "disk_bytes": shutil.disk_usage(make_offload_dir(offload_dir)).free,
     }
+
+
+def gpu_memory_bytes() -> int:
+    """Bytes of this machine's GPU that a job can use now."""
+    import torch
+
+    return int(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
 
 
 _METHOD = 5  # version of the way in which rates are measured

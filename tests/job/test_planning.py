@@ -131,6 +131,12 @@ class TestBudgets:
         assert 100 << 20 < here.cpu_memory_bytes < 1 << 46
         assert replace(here, cpu_memory_bytes=1) == cpu_box(cpu_memory_bytes=1)
 
+    def test_this_gpus_memory_for_a_job_that_runs_here_with_the_rates_of_another_one(self, monkeypatch):
+        """As of `--hardware t4` on a larger card: nobody has asked for more memory than a T4 has."""
+        monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (90 * GIB, 96 * GIB))
+        here = on_this_machine(gpu_box(gpu_memory_bytes=GIB))
+        assert make(here, gpu_memory=80 * GIB).budgets["gpu"] == 80 * GIB
+
 
 class TestWhatIf:
     def test_a_size_is_the_machines_and_the_budget_alike(self):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import re
 import signal
@@ -104,6 +105,24 @@ def _write(prompts: list[str | None]) -> None:
     pq.write_table(pa.table({"prompt": pa.array(prompts, pa.string())}), "in.parquet")
 
 
+def _failing_card(text: str) -> Callable[[ExitStack], object]:
+    """The third sweep of the job raises what torch does of a GPU, with a text of several lines."""
+
+    def prepare(stack: ExitStack) -> None:
+        from batchgen.runtime.executor import Executor
+
+        run, calls = Executor._run, itertools.count(1)
+
+        def failing(*of):
+            if next(calls) == 3:
+                raise RuntimeError(f"{text}\nCUDA kernel errors might be reported at some other call.")
+            return run(*of)
+
+        stack.enter_context(mock.patch.object(Executor, "_run", failing))
+
+    return prepare
+
+
 def _failing(name: str, code: int) -> Callable[[ExitStack], object]:
     """The system refuses what `name` does."""
 
@@ -155,8 +174,9 @@ def _unwritable(stack: ExitStack) -> None:
     stack.enter_context(mock.patch("os.access", lambda path, mode: mode != os.W_OK and real(path, mode)))
 
 
-INPUT, ROW, OUTPUT, MEMORY, DISK, END = (
-    "Bad inputs", "Rows that fail", "Outputs", "Budgets too small", "Full and read-only disks", "Deadlines and signals",
+INPUT, ROW, OUTPUT, MEMORY, DISK, CARD, END = (
+    "Bad inputs", "Rows that fail", "Outputs", "Budgets too small", "Full and read-only disks", "GPUs that fail",
+    "Deadlines and signals",
 )  # fmt: skip
 CASES = (
     Case(INPUT, "the input is not there", ("-i", "none.parquet")),
@@ -185,6 +205,8 @@ CASES = (
     Case(DISK, "fails when rows are saved", prepare=_failing("batchgen.output.parts.written_atomically", errno.EIO)),
     Case(DISK, "a directory that cannot be written", prepare=_unwritable),
     Case(DISK, "full where the timeline goes", ("--trace", "/dev/full")),
+    Case(CARD, "its memory is full", prepare=_failing_card("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0")),
+    Case(CARD, "an error of CUDA's", prepare=_failing_card("CUDA error: an illegal memory access was encountered")),
     Case(END, "`--max-time` has passed", ("--max-time", "0.001s")),
     Case(END, "Ctrl-C (SIGINT)", signal=signal.SIGINT),
     Case(END, "SIGTERM", signal=signal.SIGTERM),
