@@ -103,7 +103,7 @@ def test_after_some_sweeps_a_long_job_is_predicted_anew():
 
 @pytest.mark.parametrize(("sweep_s", "told_after"), [(0.01, 300), (0.15, 20), (10.0, 20)])
 def test_the_new_prediction_comes_once_after_some_sweeps_and_some_seconds(monkeypatch, sweep_s, told_after):
-    """The sweeps of a job's first moment have the few rows that were read by then, and would say a tenth of its speed."""
+    """Sweeps of a job's first moment have the few rows that were read by then: they would say a tenth of its speed."""
     now, lines = [100.0], []
     monkeypatch.setattr(learning.time, "monotonic", lambda: now[0])
     job = SimpleNamespace(device=SimpleNamespace(kind="cpu"), processes=1)

@@ -289,7 +289,11 @@ def test_a_candidate_that_no_memory_plan_holds_stands_with_its_modelled_time(mon
 def test_a_plan_with_more_memory_is_no_slower_where_it_holds_more_sequences_than_sweeps_have_tokens_for():
     """The cost model has larger blocks as fast, whose last KV quotas are never used; simulated they are 4 % slower."""
     model, hardware, workload = shape("opt-30b"), shipped_profile("t4"), Workload.uniform(10_000, 512, 32)
-    held = {"num_gpu_batches": 2, "max_num_batched_tokens": 4096, "admission": "continuous"}  # as chosen: a shorter search
+    held = {
+        "num_gpu_batches": 2,
+        "max_num_batched_tokens": 4096,
+        "admission": "continuous",
+    }  # as chosen: a shorter search
     less, more = (
         plan_problem(problem_with(box, model, workload, **held)).prediction.total_s
         for box in (hardware, hardware.scaled(cpu_memory_bytes=2))
