@@ -62,6 +62,7 @@ def _groups(dataset: Dataset, name: str) -> dict[str, Rows]:
     if name not in dataset.schema.names:
         raise InputError(f"the input has no column {name}: --lora-column is one of {', '.join(dataset.schema.names)}")
     kind = dataset.schema.field(name).type
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind)):
         raise InputError(f"--lora-column {name} has values of type {kind}: it has the adapters' directories, as texts")
     groups: dict[str, list[int]] = {}

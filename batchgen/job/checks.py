@@ -198,7 +198,7 @@ def _check_cascade(options: JobOptions) -> None:
         raise InputError("--cascade compares answers, and free texts rarely agree: give --choices or --json-schema")
     for name in ("agree", "confidence"):
         if not 0.0 < getattr(options, name) < 1.0:
-            raise InputError(f"{flag_of(name)} must be between 0 and 1, not {getattr(options, name):g}")
+            raise InputError(f"{flag_of(name)} must be above 0 and below 1, not {getattr(options, name):g}")
     if options.agree_on is not None and options.agree_on not in options.choices:
         raise InputError(f"--agree-on must be one of --choices, not {options.agree_on!r}")
     if options.agree_within < 0.0:

@@ -45,7 +45,7 @@ class Dense:
         rows: Rows of the weight that are its own; empty: all.
         norm: Prefix of the weight of a LayerNorm after the activation; empty: there is none.
         norm_eps: Number that this norm adds to the variance.
-        added: The matrices that an adapter adds to the weight; None: it adds none.
+        added: Product that an adapter adds to the weight; None: there is none.
     """
 
     weights: Path

@@ -317,7 +317,7 @@ def test_an_output_of_another_job_is_not_replaced(models, rows, tmp_path):
     [
         ({"prompt_column": "question"}, "free texts rarely agree"),
         ({"task": "score", "prompt_column": "question"}, "a score of a whole text is none"),
-        (SCORED | {"agree": 1.0}, "--agree must be between 0 and 1"),
+        (SCORED | {"agree": 1.0}, "--agree must be above 0 and below 1"),
         (GENERATED | {"n": 2, "temperature": 1.0}, "-n does not go with --cascade"),
         (SCORED | {"agree_on": "maybe"}, "--agree-on must be one of --choices"),
         ({"task": "rerank", "prompt_column": "question", "pair_column": "id"}, "--cascade is for --task generate and"),

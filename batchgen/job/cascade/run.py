@@ -172,7 +172,7 @@ def _compared(jobs: Jobs, small: _Small, large: Part, draws: Draws) -> tuple[Boo
 
 def _threshold_line(threshold: Threshold, rows: int, below: int, sample: int) -> str:
     if threshold.least_confidence == math.inf:
-        return f"cascade: the models agree too rarely in the sample, so all {rows:,} rows are passed on"
+        return f"cascade: the sample does not show that enough answers agree, so all {rows:,} rows are passed on"
     return (
         f"cascade: answers of confidence {threshold.least_confidence:.4g} and more are kept; {below:,} of {rows:,} rows"
         f" are passed on, beside the sample of {sample:,}"
