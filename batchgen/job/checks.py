@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from batchgen.core.attention_budget import ALL
-from batchgen.core.device import parse_device
+from batchgen.core.device import require_cuda
 from batchgen.core.draft_rates import check_drafts
 from batchgen.core.errors import InputError
 from batchgen.core.request import GRAMMARS, SamplingParams
@@ -47,7 +47,8 @@ def check_job(options: JobOptions) -> None:
             destination.check(options)
         options = destination.local(options)
     check_files(options)
-    parse_device(options.device)
+    if options.device == "cuda":
+        require_cuda()
     given_for_run(options.hardware, on_card=options.device == "cuda")
     if options.cpu_memory is not None and size_bytes(options.cpu_memory) < _LEAST_MEMORY_BYTES:
         raise InputError(

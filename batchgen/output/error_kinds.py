@@ -22,7 +22,7 @@ class ErrorKind:
     """A group of errors whose texts differ only in their numbers.
 
     Attributes:
-        error: The text of one of the errors.
+        error: The text of the first row's error.
         rows: Number of rows with such an error.
     """
 
@@ -44,12 +44,16 @@ def error_kinds(paths: Sequence[Path], most: int = 3, *, results_per_row: int = 
         DamagedPart: A part file is damaged.
     """
     counts: Counter[str] = Counter()
-    examples: dict[str, str] = {}
+    first: dict[str, tuple[int, str]] = {}  # the first row of each group, and its error
     for results in newest_results(paths, ["error"]):
         last = results.column("row").to_numpy() % results_per_row == results_per_row - 1
-        for entry in pc.value_counts(results.column("error").filter(pa.array(last)).drop_null()).to_pylist():
-            kind = _NUMBER.sub("#", entry["values"])
+        failed = results.filter(pa.array(last)).filter(pc.is_valid(pc.field("error")))
+        by_error = failed.group_by("error").aggregate([("row", "min"), ("row", "count")])
+        for entry in by_error.to_pylist():
+            kind = _NUMBER.sub("#", entry["error"])
             if kind in counts or len(counts) < _MOST_KINDS:
-                counts[kind] += entry["counts"]
-                examples.setdefault(kind, entry["values"])
-    return [ErrorKind(examples[kind], rows) for kind, rows in counts.most_common(most)]
+                counts[kind] += entry["row_count"]
+                row = entry["row_min"], entry["error"]
+                first[kind] = min(row, first.get(kind, row))
+    ordered = sorted(counts, key=lambda kind: (-counts[kind], first[kind]))
+    return [ErrorKind(first[kind][1], counts[kind]) for kind in ordered[:most]]

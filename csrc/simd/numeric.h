@@ -168,8 +168,8 @@ inline vf tanh(vf x) {  // 2 sigmoid(2x) - 1
     return fma(set1(2), sigmoid<A>(add(x, x)), set1(-1));
 }
 
-// The error function, within 2.5e-7, and below 1/2 within 5e-7 of its value: x times the minimax polynomial of degree 14
-// in x * x on [0, 3.9^2]. From 3.9 on it is 1.
+// The error function, within 2.5e-7, and below 1/2 within 5e-7 of its value: x times the minimax polynomial of degree
+// 14 in x * x on [0, 3.9^2]. From 3.9 on it is 1.
 template <class A = Fused>
 inline vf erf(vf x) {
     const vf a = max(set1(-3.9f), min(set1(3.9f), x));
