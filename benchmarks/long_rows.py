@@ -6,7 +6,7 @@ The shape has random weights and positions for 262,144 tokens. Each limit is a c
 the job is `batchgen bench`, which says beforehand how long it will take. Needs root and cgroup v1.
 
     python benchmarks/long_rows.py --work-dir DIR
-    python benchmarks/long_rows.py --tokens 131072 --layers 4 --memory 700MiB --work-dir DIR
+    python benchmarks/long_rows.py --tokens 131072 --layers 6 --memory 1GiB --work-dir DIR
 """
 
 from __future__ import annotations
