@@ -446,6 +446,14 @@ def memory_flat(d: dict) -> str:
     return f"{many:.0f} MB against {few:.0f} MB"
 
 
+def long_rows(d: dict) -> str:
+    return "; ".join(
+        f"{name}: {run['report']['wall_s']:.0f} s (predicted {run['report']['predicted_wall_s']:.0f} s),"
+        f" {run['kv_bytes'] / 1e6:.0f} MB of KV, {run['limited']['peak_bytes'] / 1e6:.0f} MB at most in the group"
+        for name, run in d["runs"].items()
+    )
+
+
 def embedding_rows(d: dict) -> str:
     *_, before, last = d["runs"]
     peaks = [f"{run['peak_bytes'] / 1e6:.0f} MB at {run['rows']:,}" for run in d["runs"]]
@@ -962,6 +970,12 @@ TABLES: dict[str, list[Row]] = {
             "share",
             "share.py --rows 12000",
             share,
+        ),
+        Row(
+            "a long prompt (rows x tokens) through the demo model's shape, within memory that does not hold its KV",
+            f"long_rows-{E}",
+            "long_rows.py --work-dir DIR",
+            long_rows,
         ),
         Row(
             "peak memory of a whole job (network stubbed), 1,000,000 rows against 10,000",
