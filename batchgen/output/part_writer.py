@@ -188,7 +188,7 @@ class PartWriter:
         """Write rows to stable storage and mark them as done. Raises OSError."""
         batch = write_part(self._parts_dir, self._next_number, results, self._origin)
         self._next_number += 1
-        if self._next_number % _PARTS_BETWEEN_TRIMS == 0:
-            trim_freed_memory()
         failed = batch.column("error").is_valid().to_numpy(zero_copy_only=False)
         self._done_rows.mark(batch.column("row").to_numpy(), failed)
+        if self._next_number % _PARTS_BETWEEN_TRIMS == 0:
+            trim_freed_memory()

@@ -132,7 +132,7 @@ class TestBudgets:
         assert replace(here, cpu_memory_bytes=1) == cpu_box(cpu_memory_bytes=1)
 
     def test_this_gpus_memory_for_a_job_that_runs_here_with_the_rates_of_another_one(self, monkeypatch):
-        """As of `--hardware t4` on a larger card: nobody has asked for more memory than a T4 has."""
+        """With `--hardware t4` on a larger card the memory is that of the larger card, not of a T4."""
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (90 * GIB, 96 * GIB))
         here = on_this_machine(gpu_box(gpu_memory_bytes=GIB))
         assert make(here, gpu_memory=80 * GIB).budgets["gpu"] == 80 * GIB
