@@ -252,6 +252,7 @@ class JobOptions:
         INPUT,
         f"{ROWS} map",
         metavar="JSON",
+        common=True,
         help="""Variables for the model's chat template, such as '{"enable_thinking": false}'.""",
     )
     continue_final: bool = option(
