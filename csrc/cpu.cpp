@@ -60,10 +60,11 @@ const Kernels& named(const std::string& name, const char* asked_by) {
     throw std::invalid_argument(asked_by + name + " is not there" + why + "; this machine has " + names);
 }
 
-// Null: the library was built without.
-const Kernels* built(std::string_view name) {
+// Null: the library was built without. `kernels` of a target runs that target's instructions, so it is called only where
+// the machine has them.
+const Target* built(std::string_view name) {
     for (const Target& target : kTargets)
-        if (name == target.name) return &target.kernels();
+        if (name == target.name) return &target;
     return nullptr;
 }
 
@@ -161,7 +162,7 @@ struct Found {
         pairs = avx512_vnni && __builtin_cpu_supports("avx512bf16");
         // Zen 4 and 5 have as many products of bf16 pairs in a cycle as of bytes, Intel's CPUs half as many.
         even_pairs = pairs && __builtin_cpu_is("amd");
-        const Kernels *tiles = built("amx"), *twin = built("amx_plain");
+        const Target *tiles = built("amx"), *twin = built("amx_plain");
         if (!tiles) return;
         // For tests, on any machine: AMX is there, but the system, its permission or the check is not. Takes it away
         // only.
@@ -175,7 +176,7 @@ struct Found {
             reason = "the operating system does not keep tile registers";
         else if (without == "permission" || (without.empty() && !permit_tiles()))
             reason = "the kernel refused permission for tile registers";
-        else if (!tiles_work(without.empty() ? *tiles : *twin, without == "check"))
+        else if (!tiles_work((without.empty() ? tiles : twin)->kernels(), without == "check"))
             reason = "products in tile registers came out wrong at the check at start";
         else if (without.empty()) amx = true, unavailable.clear();
     }
