@@ -41,6 +41,7 @@ SHAPE = {
 }
 _BESIDE_FRAC = 0.08  # of the limit, for what the kernel counts beside the process
 _KEPT = ("predicted_wall_s", "wall_s", "load_s", "policy", "peak_bytes", "bytes_moved", "prompt_tokens", "sweeps")
+_KEPT_OF_PREDICTION = ("low_s", "high_s", "source")  # the source says what ran beside
 
 
 def main() -> None:
@@ -75,6 +76,7 @@ def main() -> None:
         report = json.loads(report_file.read_text())
         name = f"{args.rows} x {args.tokens}, {args.layers} layers, within {format_bytes(limit)}"
         kept = {key: report[key] for key in _KEPT if key in report}
+        kept |= {f"predicted_{key}": report["predicted"][key] for key in _KEPT_OF_PREDICTION}
         runs[name] = {"kv_bytes": kv_bytes, "limited": asdict(limited), "report": kept, "machine": machine()["cpu"]}
         write(args.output, {"runs": runs})
         print(f"{name}: {report['wall_s']:.0f} s, predicted {report['predicted_wall_s']:.0f} s", flush=True)

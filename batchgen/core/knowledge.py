@@ -101,14 +101,16 @@ class Knowledge:
         }
         return replace(self, means=means, covariance=covariance)
 
-    def slowed(self, slowdown: float) -> Knowledge:
+    def slowed(self, slowdown: float, at_first: float = 1.0) -> Knowledge:
         """The knowledge for a job beside which others use the cores.
 
         Args:
             slowdown: Factor by which the job is expected to take longer.
+            at_first: Factor by which it takes longer as long as all others run that run now; no more than `slowdown`: they
+                are not expected to end before it.
         """
         longer = math.log(slowdown)
-        variance = self._covariance(SPEED, SPEED) + (_BESIDE * longer) ** 2
+        variance = self._covariance(SPEED, SPEED) + (_BESIDE * math.log(max(slowdown, at_first))) ** 2
         return replace(
             self,
             means={**self.means, SPEED: self.means.get(SPEED, 0.0) + longer},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import math
 import os
 import platform
 from dataclasses import dataclass
@@ -159,6 +160,25 @@ class CpuTime:
         idle_s = tick_s * sum(ticks[3] + ticks[4] for ticks in times)
         stolen_s = tick_s * sum(ticks[7] for ticks in times)
         return cls(total_s, total_s - idle_s - stolen_s - own.user - own.system, stolen_s)
+
+
+# The periods of load averages, in seconds.
+_LOAD_PERIODS_S = (60, 300, 900)
+
+
+def load_average(seconds: float) -> float:
+    """Mean number of threads that ran or waited for a core of the machine in the last so many seconds.
+
+    It is that of the longest of the system's periods that is no longer; infinite where all are longer, or the system
+    keeps none.
+    """
+    periods = [i for i, period_s in enumerate(_LOAD_PERIODS_S) if period_s <= seconds]
+    if not periods:
+        return math.inf
+    try:
+        return os.getloadavg()[periods[-1]]
+    except (AttributeError, OSError):
+        return math.inf
 
 
 def cpu_name() -> str:

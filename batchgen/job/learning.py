@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from batchgen.core.knowledge import Knowledge, Parts
-from batchgen.core.plan import Plan, Prediction
+from batchgen.core.plan import Plan, Prediction, Stage
 from batchgen.core.units import format_seconds
 from batchgen.job.job import Job
 from batchgen.job.machine_profile import knowledge_of_table, record_of_machine
@@ -27,6 +27,8 @@ _NOISE, _NOISE_OF_OTHER_LENGTHS, _NOISE_OF_OTHERS = 0.06, 0.15, 0.5
 _AS_PLANNED = (0.8, 1.25)
 # A stage tells nothing if it has fewer sweeps, or takes less time.
 _FEWEST_SWEEPS, _LEAST_S = 3, 0.3
+# Parts of which no share differs by more are alike.
+_LIKE_PARTS = 0.05
 # A new prediction is told after so many sweeps that have taken so long, if as much time is left. A moment's sweeps are
 # those of the few rows that were read by then.
 _FIRST_SWEEPS, _FIRST_S, _WORTH_TELLING_S = 20, 3.0, 20.0
@@ -80,7 +82,7 @@ class SweepTimes:
         """
         slower = slowed_by(self._beside.taken_frac())
         beside = _NOISE_OF_OTHERS * slower
-        stages = expected.stages
+        stages = _alike(expected.stages)
         planned = sum(stage.tokens for stage in stages)
         applied = Knowledge(prediction.table, means=prediction.factors)
         if planned and _AS_PLANNED[0] <= seen.tokens / planned <= _AS_PLANNED[1]:
@@ -113,6 +115,30 @@ class SweepTimes:
             return self._points[min(at, len(self._points) - 1)][1]
         (before, start_s), (after, end_s) = self._points[at - 1], self._points[at]
         return start_s + (end_s - start_s) * (tokens - before) / (after - before)
+
+
+def _alike(stages: Sequence[Stage]) -> list[Stage]:
+    """Stages of which those that follow one another with like parts are one.
+
+    The plan has the sweeps of a stage as equal. While a long prompt is read each takes longer than the one before, so
+    that only all of them together take what was planned.
+    """
+    joined: list[Stage] = []
+    for stage in stages:
+        before = joined[-1] if joined else None
+        if before is None or _most_apart(before.parts, stage.parts) > _LIKE_PARTS:
+            joined.append(stage)
+            continue
+        times = [(part.seconds, part.parts) for part in (before, stage)]
+        parts = mean_parts(times) if any(seconds for seconds, _ in times) else before.parts
+        seconds, tokens = before.seconds + stage.seconds, before.tokens + stage.tokens
+        joined[-1] = replace(before, seconds=seconds, tokens=tokens, sweeps=before.sweeps + stage.sweeps, parts=parts)
+    return joined
+
+
+def _most_apart(a: Parts, b: Parts) -> float:
+    """The largest difference between the shares that a kind of work has of two times."""
+    return max((abs(a.get(name, 0.0) - b.get(name, 0.0)) for name in (*a, *b)), default=0.0)
 
 
 def learned(record: MachineRecord, first: Knowledge, shown: Sequence[Shown]) -> MachineRecord:

@@ -18,7 +18,7 @@ from batchgen.core.cache_folder import cache_dir
 from batchgen.core.cores import dedicated_core
 from batchgen.core.device import Device
 from batchgen.core.direct_io import make_offload_dir
-from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, matmul_key
+from batchgen.core.dtypes import BLOCK_FORMATS, FORMAT_BYTES, INT4, INT8, matmul_key
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.knowledge import DISK, MANY, MEASURED, SPEED, Knowledge, weights_name
 from batchgen.core.machine import available_memory_bytes, resident_bytes
@@ -147,9 +147,13 @@ def measured_hardware(wanted: Wanted, offload_dir: Path, *, refresh: bool = Fals
     return load_or_measure(wanted, cache_dir=cache_dir(), offload_dir=offload_dir, refresh=refresh)
 
 
-def slowdown_here() -> float:
-    """The factor by which work takes longer beside what others have run on the cores since the process began."""
-    return _BESIDE.slowdown()
+def slowdown_here(for_s: float = 0.0) -> float:
+    """The factor by which work takes longer beside what others have run on the cores since the process began.
+
+    Args:
+        for_s: Seconds that the work is expected to take; 0: a moment.
+    """
+    return _BESIDE.slowdown(for_s)
 
 
 def record_of_machine() -> Path:
@@ -168,7 +172,7 @@ def _known_hardware(job: Job, workload: Workload) -> HardwareProfile:
     """The profile of the cores that this thread may use: as known, and probed as far as the job's time allows."""
     offload_dir = make_offload_dir(job.offload_dir)
     path = record_of_machine()
-    streams = may_stream(job)
+    streams = may_stream(job, workload)
     record, table = read_record(path), _measured_table(job, offload_dir, streams=streams)
     if table is not None:
         key, profile = table
@@ -192,7 +196,7 @@ def _known_hardware(job: Job, workload: Workload) -> HardwareProfile:
         if disk is not None:
             noise = _EARLIER_DISK_NOISE if now is None else _DISK_NOISE
             known = known.after({DISK: 1.0}, known.mean({DISK: 1.0}), noise)
-    known = known.slowed(slowdown_here())
+    known = known.slowed(slowdown_here(expected_s), slowdown_here())
     if (seconds := time.monotonic() - began_s) > _WORTH_LOGGING_S:
         logger.debug("measured this machine for %.2f s", seconds)
     return with_disk(apply(known), disk)
@@ -241,7 +245,7 @@ def _unless_there(record: MachineRecord, known: Knowledge) -> MachineRecord:
 
 
 def _rough_seconds(profile: HardwareProfile, job: Job, workload: Workload, *, streams: bool) -> float:
-    """A job's seconds by its products and by what streams, without a plan.
+    """A job's seconds by its products, its prompts' attention and what streams, without a plan.
 
     Args:
         profile: The machine.
@@ -255,10 +259,24 @@ def _rough_seconds(profile: HardwareProfile, job: Job, workload: Workload, *, st
     decoded = workload.num_seqs * (workload.output_len.mean - 1)
     seconds = tokens * flops / rates.at(width=model.hidden_size, tokens=_PROMPT_TOKENS)
     seconds += decoded * flops / rates.at(width=model.hidden_size, tokens=_DECODED_TOKENS)
+    seconds += _attention_seconds(profile, model, job.dtype, workload)
     if streams:
         size = store_bytes(model, job.dtype, job.options.weights)
         seconds += workload.output_len.mean * size / profile.disk_read_bytes_per_s
     return seconds
+
+
+def _attention_seconds(profile: HardwareProfile, model: ModelConfig, dtype: str, workload: Workload) -> float:
+    """Seconds of the prompts' attention to themselves; where it is causal, a token sees half of its prompt."""
+    rates, lengths = profile.cpu.rates("prefill_attention_flops_per_s", dtype), workload.prompt_len
+    others = model.flops_per_token(0)
+
+    def seconds(tokens: int) -> float:
+        seen = -(-tokens // 2) if model.causal else tokens
+        return tokens * (model.flops_per_token(seen) - others) / rates.at(context=tokens)
+
+    computed = workload.computed_prompt_len / lengths.mean
+    return workload.num_seqs * computed * sum(map(seconds, lengths.values)) / len(lengths.values)
 
 
 def with_disk(profile: HardwareProfile, disk: DiskRates | None) -> HardwareProfile:
@@ -294,9 +312,17 @@ def link_between(hardware: HardwareProfile, job: Job) -> Link:
     return link_of(hardware, job.link_bytes_per_s, gpus_of_a_host=gpus_of_a_host)
 
 
-def may_stream(job: Job) -> bool:
-    """Tell whether so much of a job's memory is weights that some of them, or KV, may go to disk."""
+def may_stream(job: Job, workload: Workload | None = None) -> bool:
+    """Tell whether so much of a job's memory is weights and its longest row's KV that some of that may go to disk.
+
+    Args:
+        job: The job.
+        workload: The job's workload; None: there is none, and weights alone count.
+    """
     size = store_bytes(job.process_config, job.dtype, job.options.weights)
+    if workload is not None:
+        longest = workload.prompt_len.max + workload.output_len.max
+        size += job.process_config.kv_bytes_per_token(FORMAT_BYTES[job.dtype]) * longest
     return _MEMORY_FRAC_WITHOUT_DISK * (job.budgets["cpu"] - TYPICAL_PROCESS_BYTES) < size
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 
-from batchgen.core.machine import CpuTime, available_cores
+from batchgen.core.machine import CpuTime, available_cores, load_average
 
 # The most of all cores' time that may go to other processes and to the host; and the most that the longest of equal
 # runs may take in terms of the shortest.
@@ -51,8 +51,16 @@ class Beside:
         taken_s = now.others_s - self._before.others_s + now.stolen_s - self._before.stolen_s
         return min(1.0, max(0.0, taken_s / (now.total_s - self._before.total_s)))
 
-    def slowdown(self) -> float:
-        """The factor by which work on all cores will take longer, if others go on as they did beside one thread."""
+    def slowdown(self, for_s: float = 0.0) -> float:
+        """The factor by which work on all cores will take longer, if others go on as they did beside one thread.
+
+        Others that began a moment ago are not expected to run beside all of a long job: how long a process will still
+        run grows with how long it has run (Harchol-Balter and Downey, 1997). So over some minutes there are no more of
+        them than over as many minutes before.
+
+        Args:
+            for_s: Seconds that the work is expected to take; 0: a moment.
+        """
         elapsed_s = time.monotonic() - self._began_s
         if elapsed_s < _LEAST_S:
             return 1.0
@@ -61,6 +69,7 @@ class Beside:
         others = taken * cores  # threads that ran beside this one
         if 1 - taken - own < _IDLE_FRAC:  # more of them waited, and each had as much time as this one
             others = max(others, 1 / own - 1)
+        others = min(others, load_average(for_s))
         return min(_MOST_SLOWDOWN, 1 + others / cores)
 
 

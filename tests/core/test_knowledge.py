@@ -76,6 +76,9 @@ def test_a_job_beside_others_is_expected_to_take_longer_and_less_certainly():
     assert math.exp(beside.mean(PROMPTS) - known.mean(PROMPTS)) == pytest.approx(2)
     assert beside.deviation(PROMPTS) > 2 * known.deviation(PROMPTS)
     assert known.slowed(1.0).mean(PROMPTS) == known.mean(PROMPTS)
+    # Others that are expected to end may go on.
+    passing = known.slowed(1.0, 2.0)
+    assert passing.mean(PROMPTS) == known.mean(PROMPTS) and passing.deviation(PROMPTS) == beside.deviation(PROMPTS)
 
 
 def test_a_measured_table_is_known_better():

@@ -56,6 +56,19 @@ def test_each_stage_says_how_much_slower_its_kinds_of_work_are():
     assert math.exp(decoding.logarithm) == pytest.approx(2.0, rel=0.01)
 
 
+def test_a_prompt_that_takes_many_sweeps_says_how_much_slower_all_of_them_are():
+    """The plan has these sweeps as equal, but each takes longer than the one before."""
+    tokens, sweeps = 1_000, (9, 6, 3, 6)
+    stages = tuple(Stage(n * 1.0, n * tokens, "prefill", n, "compute", PROMPTS) for n in sweeps)
+    times, passed_s, total = SweepTimes(), 0.0, sum(sweeps)
+    for i in range(total):
+        passed_s += 1.5 * (2 * i + 1) / total
+        times.after_sweep((i + 1) * tokens, passed_s)
+    seen = StageCounts(passed_s, 1, total * tokens, 1, 1)
+    (shown,) = times.shown(Plan, PlannedStages(1, stages, 1.0, False), seen)
+    assert math.exp(shown.logarithm) == pytest.approx(1.5) and shown.parts == PROMPTS
+
+
 def test_factors_that_the_plan_had_applied_are_not_learned_away():
     times, seen = ran()
     applied = type("Applied", (Plan,), {"factors": {SPEED: 0.4, DECODE: 0.2}})

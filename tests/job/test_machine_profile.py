@@ -48,7 +48,7 @@ def job(tmp_path, monkeypatch):
     monkeypatch.setattr(kinds, "instruction_set", lambda: "avx2")
     monkeypatch.setattr(kinds, "available_cores", lambda: 2)
 
-    monkeypatch.setattr(machine_profile, "_BESIDE", SimpleNamespace(slowdown=lambda: job.slowdown))
+    monkeypatch.setattr(machine_profile, "_BESIDE", SimpleNamespace(slowdown=lambda for_s=0.0: job.slowdown))
 
     def probed(known, trials, seconds):
         job.probes.append(seconds)
@@ -58,14 +58,14 @@ def job(tmp_path, monkeypatch):
         job.disks.append(seconds)
         return job.disk
 
-    def job(tokens, *, memory=8 * GIB, **options):
+    def job(tokens, *, memory=8 * GIB, workload=None, **options):
         config = opt(1024, 12, 16)
         resolved = Job(
             JobOptions("small", None, None, **options), ModelFiles(tmp_path, "hf", "small"), config, "float32",
             Device("cpu"), 512, tmp_path, None, memory, None,
         )  # fmt: skip
         job.probes, job.disks = [], []
-        return profile_here(resolved, Workload.uniform(max(1, tokens // 256), 256, 1))
+        return profile_here(resolved, workload or Workload.uniform(max(1, tokens // 256), 256, 1))
 
     job.disk, job.slowdown = DISK_RATES, 1.0
     monkeypatch.setattr(machine_profile, "probed", probed)
@@ -114,6 +114,27 @@ def test_weights_that_may_stream_have_their_disk_probed_and_kept(job):
     job.disk = None  # it was full, or there was no time
     assert job(1_000_000, memory=GIB // 4).disk_read_bytes_per_s == DISK_RATES.read_bytes_per_s
     assert job(1_000_000).disk_read_bytes_per_s > 0 and job.disks == []
+
+
+def test_a_long_row_is_a_long_job_by_its_attention_and_may_leave_its_memory_by_its_kv(job):
+    """The model's products alone would take a tenth of the time, and its weights a tenth of the memory."""
+    row = Workload.uniform(1, 131_072, 8)
+    profile = job(256)
+    config = opt(1024, 12, 16)
+    pairs = row.num_seqs * 131_072**2 / 2
+    attention_s = 12 * 4 * 1024 * pairs / profile.cpu.rates("prefill_attention_flops_per_s", "float32").at(context=2048)
+    short, long = (
+        machine_profile._rough_seconds(
+            profile, SimpleNamespace(process_config=config, dtype="float32"), workload, streams=False
+        )
+        for workload in (Workload.uniform(512, 256, 8), row)
+    )
+    assert attention_s < long < short + 1.1 * attention_s and long > 5 * short
+    memory = TYPICAL_PROCESS_BYTES + 4 * store_bytes(config, "float32", "native")
+    job(None, memory=memory, workload=Workload.uniform(100_000, 256, 1))
+    assert job.disks == []
+    job(None, memory=memory, workload=row)
+    assert len(job.disks) == 1
 
 
 def test_a_process_that_leaves_little_for_the_weights_has_its_disk_probed(job):

@@ -9,9 +9,9 @@ from batchgen.profiler.contention import Beside, slowed_by
 
 @pytest.fixture
 def beside(monkeypatch):
-    """beside(seconds, own CPU seconds, seconds of others, cores) -> the expected slowdown."""
+    """beside(seconds, own CPU seconds, seconds of others, cores, seconds of the job) -> the expected slowdown."""
 
-    def expect(seconds, own_s, others_s, cores=2):
+    def expect(seconds, own_s, others_s, cores=2, for_s=0.0):
         clock = iter([(0.0, 0.0, 0.0), (seconds, own_s, others_s)])
         now = [next(clock)]
         monkeypatch.setattr(contention.time, "monotonic", lambda: now[0][0])
@@ -20,7 +20,7 @@ def beside(monkeypatch):
         monkeypatch.setattr(CpuTime, "now", lambda: CpuTime(100 + now[0][0] * cores, 7 + now[0][2], 3.0))
         watcher = Beside()
         now[0] = next(clock)
-        return watcher.slowdown()
+        return watcher.slowdown(for_s)
 
     return expect
 
@@ -39,6 +39,26 @@ def beside(monkeypatch):
 )
 def test_as_many_threads_as_ran_beside_this_one_will_share_the_cores(beside, seconds, own_s, others_s, cores, slowdown):
     assert beside(seconds, own_s, others_s, cores) == pytest.approx(slowdown)
+
+
+@pytest.mark.parametrize(
+    ("for_s", "slowdown"),
+    [
+        (0.0, 2.0),
+        (59.0, 2.0),  # what runs now counts alone
+        (132.0, 1.1),  # a minute's load: they have just begun
+        (300.0, 1.5),
+        (7200.0, 2.0),  # they have run for long
+    ],
+)
+def test_others_are_expected_for_as_long_as_they_have_run(beside, monkeypatch, for_s, slowdown):
+    monkeypatch.setattr("os.getloadavg", lambda: (0.2, 1.0, 4.0))
+    assert beside(3.0, 2.0, 4.0, 2, for_s) == pytest.approx(slowdown)
+
+
+def test_where_the_system_keeps_no_load_others_are_expected_to_go_on(beside, monkeypatch):
+    monkeypatch.delattr("os.getloadavg")
+    assert beside(3.0, 2.0, 4.0, 2, 7200.0) == pytest.approx(2.0)
 
 
 def test_where_the_kernel_counts_nothing_the_machine_counts_as_idle(monkeypatch):
