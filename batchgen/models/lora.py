@@ -1,6 +1,11 @@
 """LoRA adapters (Hu et al., 2021) as PEFT saves them: what they add to a model's matrices (`lora_merging.py`).
 
 A matrix W [rows, columns] becomes W + s B A, with A [rank, columns], B [rows, rank] and the adapter's factor s.
+
+transformers has the matrices of all experts of a layer in one parameter, [experts, rows, columns]. PEFT adapts it where
+`target_parameters` names it: A [experts * rank, columns] has the rows of one expert after those of the other, and B
+[rows, rank * experts] has the experts alternate in its columns. The file names the module alone: the wrappers of its
+parameters lie within one another, the first parameter innermost.
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ _PREFIXES = (
     "gte.",
 )
 # Keys of adapter_config.json that say how the file's matrices are merged.
-_READ = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "peft_type")
+_READ = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "peft_type", "target_parameters")
 # Keys whose values say how the adapter was trained, or which modules it has: the file's names say the latter better.
 _TRAINING = {
     "auto_mapping", "base_model_name_or_path", "corda_config",
@@ -46,7 +51,7 @@ _TRAINING = {
 }  # fmt: skip
 # Keys that must be unset: what they stand for is not the sum above.
 _MUST_BE_UNSET = (
-    "alora_invocation_tokens", "arrow_config", "fan_in_fan_out", "layer_replication", "lora_bias", "target_parameters",
+    "alora_invocation_tokens", "arrow_config", "fan_in_fan_out", "layer_replication", "lora_bias",
     "trainable_token_indices", "use_bdlora", "use_dora", "use_qalora", "velora_config", "kasa_config",
     "monteclora_config",
 )  # fmt: skip
@@ -54,6 +59,10 @@ _MUST_BE_UNSET = (
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 MERGE = "merge it into its base model first (merge_and_unload of peft), and pass what that saves"
 _MATRICES = re.compile(r"(.+)\.lora_(A|B)\.weight")
+_EXPERTS = re.compile(r"(.+\.layers\.(\d+)\.(?:\w+\.)?experts)((?:\.base_layer)*)")
+# Parameters of a layer's experts, in their order in transformers.
+GATE_UP, DOWN = "gate_up_proj", "down_proj"
+_PARAMETERS = (GATE_UP, "gate_up_proj_bias", DOWN, "down_proj_bias")
 
 
 @dataclass(frozen=True)
@@ -64,11 +73,13 @@ class Delta:
         a: Name and place of A, [rank, columns].
         b: Name and place of B, [rows, rank].
         factor: Factor s of B A.
+        rank: Rank of the product; for experts of each one's.
     """
 
     a: NamedTensor
     b: NamedTensor
     factor: float
+    rank: int
 
 
 @dataclass(frozen=True)
@@ -79,12 +90,15 @@ class Lora:
         path: Directory of the adapter.
         deltas: The addition to each linear layer, by the layer's name in transformers within the text model, such as
             "layers.0.self_attn.q_proj", or "lm_head".
+        experts: The addition to the matrices of all experts of a layer, by the layer's number and the parameter:
+            `GATE_UP` or `DOWN`.
         replaced: Tensors that take the place of the model's own (`modules_to_save`), by the same names with ".weight"
             or ".bias".
     """
 
     path: Path
     deltas: Mapping[str, Delta]
+    experts: Mapping[tuple[int, str], Delta]
     replaced: Mapping[str, TensorInfo]
 
 
@@ -120,21 +134,74 @@ def read_lora(path: Path) -> Lora:
         else:
             raise InputError(f"{info.path} has the tensor {name}, which is no LoRA of a linear layer: {MERGE}")
     deltas: dict[str, Delta] = {}
+    experts: dict[tuple[int, str], Delta] = {}
+    depths = {found[1]: 0 for module in matrices if (found := _EXPERTS.fullmatch(module))}
     for module, of_module in matrices.items():
         if len(of_module) < 2:
             raise InputError(f"{path / WEIGHTS_FILE} has only one of the two matrices of {module}: fetch it again")
-        rank, factor = _rank_and_factor(config, module)
-        if of_module["A"][1].shape[:1] != (rank,):
-            raise InputError(
-                f"{path / WEIGHTS_FILE} has {module} with matrices {list(of_module['A'][1].shape)}, and its"
-                f" {CONFIG_FILE} states rank {rank}: fetch both again"
-            )
+        if found := _EXPERTS.fullmatch(module):
+            parameters = _parameters_of(path, config, found[1])
+            depth = found[3].count(".")
+            depths[found[1]] += 1
+            if depth >= len(parameters):
+                raise _other_experts(path, found[1])
+            parameter = parameters[-1 - depth]
+            experts[int(found[2]), parameter] = _delta(path, config, f"{found[1]}.{parameter}", of_module, stacked=True)
+            continue
         within = within_text_model(module)
         _check_new(within, deltas, of_module["A"][1])
-        deltas[within] = Delta(of_module["A"], of_module["B"], factor)
-    if not deltas:
+        deltas[within] = _delta(path, config, module, of_module, stacked=False)
+    for module, depth in depths.items():
+        if depth != len(_parameters_of(path, config, module)):
+            raise _other_experts(path, module)
+    if not deltas and not experts:
         raise InputError(f"{path / WEIGHTS_FILE} has no LoRA matrices: give another --lora")
-    return Lora(path, deltas, replaced)
+    return Lora(path, deltas, experts, replaced)
+
+
+def _delta(
+    path: Path, config: Mapping[str, Any], name: str, matrices: Mapping[str, NamedTensor], *, stacked: bool
+) -> Delta:
+    """The addition of an adapter to one matrix, or to those of all experts of a layer.
+
+    Args:
+        path: Directory of the adapter.
+        config: Its configuration.
+        name: Name of the layer, or of the parameter.
+        matrices: Name and place of "A" and "B".
+        stacked: Whether A has the rows of several experts.
+    """
+    rank, factor = _rank_and_factor(config, name)
+    (rows, *_), a = matrices["A"][1].shape or (0,), matrices["A"][1]
+    if rows % rank if stacked else rows != rank:
+        raise InputError(
+            f"{path / WEIGHTS_FILE} has {name} with matrices {list(a.shape)}, and its {CONFIG_FILE} states rank"
+            f" {rank}: fetch both again"
+        )
+    return Delta(matrices["A"], matrices["B"], factor, rank)
+
+
+def _parameters_of(path: Path, config: Mapping[str, Any], module: str) -> list[str]:
+    """The parameters of a layer's experts that the configuration names, in their order.
+
+    Args:
+        path: Directory of the adapter.
+        config: Its configuration.
+        module: Name of the module of the experts.
+    """
+    targets = config.get("target_parameters")
+    targets = targets if isinstance(targets, list) else []
+    named = [p for p in _PARAMETERS if any(f".{module}.{p}".endswith(f".{target}") for target in targets)]
+    if bias := next((p for p in named if p not in (GATE_UP, DOWN)), None):
+        raise InputError(f"{path} has a LoRA of {bias}, the biases of experts, which is not merged: {MERGE}")
+    return named
+
+
+def _other_experts(path: Path, module: str) -> InputError:
+    return InputError(
+        f"{path / WEIGHTS_FILE} has other matrices of {module} than the target_parameters of its {CONFIG_FILE} name:"
+        f" fetch both again, or {MERGE}"
+    )
 
 
 def lora_files(path: Path) -> list[Path]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -10,14 +13,27 @@ from torch import Tensor
 from batchgen.core.errors import InputError
 from batchgen.models.classifiers import head_modules
 from batchgen.models.config import ModelConfig
+from batchgen.models.families import GRANITE_MIXTURES
+from batchgen.models.formats import fused_experts
 from batchgen.models.formats.base import Change, StoredPart
 from batchgen.models.formats.numbers import Numbers
 from batchgen.models.hf.tensor_names import tensor_names
 from batchgen.models.layouts import Part, all_parts
-from batchgen.models.lora import MERGE, Delta, Lora
+from batchgen.models.lora import DOWN, GATE_UP, MERGE, Delta, Lora
 from batchgen.models.tensor_files.reading import check_stored, read_numbers
 
 _STRIPE_VALUES = 1 << 20
+_OF_EXPERT = re.compile(r"experts\.(\d+)\.(gate|up|down)\.weight")
+# The names of routers in transformers 5, where checkpoints have others.
+_ROUTERS = {
+    "mixtral": "layers.{}.mlp.gate",
+    "phimoe": "layers.{}.mlp.router",
+    **dict.fromkeys(GRANITE_MIXTURES, "layers.{}.block_sparse_moe.router"),
+}
+# Adapters of so many parameters of experts are in memory at a time: those of a layer, and of the next one.
+_FACTORS_KEPT = 4
+# The factors of all experts' products: [experts, rows, rank] and [experts, rank, columns].
+Factors = tuple[Tensor, Tensor]
 
 
 def merging(config: ModelConfig, lora: Lora, *, unfused: bool) -> Change:
@@ -32,12 +48,21 @@ def merging(config: ModelConfig, lora: Lora, *, unfused: bool) -> Change:
         InputError: The adapter is for another model.
     """
     names = tensor_names(config) | {"lm_head": "lm_head"}
+    if (router := _ROUTERS.get(config.family)) is not None:
+        lora = replace(lora, deltas=_renamed(lora.deltas, router, names["router"], config.num_layers))
 
     def module_of(part: Part) -> tuple[str, str]:
         stem, _, suffix = part.name.rpartition(".")
         return names.get(stem, "").format(part.layer), suffix
 
+    read = lru_cache(_FACTORS_KEPT)(_expert_factors)
+
     def change(part: Part, stored: StoredPart) -> StoredPart:
+        if (matrices := _expert_matrices(config, part)) is not None:
+            delta = lora.experts.get((part.layer, matrices.parameter))
+            if delta is not None:
+                _check_experts(config, delta, matrices.parameter)
+                stored = _MergedExperts(stored, delta, matrices, config, read)
         module, suffix = module_of(part)
         if (info := lora.replaced.get(f"{module}.{suffix}")) is not None:
             check_stored(module, info, part.shape)
@@ -49,6 +74,12 @@ def merging(config: ModelConfig, lora: Lora, *, unfused: bool) -> Change:
         check_stored(delta.b[0], delta.b[1], (part.shape[0], rank))
         return _Merged(stored, delta)
 
+    without = next((layer for layer, _ in sorted(lora.experts) if not _has_experts(config, layer)), None)
+    if without is not None:
+        raise InputError(
+            f"{lora.path} changes experts of layer {without}, counted from 0, and this model has none there: give the"
+            " model that the adapter was trained on"
+        )
     present = {module_of(part) for part in all_parts(config, unfused=unfused)}
     changed = {(module, "weight") for module in lora.deltas} | {
         (module, suffix) for module, _, suffix in (name.rpartition(".") for name in lora.replaced)
@@ -72,6 +103,12 @@ def merging(config: ModelConfig, lora: Lora, *, unfused: bool) -> Change:
     return change
 
 
+def _renamed(deltas: Mapping[str, Delta], old: str, new: str, num_layers: int) -> dict[str, Delta]:
+    """The additions with another name for a module of each layer. old, new: names, with {} for the layer's number."""
+    names = {old.format(layer): new.format(layer) for layer in range(num_layers)}
+    return {names.get(module, module): delta for module, delta in deltas.items()}
+
+
 @dataclass(frozen=True)
 class _Merged(StoredPart):
     """A matrix with what an adapter adds to it."""
@@ -84,13 +121,126 @@ class _Merged(StoredPart):
         add_delta(out, self.delta)
 
 
+@dataclass(frozen=True)
+class _ExpertMatrices:
+    """The matrices of experts that a part consists of.
+
+    Attributes:
+        parameter: The parameter of transformers that has them: `GATE_UP` or `DOWN`.
+        role: "gate", "up" or "down"; "gate_up": the rows of each expert's gate, and then those of its up projection.
+        experts: Numbers of the experts.
+    """
+
+    parameter: str
+    role: str
+    experts: range
+
+
+def _expert_matrices(config: ModelConfig, part: Part) -> _ExpertMatrices | None:
+    """The matrices of experts that a part consists of; None: it has none."""
+    if found := _OF_EXPERT.fullmatch(part.name):
+        number = int(found[1])
+        return _ExpertMatrices(DOWN if found[2] == "down" else GATE_UP, found[2], range(number, number + 1))
+    if not fused_experts.is_fused(part.name) or part.name.endswith("_bias"):
+        return None
+    parameter = part.name.removeprefix("experts.")
+    return _ExpertMatrices(parameter, parameter.removesuffix("_proj"), range(config.num_experts))
+
+
+def _has_experts(config: ModelConfig, layer: int) -> bool:
+    return bool(config.num_experts) and layer < config.num_layers and config.has_experts(layer)
+
+
+def _shape_of(config: ModelConfig, parameter: str) -> tuple[int, int]:
+    """Rows and columns of one expert in a parameter of transformers."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    return (2 * inner, hidden) if parameter == GATE_UP else (hidden, inner)
+
+
+def _check_experts(config: ModelConfig, delta: Delta, parameter: str) -> None:
+    """Raise InputError if the matrices of an adapter do not have the shapes of all experts."""
+    ranks, (rows, columns) = config.num_experts * delta.rank, _shape_of(config, parameter)
+    if not _is_turned(config, delta, parameter):
+        check_stored(delta.a[0], delta.a[1], (ranks, columns))
+        check_stored(delta.b[0], delta.b[1], (rows, ranks))
+
+
+def _is_turned(config: ModelConfig, delta: Delta, parameter: str) -> bool:
+    """True where the product is that of the transposed matrix, as PEFT has had it before 0.19."""
+    ranks, (rows, columns) = config.num_experts * delta.rank, _shape_of(config, parameter)
+    turned = delta.a[1].shape == (ranks, rows) and delta.b[1].shape == (columns, ranks)
+    return turned and rows != columns and config.family != "gpt_oss"  # which stores it transposed
+
+
+def _expert_factors(config: ModelConfig, delta: Delta, parameter: str) -> Factors:
+    """The factors of the products of all experts of a layer."""
+    a, b = _factors(delta)
+    of_a = a.view(config.num_experts, delta.rank, -1)
+    of_b = b.view(b.shape[0], delta.rank, config.num_experts).permute(2, 0, 1)
+    if _is_turned(config, delta, parameter):
+        return of_a.transpose(1, 2), of_b.transpose(1, 2)
+    return of_b.contiguous(), of_a
+
+
+@dataclass(frozen=True)
+class _MergedExperts(StoredPart):
+    """Matrices of experts with what an adapter adds to them.
+
+    Attributes:
+        part: The matrices without it.
+        delta: The addition to all experts of the layer.
+        matrices: The experts and rows that the part has.
+        config: Configuration of the model.
+        read: Function that reads the factors of all experts.
+    """
+
+    part: StoredPart
+    delta: Delta
+    matrices: _ExpertMatrices
+    config: ModelConfig
+    read: Callable[[ModelConfig, Delta, str], Factors] = field(compare=False)
+
+    def fill(self, out: Tensor) -> None:
+        self.part.fill(out)
+        left, right = self.read(self.config, self.delta, self.matrices.parameter)
+        rows = self._rows(left.shape[1])
+        matrices = out.split(out.shape[0] // len(self.matrices.experts))
+        for expert, matrix in zip(self.matrices.experts, matrices, strict=True):
+            _add_product(matrix, left[expert, rows], right[expert], self.delta.factor)
+
+    def _rows(self, count: int) -> Tensor:
+        """The rows of an expert in transformers' parameter, in the order of the part.
+
+        In the parameters of gpt-oss the rows of gate and up alternate.
+
+        Args:
+            count: Rows of an expert in transformers' parameter.
+        """
+        rows = torch.arange(count)
+        if self.matrices.parameter == DOWN:
+            return rows
+        gate, up = (rows[0::2], rows[1::2]) if self.config.family == "gpt_oss" else rows.chunk(2)
+        return {"gate": gate, "up": up, "gate_up": torch.cat((gate, up))}[self.matrices.role]
+
+
 def add_delta(out: Tensor, delta: Delta) -> None:
     """Add to a matrix what an adapter adds to it. Raises InputError where that is not finite."""
+    a, b = _factors(delta)
+    _add_product(out, b, a, delta.factor)
+
+
+def _factors(delta: Delta) -> tuple[Tensor, Tensor]:
+    """The matrices A and B of an adapter. Raises InputError where they are not finite."""
     a, b = (torch.empty(info.shape) for _, info in (delta.a, delta.b))
     for (name, info), values in ((delta.a, a), (delta.b, b)):
         read_numbers(name, info, values)
     if not (a.isfinite().all() and b.isfinite().all()):
         raise InputError(f"{delta.a[1].path} has a weight that is NaN or infinite: fetch it again")
+    return a, b
+
+
+def _add_product(out: Tensor, left: Tensor, right: Tensor, factor: float) -> None:
+    """Add a product of two matrices to a matrix, some rows at a time."""
     step = max(1, _STRIPE_VALUES // out.shape[1])
-    for rows, of_b in zip(out.split(step), b.split(step), strict=True):
-        rows.copy_(rows.float().add_(of_b @ a, alpha=delta.factor))
+    for rows, of_left in zip(out.split(step), left.split(step), strict=True):
+        rows.copy_(rows.float().add_(of_left @ right, alpha=factor))

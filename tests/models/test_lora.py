@@ -14,9 +14,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from lora_adapters import save_adapter
+from model_tables import MODELS
+from quantized_checkpoints import awq, gptq, in_mxfp4, requantize
 from safetensors.torch import load_file, save_file
 from thorough import quick_or
+from tiered import CPU, EMULATED, everything_moves, generate, make_parts, make_policy
 from tiny_gguf import round_as_gguf, write_tiny_gguf
+from tiny_models import make_tiny_model
 from tiny_tokenizers import make_tiny_tokenizer
 
 import batchgen
@@ -114,6 +118,110 @@ def test_tokens_are_those_of_the_model_that_peft_merges(tiny_models, tmp_path, n
     assert engine_tokens(path, None) != wanted
 
 
+# family -> fields of its configuration, module of its experts, parameter of its router; None: it is a linear layer
+EXPERTS = {
+    "mixtral": ({}, "mlp.experts", "mlp.gate.weight"),
+    "phimoe": ({}, "mlp.experts", "mlp.router.weight"),
+    "qwen2_moe": ({}, "mlp.experts", "mlp.gate.weight"),
+    "qwen3_moe": ({}, "mlp.experts", "mlp.gate.weight"),
+    "olmoe": ({}, "mlp.experts", "mlp.gate.weight"),
+    "gpt_oss": ({}, "mlp.experts", "mlp.router.weight"),
+    "qwen3_next": ({}, "mlp.experts", "mlp.gate.weight"),
+    "qwen3_5_moe": ({}, "mlp.experts", "mlp.gate.weight"),
+    "lfm2_moe": ({}, "feed_forward.experts", "feed_forward.gate.weight"),
+    "granitemoe": ({}, "block_sparse_moe.experts", "block_sparse_moe.router.weight"),
+    "gemma4": (MODELS["gemma4, experts, keys are values"][1], "experts", None),
+}
+
+
+def of_experts(family: str, parameters=("gate_up_proj", "down_proj"), **fields) -> dict:
+    """Fields of an adapter of the experts of a family, and of its router and attention."""
+    _, module, router = EXPERTS[family]
+    targets = [f"{module}.{parameter}" for parameter in parameters] + ([router] if router else [])
+    return {"target_modules": ["q_proj", "v_proj"], "target_parameters": targets, **fields}
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_adapters_of_all_experts_of_a_layer_are_merged_as_peft_merges_them(tiny_models, tmp_path, family):
+    path, model = tiny_models(family, **EXPERTS[family][0])
+    adapted = adapt(path, model, tmp_path / "lora", **of_experts(family))
+    wanted = adapted.tokens()
+    assert engine_tokens(path, adapted.lora) == wanted
+    assert engine_tokens(path, None) != wanted
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"parameters": ["gate_up_proj"]},
+        {"parameters": ["down_proj"], "use_rslora": True},
+        {"parameters": ["down_proj", "gate_up_proj"], "rank_pattern": {"experts.down_proj": 2}},
+        {"parameters": ["gate_up_proj", "down_proj"], "alpha_pattern": {r".*layers\.1\.mlp\.experts\.gate_up_proj": 3}},
+    ],
+)
+def test_adapters_of_some_parameters_of_experts_are_merged_as_peft_merges_them(tiny_models, tmp_path, family, fields):
+    path, model = tiny_models(family)
+    adapted = adapt(path, model, tmp_path / "lora", **of_experts(family, **fields))
+    assert engine_tokens(path, adapted.lora) == adapted.tokens()
+
+
+def test_an_adapter_of_experts_in_the_form_of_an_older_peft_is_merged(tiny_models, tmp_path):
+    """Until PEFT 0.18 the product was that of the transposed matrices."""
+    path, model = tiny_models("qwen3_moe")
+    adapted = save_adapter(model, tmp_path / "lora", **of_experts("qwen3_moe", ["down_proj"]))
+    wanted = Adapted(path, tmp_path / "lora", adapted.merge_and_unload().eval()).tokens()
+    file, experts = tmp_path / "lora" / "adapter_model.safetensors", model.config.num_experts
+    tensors = load_file(file)
+    for name in [name for name in tensors if "experts.lora_A" in name]:
+        other = name.replace("lora_A", "lora_B")
+        a, b = tensors[name], tensors[other]
+        a = a.reshape(experts, -1, a.shape[-1])  # [experts, rank, columns]
+        b = b.reshape(b.shape[0], -1, experts).permute(2, 1, 0)  # [experts, rank, rows]
+        tensors[name] = b.flatten(0, 1).contiguous()
+        tensors[other] = a.permute(2, 1, 0).flatten(1).contiguous()
+    save_file(tensors, file)
+    assert engine_tokens(path, tmp_path / "lora") == wanted
+
+
+@pytest.mark.parametrize(("family", "fields"), [("qwen3_moe", {"moe_intermediate_size": 64}), ("gpt_oss", {})])
+def test_an_adapter_of_experts_is_merged_into_a_gguf(tiny_models, tmp_path, family, fields):
+    path, model = tiny_models(family, **fields)
+    rounded = round_as_gguf(copy.deepcopy(model), "Q8_0")
+    file = write_tiny_gguf(rounded, tmp_path / "model.gguf", tensor_type="Q8_0", tokenizer=make_tiny_tokenizer(path))
+    adapted = adapt(file, rounded, tmp_path / "lora", **of_experts(family))
+    assert engine_tokens(file, adapted.lora) == adapted.tokens()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target_parameters": ["mlp.experts.down_proj"]}, "other matrices of .*experts than the target_parameters"),
+        ({"target_parameters": None}, "other matrices of .*experts than the target_parameters"),
+        (
+            {"target_parameters": ["mlp.experts.down_proj", "mlp.experts.down_proj_bias"]},
+            "LoRA of down_proj_bias, the biases of experts",
+        ),
+    ],
+)
+def test_an_adapter_whose_experts_cannot_be_told_is_refused(tiny_models, tmp_path, change, message):
+    path, model = tiny_models("gpt_oss")
+    adapted = adapt(path, model, tmp_path / "lora", **of_experts("gpt_oss"))
+    edited(adapted.lora, **change)
+    with pytest.raises(InputError, match=message):
+        engine_tokens(path, adapted.lora)
+
+
+def test_an_adapter_of_experts_of_another_model_is_refused(tiny_models, tmp_path, llama):
+    path, model = tiny_models("qwen3_moe")
+    adapted = adapt(path, model, tmp_path / "lora_of_experts", **of_experts("qwen3_moe"))
+    with pytest.raises(InputError, match="changes experts of layer 0, counted from 0, and this model has none there"):
+        engine_tokens(llama.base, adapted.lora)
+    other, _ = tiny_models("qwen3_moe", num_experts=5)
+    with pytest.raises(InputError, match="experts"):
+        engine_tokens(other, adapted.lora)
+
+
 def drawn_adapter(rng):
     """Fields of a random adapter, of those that PEFT's users set: ranks, alphas, and the modules of some layers."""
     modules = rng.choice(
@@ -158,6 +266,57 @@ def test_an_adapter_of_matrices_that_ggufs_have_otherwise_is_refused_for_a_gguf(
     adapted = adapt(file, model, tmp_path / "lora", target_modules="all-linear")
     with pytest.raises(InputError, match="take its safetensors in place of the GGUF"):
         Engine(str(file), lora=str(adapted.lora), dtype="float32")
+
+
+def packed_base(tiny_models, folder: Path, kind: str) -> tuple[Path, torch.nn.Module]:
+    """A model with packed weights, and the same model in transformers."""
+    from transformers import AutoModelForCausalLM
+
+    if kind in ("gptq", "awq"):
+        make_tiny_model("llama", folder / "base")
+        requantize(folder / "base", {"gptq": gptq, "awq": awq}[kind](32), numbers=folder / "numbers")
+        return folder / "base", AutoModelForCausalLM.from_pretrained(folder / "numbers").eval()
+    if kind == "mxfp4":
+        model = make_tiny_model("gpt_oss", folder / "base")
+        with torch.no_grad():
+            for name, (blocks, scales) in in_mxfp4(folder / "base").items():
+                model.get_parameter(name).copy_(mxfp4_numbers(blocks, scales))
+        return folder / "base", model
+    family, tensor_type = kind.split()
+    path, model = tiny_models(family, **GGUF_SIZES[family])
+    model = round_as_gguf(copy.deepcopy(model), tensor_type)
+    tokenizer = make_tiny_tokenizer(path)
+    return write_tiny_gguf(model, folder / "model.gguf", tensor_type=tensor_type, tokenizer=tokenizer), model
+
+
+GGUF_SIZES = {"llama": {}, "qwen3_moe": {"moe_intermediate_size": 64}}
+
+
+def mxfp4_numbers(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The numbers of experts in MXFP4, [experts, columns, rows] as transformers has them."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = torch.cat((values, -values))
+    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).long()
+    numbers = values[codes] * torch.exp2(scales.float() - 127)[..., None]
+    return numbers.flatten(-2).transpose(1, 2)
+
+
+@pytest.mark.parametrize("kind", ["llama Q8_0", "qwen3_moe Q8_0", "gptq", "awq", "mxfp4"])
+def test_packed_models_with_an_adapter_are_the_merged_model_whatever_tier_they_come_from(tiny_models, tmp_path, kind):
+    path, model = packed_base(tiny_models, tmp_path, kind)
+    family = model.config.model_type
+    fields = of_experts(family) if family in EXPERTS else {"target_modules": [*ATTENTION, "up_proj", "down_proj"]}
+    adapted = adapt(path, model, tmp_path / "lora", **fields)
+    wanted = adapted.tokens()
+    assert engine_tokens(path, adapted.lora) == wanted
+    config = make_policy(path, CPU)
+    on_disk = {group: (0, 1, layers - 1) for group, (_, layers, _) in config.weight_layers.items()}
+    for device, policy in {
+        CPU: make_policy(path, CPU, weight_layers=on_disk, kv_seqs={"cpu": 2, "disk": 6}),
+        EMULATED: everything_moves(path, weight_format="float32"),
+    }.items():
+        parts = make_parts(path, device, policy, tmp_path / device.kind, lora=str(adapted.lora))
+        assert generate(parts, PROMPTS, [OUTPUT_LEN] * len(PROMPTS)) == wanted
 
 
 def test_tensor_parallel_ranks_merge_their_part_of_an_adapter(llama):
@@ -206,7 +365,6 @@ def edited(folder: Path, **changes) -> None:
         ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights"),
         ({"lora_alpha": "many"}, "lora_alpha 'many'"),
         ({"r": 8}, "states rank 8"),
-        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
         ({"a_key_of_next_year": 3}, "a_key_of_next_year, which is not known"),
         ({"rank_pattern": {"(": 3}}, "no regular expression"),
     ],

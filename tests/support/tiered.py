@@ -79,7 +79,7 @@ def make_parts(model: Path | str, device: Device, policy: Policy, offload_dir: P
 
 
 def make_request(model: Path | str, device: Device, policy: Policy, offload_dir: Path, **options) -> LoadRequest:
-    files, shard = resolve_model(str(model)), options.get("shard")
+    files, shard = resolve_model(str(model), options.pop("lora", None)), options.get("shard")
     store, dtype = options.pop("store", None), options.pop("dtype", "float32")
     if store is None and needs_store(policy):
         policy = policy if find_spec("xxhash") else without_store(policy)
