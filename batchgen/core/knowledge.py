@@ -106,8 +106,8 @@ class Knowledge:
 
         Args:
             slowdown: Factor by which the job is expected to take longer.
-            at_first: Factor by which it takes longer while all others run that run now; no more than `slowdown`: none is
-                expected to end before the job.
+            at_first: Factor by which it takes longer while all others run that run now; no more than `slowdown`: none
+                is expected to end before the job.
         """
         longer = math.log(slowdown)
         variance = self._covariance(SPEED, SPEED) + (_BESIDE * math.log(max(slowdown, at_first))) ** 2
