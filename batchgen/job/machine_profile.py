@@ -322,7 +322,7 @@ def may_stream(job: Job, workload: Workload | None = None) -> bool:
     size = store_bytes(job.process_config, job.dtype, job.options.weights)
     if workload is not None:
         longest = workload.prompt_len.max + workload.output_len.max
-        size += job.process_config.kv_bytes_per_token(FORMAT_BYTES[job.dtype]) * longest
+        size += job.process_config.kv_bytes_per_token(int(FORMAT_BYTES[job.dtype])) * longest
     return _MEMORY_FRAC_WITHOUT_DISK * (job.budgets["cpu"] - TYPICAL_PROCESS_BYTES) < size
 
 

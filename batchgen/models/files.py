@@ -27,6 +27,7 @@ from batchgen.models.hf.fields import stated_dtype
 from batchgen.models.hf.weight_files import find_weight_files, no_config, tensors_of
 from batchgen.models.hub import HubName, fetch_configuration, fetch_gguf, fetch_weights
 from batchgen.models.lora import CONFIG_FILE, read_lora
+from batchgen.models.sentence_modules import transformer_folder
 from batchgen.models.store.manifest import RANK_KEY, STORE_MANIFEST, STORE_UNFINISHED, is_store, read_store_manifest
 from batchgen.models.tensor_files.headers import TensorInfo, read_safetensors_header
 
@@ -47,6 +48,8 @@ class ModelFiles:
         name: Name of the model for messages and results.
         lora: Directory of a LoRA adapter that is merged into the weights (`formats/lora.py`); None: there is none.
         hidden_output: Whether the model is wanted for its hidden states, without its output matrix.
+        modules: Directory of a model of sentence-transformers whose Transformer is in the subdirectory `path`; None: it
+            is `path`.
     """
 
     path: Path
@@ -54,6 +57,7 @@ class ModelFiles:
     name: str
     lora: Path | None = None
     hidden_output: bool = False
+    modules: Path | None = None
 
 
 def resolve_model(spec: str, lora: str | None = None) -> ModelFiles:
@@ -96,9 +100,10 @@ def _resolved(spec: str) -> ModelFiles:
     with naming_files(spec):
         path = Path(os.path.expanduser(spec))  # a user that it does not know stays as it is
         if path.is_dir():
-            files = ModelFiles(path, "store" if is_store(path) else "hf", path.resolve().name)
-            if files.kind == "hf":
-                _check_directory(files)
+            if is_store(path):
+                return ModelFiles(path, "store", path.resolve().name)
+            files = _in_directory(path, path.resolve().name)
+            _check_directory(files)
             return files
         if path.is_file():
             return _gguf_files(path)
@@ -111,11 +116,12 @@ def _from_hub(name: HubName, spec: str) -> ModelFiles:
     """The local files of a model of the hub. Weights are fetched once its configuration is known to be supported."""
     if name.gguf is not None:
         return replace(_gguf_files(fetch_gguf(name, check_architecture)), name=spec)
-    files = ModelFiles(fetch_configuration(name), "hf", spec)
+    folder = fetch_configuration(name)
+    files = _in_directory(folder, spec)
     with naming_files(spec):
         _config_without_weights(files.path / "config.json")
         stated_scheme(files)
-        fetch_weights(name, files.path)
+        fetch_weights(name, folder)
         _check_directory(files)
     return files
 
@@ -141,12 +147,14 @@ def _resolved_for_planning(spec: str) -> tuple[ModelFiles, ModelConfig]:
     with naming_files(spec):
         if path.suffix == ".json" and path.is_file():
             return ModelFiles(path.parent, "hf", path.resolve().parent.name), _config_without_weights(path)
-        if path.is_dir() and (path / "config.json").exists():
-            return ModelFiles(path, "hf", path.resolve().name), _config_without_weights(path / "config.json")
+        if path.is_dir() and not is_store(path):
+            files = _in_directory(path, path.resolve().name)
+            if (files.path / "config.json").exists():
+                return files, _config_without_weights(files.path / "config.json")
         name = None if spec == "demo" or path.exists() else HubName.parse(spec)
         if name is not None and name.gguf is None:
-            folder = fetch_configuration(name)
-            return ModelFiles(folder, "hf", spec), _config_without_weights(folder / "config.json")
+            files = _in_directory(fetch_configuration(name), spec)
+            return files, _config_without_weights(files.path / "config.json")
         files = _resolved(spec)
         return files, read_config(files)
 
@@ -308,6 +316,12 @@ def resolve_weights(files: ModelFiles, weights: str, formats: Collection[str] = 
             raise InputError(f"--weights native: this device does not multiply weights in {resolved}: leave it out")
         return DEQUANTIZED
     return resolved
+
+
+def _in_directory(path: Path, name: str) -> ModelFiles:
+    """The files of a Hugging Face directory; those of sentence-transformers may have the model in a subdirectory."""
+    place = transformer_folder(path)
+    return ModelFiles(place, "hf", name, modules=None if place == path else path)
 
 
 def _check_directory(files: ModelFiles) -> None:

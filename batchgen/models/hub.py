@@ -20,6 +20,7 @@ from typing import Any
 from batchgen.core.errors import InputError, one_line, reason_of
 from batchgen.models.formats.gguf.header import stated_architecture
 from batchgen.models.formats.gguf.split import model_stem
+from batchgen.models.sentence_modules import module_folders, transformer_folder
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,8 @@ _NAME = re.compile(
 _FILE = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[\w.-]+))?/(?P<gguf>[^@:]+\.gguf)")
 _SMALL = ["*.json", "*.model", "*.txt", "*.jinja"]
 _ALL = [*_SMALL, "*.safetensors"]
-_IGNORED = ("consolidated*", "*/*")  # the same weights again in other layouts
+_OTHER_LAYOUTS = ("consolidated*",)  # the same weights again
+_IGNORED = (*_OTHER_LAYOUTS, "*/*")
 _HEADER_BYTES = 1 << 16  # at the begin of a GGUF, where its architecture stands
 # The end of a GGUF's name, which tells its quantization.
 _QUANTIZATION = re.compile(r"(?:^|[-._/])((?:UD-)?(?:I?Q\d\w*|T?BF16|F16|F32|MXFP4\w*|TQ\d\w*))$", re.IGNORECASE)
@@ -68,7 +70,12 @@ def fetch_configuration(name: HubName) -> Path:
     """
     logger.warning("%s is not a local path: looking for it on the Hugging Face hub", name.repo)
     folder = _snapshot(name, name.revision, _SMALL)
-    if not (folder / "config.json").exists():
+    # Modules of sentence-transformers, and then those that a Router among them names.
+    fetched: set[str] = set()
+    while more := [place for place in module_folders(folder) if place not in fetched]:
+        _snapshot(name, folder.name, _within(more, _SMALL), _OTHER_LAYOUTS)
+        fetched.update(more)
+    if not (transformer_folder(folder) / "config.json").exists():
         raise _without_config(name)
     return folder
 
@@ -76,6 +83,13 @@ def fetch_configuration(name: HubName) -> Path:
 def fetch_weights(name: HubName, folder: Path) -> None:
     """Fetch the weights of a model into the folder that `fetch_configuration` returned. Raises InputError."""
     _snapshot(name, folder.name, _ALL)
+    if places := module_folders(folder):
+        _snapshot(name, folder.name, _within(places, _ALL), _OTHER_LAYOUTS)
+
+
+def _within(places: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    """The patterns of files in some directories of a repository."""
+    return [f"{glob.escape(place)}/{pattern}" for place in places for pattern in patterns]
 
 
 def fetch_gguf(name: HubName, accept: Callable[[str], object]) -> Path:

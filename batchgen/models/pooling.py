@@ -8,7 +8,7 @@ The files of embedding models are those of sentence-transformers: `modules.json`
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -18,6 +18,7 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles
 from batchgen.models.hf.config_files import read_json_object
 from batchgen.models.lora import Delta
+from batchgen.models.sentence_modules import MODULES, Module, read_routes
 from batchgen.models.stated_numbers import is_count
 from batchgen.models.tensor_files.headers import read_safetensors_header
 
@@ -30,6 +31,7 @@ _FLAGS = {"mean_tokens": "mean", "cls_token": "cls", "lasttoken": "lasttoken", "
 _FLAGS |= {"mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "weightedmean_tokens": "weightedmean"}
 # Activation of a Dense module, by the last part of its name in torch.
 _ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid", "SiLU")
+_MODULES = ("Transformer", "Pooling", "Dense", "Normalize", "Dropout", "Router")
 INSTRUCTION = "Instruct: {}\nQuery:"  # of Qwen3-Embedding
 _STATED = "config_sentence_transformers.json"
 
@@ -128,21 +130,24 @@ def read_head(
         pooling: Pooling that replaces that of the files; None: theirs.
         normalize: Whether vectors are normalised; None: as the files say.
         dimensions: Number of first values that are kept; None: all.
-        prompt_name: Name of a prompt in `config_sentence_transformers.json`; None: its default prompt.
+        prompt_name: Name of a prompt in `config_sentence_transformers.json`, or of a Router's route; None: its default
+            prompt, and the default route.
         instruction: Task that the texts are queries of, in the words that Qwen3-Embedding was trained with; None: none.
 
     Raises:
         InputError: A module is not supported, or an option does not fit the model.
     """
-    folder = files.path if files.kind == "hf" else None
+    folder = (files.modules or files.path) if files.kind == "hf" else None
     head = VectorSpec("last" if config.causal else "mean", size=config.embed_size)
     stated: Mapping[str, Any] = {}
+    routes: Collection[str] = ()
     if folder is not None:
-        if (folder / "modules.json").exists():
-            head = _of_modules(folder, head)
+        if (folder / MODULES).exists():
+            found = read_routes(folder)
+            head, routes = _of_modules(folder / MODULES, found.of(prompt_name), head), found.by_name
         stated = stated_by_sentence_transformers(folder)
-        head = replace(head, max_tokens=head.max_tokens or longest_text(folder))
-    head = replace(head, prompt=_prompt(stated, prompt_name, instruction))
+        head = replace(head, max_tokens=head.max_tokens or longest_text(files.path))
+    head = replace(head, prompt=_prompt(stated, prompt_name, instruction, routes))
     if pooling is not None:
         if pooling not in POOLINGS:
             raise InputError(f"--pooling must be one of {', '.join(POOLINGS)}, not {pooling!r}")
@@ -171,11 +176,17 @@ def stated_by_sentence_transformers(folder: Path) -> Mapping[str, Any]:
     return read_json_object(path) if path.exists() else {}
 
 
-def _of_modules(folder: Path, head: VectorSpec) -> VectorSpec:
-    """The head that the modules of a directory describe. Raises InputError."""
+def _of_modules(path: Path, modules: Sequence[Module], head: VectorSpec) -> VectorSpec:
+    """The head that modules describe. Raises InputError.
+
+    Args:
+        path: The modules.json, for messages.
+        modules: The modules in order.
+        head: The head as far as it is known without them.
+    """
     head = replace(head, normalize=False)
-    for module in _read_list(folder / "modules.json"):
-        kind, place = str(module.get("type", "")).rpartition(".")[2], folder / str(module.get("path") or "")
+    for module in modules:
+        kind, place = module.kind, module.place
         if kind == "Transformer":
             stated = _of_texts(place)
             most, lowercases = stated.get("max_seq_length"), stated.get("do_lower_case") is True
@@ -186,24 +197,15 @@ def _of_modules(folder: Path, head: VectorSpec) -> VectorSpec:
             head = replace(head, normalize=True)
         elif kind == "Dense":
             if head.normalize:
-                raise InputError(f"{folder / 'modules.json'}: a Dense module after Normalize is not supported")
+                raise InputError(f"{path}: a Dense module after Normalize is not supported")
             dense, size = _dense(place, head.size)
             head = replace(head, dense=(*head.dense, dense), size=size)
         elif kind != "Dropout":
-            raise InputError(f"{folder / 'modules.json'}: modules of type {kind or 'unknown'} are not supported")
+            raise InputError(
+                f"{path}: modules of type {kind or 'unknown'} are not supported, only {', '.join(_MODULES)}: give a"
+                " model of these"
+            )
     return head
-
-
-def _read_list(path: Path) -> list[dict[str, Any]]:
-    from batchgen.core.typed_json import parse_json
-
-    try:
-        modules = parse_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: fetch it again") from error
-    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
-        raise InputError(f"{path} is not a list of modules: fetch it again")
-    return modules
 
 
 def _of_texts(place: Path) -> Mapping[str, Any]:
@@ -245,15 +247,15 @@ def _dense(place: Path, taken: int) -> tuple[Dense, int]:
     return Dense(weights, activation=activation), size
 
 
-def _prompt(stated: Mapping[str, Any], name: str | None, instruction: str | None) -> str:
-    """The text before each text. Raises InputError where the model has no prompt of this name."""
+def _prompt(stated: Mapping[str, Any], name: str | None, instruction: str | None, routes: Collection[str]) -> str:
+    """The text before each text. Raises InputError where the model has no prompt, and no route, of this name."""
     if instruction is not None:
         if name is not None:
             raise InputError("--instruction and --prompt-name exclude each other: leave out one")
         return INSTRUCTION.format(instruction)
     prompts = stated.get("prompts") or {}
     chosen = stated.get("default_prompt_name") if name is None else name
-    if chosen is None:
+    if chosen is None or (chosen in routes and chosen not in prompts):
         return ""
     if not isinstance(prompts, dict) or not isinstance(prompts.get(chosen), str):
         known = f"its prompts: {', '.join(prompts)}" if prompts else "it has no prompts"

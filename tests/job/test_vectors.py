@@ -16,7 +16,15 @@ import torch
 import torch.nn.functional as F
 from lora_adapters import save_adapter
 from safetensors.torch import load_file, save_file
-from tiny_encoders import CLASSIFIERS, ENCODERS, add_special_tokens, make_encoder, write_modules
+from tiny_encoders import (
+    CLASSIFIERS,
+    ENCODERS,
+    add_special_tokens,
+    into_transformer_folder,
+    make_encoder,
+    write_modules,
+    write_router,
+)
 from tiny_tokenizers import TEXT, make_tiny_tokenizer
 from tokenizers import Tokenizer
 
@@ -92,6 +100,45 @@ def test_vectors_of_a_decoder_are_those_of_transformers(family, pooling, tiny_mo
     ]
     found = vectors(run(path, rows, pooling=pooling, max_num_batched_tokens=64, max_num_seqs=5))
     assert np.abs(found - torch.stack(wanted).numpy()).max() < CLOSE
+
+
+def test_a_model_in_a_folder_of_its_transformer_has_the_vectors_of_one_that_is_not(tmp_path):
+    make_encoder("BertModel", tmp_path)
+    write_modules(tmp_path, "cls_token", dense=(64, 24), prompts={"query": "query: "})
+    rows = texts(8)
+    wanted = vectors(run(tmp_path, rows, prompt_name="query"))
+    into_transformer_folder(tmp_path)
+    assert (vectors(run(tmp_path, rows, prompt_name="query")) == wanted).all()
+    assert kind_of(run(tmp_path, rows)) == (24, pa.float32())
+
+
+def test_each_route_of_a_router_has_its_modules(tmp_path):
+    model = make_encoder("BertModel", tmp_path)
+    dense = write_modules(tmp_path, "mean_tokens", dense=(64, 24), prompts={"query": "query: "})
+    into_transformer_folder(tmp_path)
+    (tmp_path / "of_documents_Pooling").mkdir()
+    (tmp_path / "of_documents_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "cls"}))
+    write_router(
+        tmp_path,
+        {
+            "query": ["0_Transformer", "1_Pooling", "2_Dense", "3_Normalize"],
+            "document": ["0_Transformer", "of_documents_Pooling"],
+        },
+        "document",
+    )
+    rows, folder = texts(8), tmp_path / "0_Transformer"
+
+    def query(text):
+        pooled = hidden_of(model, folder, f"query: {text}").mean(0)
+        return F.normalize(torch.tanh(F.linear(pooled, dense["linear.weight"], dense["linear.bias"])), dim=0)
+
+    queries = torch.stack([query(text) for text in rows]).numpy()
+    documents = torch.stack([hidden_of(model, folder, text)[0] for text in rows]).numpy()
+    assert np.abs(vectors(run(tmp_path, rows, prompt_name="query")) - queries).max() < CLOSE
+    for options in ({}, {"prompt_name": "document"}):  # the default, and one that has no prompt
+        assert np.abs(vectors(run(tmp_path, rows, **options)) - documents).max() < CLOSE
+    with pytest.raises(InputError, match="--prompt-name passage: the model has no such prompt"):
+        run(tmp_path, rows, prompt_name="passage")
 
 
 def test_modules_of_the_files_are_applied_in_their_order(tmp_path):

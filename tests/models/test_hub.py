@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import fake_hub
 import pytest
 from fake_hub import Repository
+from tiny_encoders import into_transformer_folder, make_encoder, write_modules, write_router
 from tiny_gguf import write_tiny_gguf
 from tiny_models import make_tiny_model
 from tiny_tokenizers import make_tiny_tokenizer
@@ -128,6 +130,33 @@ def test_a_model_is_fetched_and_then_needs_no_network(hub, resolve, llama):
     assert resolve("org/llama@v1.0", HF_HUB_OFFLINE="1") == found
     assert resolve("org/llama@v1.0", HF_ENDPOINT="http://127.0.0.1:9") == found, "the hub cannot be reached"
     assert resolve(f"org/llama@{llama.commit}", HF_HUB_OFFLINE="1")[3] == found[3]
+
+
+def test_modules_of_sentence_transformers_are_fetched_with_their_model(hub, resolve, tmp_path):
+    """Each has files in a folder of its own, and so may the Transformer, and those that a Router names."""
+    folder = tmp_path / "hub" / "encoder"
+    make_encoder("BertModel", folder)
+    dense = write_modules(folder, "mean_tokens", dense=(64, 24))
+    (folder / "onnx").mkdir()
+    (folder / "onnx" / "model.safetensors").write_bytes(b"not to be fetched")
+    hub.repositories["org/encoder"] = Repository(folder)
+    assert resolve("org/encoder")[0] == "hf"
+    fetched = {name for name, _, _ in hub.sent}
+    assert {"1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"} <= fetched and dense
+    assert "onnx/model.safetensors" not in fetched
+    routed = tmp_path / "hub" / "routed"
+    shutil.copytree(folder, routed)
+    into_transformer_folder(routed)
+    write_router(routed, {"query": ["0_Transformer", "1_Pooling"], "document": ["0_Transformer", "2_Dense"]}, "query")
+    hub.repositories["org/routed"] = Repository(routed)
+    hub.sent.clear()
+    assert resolve("org/routed", "plan") == ["planned", "org/routed", 3]
+    assert not hub.sent_bytes(".safetensors")
+    found = resolve("org/routed")
+    assert found[1:] == ["org/routed", 3, ["model.safetensors"]]
+    sent = {name for name, _, _ in hub.sent}
+    assert {"1_Pooling/config.json", "2_Dense/model.safetensors", "0_Transformer/model.safetensors"} <= sent
+    assert resolve("org/routed", HF_HUB_OFFLINE="1") == found
 
 
 def test_a_plan_fetches_no_weights_and_a_job_does_not_take_them_for_there(hub, resolve, llama):

@@ -84,6 +84,29 @@ def add_special_tokens(path: Path) -> None:
     file.write_text(json.dumps(tokenizer))
 
 
+def into_transformer_folder(path: Path, name: str = "0_Transformer") -> None:
+    """Move a model with modules into a subdirectory of its own, as sentence-transformers had it before version 2.3."""
+    (path / name).mkdir()
+    for file in [file for file in path.iterdir() if file.is_file() and file.name not in AT_ROOT]:
+        file.rename(path / name / file.name)
+    modules = json.loads((path / "modules.json").read_text())
+    modules[0]["path"] = name
+    (path / "modules.json").write_text(json.dumps(modules))
+
+
+AT_ROOT = ("modules.json", "config_sentence_transformers.json")
+
+
+def write_router(path: Path, routes: dict[str, list[str]], default: str, **parameters) -> None:
+    """Write a Router as the only module of a model: the directories of each route's modules, NAME_Kind."""
+    listed = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Router"}]
+    (path / "modules.json").write_text(json.dumps(listed))
+    places = dict.fromkeys(place for of_route in routes.values() for place in of_route)
+    types = {place: f"sentence_transformers.models.{place.rpartition('_')[2]}" for place in places}
+    stated = {"types": types, "structure": routes, "parameters": {"default_route": default, **parameters}}
+    (path / "router_config.json").write_text(json.dumps(stated))
+
+
 def write_modules(path: Path, pooling: str, *, dense: tuple[int, int] | None = None, **config) -> dict:
     """Write sentence-transformers' files of pooling, a Dense module and normalisation; returns Dense's tensors.
 
