@@ -88,6 +88,6 @@ class Session:
 
     def close(self) -> None:
         """Close the engine, if there is one."""
-        if self._engine is not None:
-            self._engine.close()
-        self._engine = self._plan = None
+        engine, self._engine, self._plan = self._engine, None, None
+        if engine is not None:
+            engine.close()

@@ -78,6 +78,7 @@ class Batch:
         total, completed, failed: Numbers of its requests.
         output_file_id, error_file_id: Ids of the files of answers and of requests that failed; None: there is none.
         error: The reason why it failed; None: it has not.
+        devices_lost: Number of times that a GPU could be used no longer while it ran.
     """
 
     id: str
@@ -94,6 +95,7 @@ class Batch:
     output_file_id: str | None = None
     error_file_id: str | None = None
     error: str | None = None
+    devices_lost: int = 0
 
     def becomes(self, status: str, **changes: Any) -> Batch:
         """The batch in another status, from now on."""

@@ -10,6 +10,7 @@ import json
 import logging
 import secrets
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen.core.digest import json_sha256
-from batchgen.core.errors import BatchgenError, InputError, OtherSettings, TooManyFailed, reason_of
+from batchgen.core.errors import BatchgenError, InputError, OtherSettings, TooManyFailed, one_line, reason_of
 from batchgen.core.interrupts import keep
 from batchgen.dataset.readers.json import looks_like_openai
 from batchgen.job.options import JobOptions
@@ -38,6 +39,7 @@ _TURN_S = 10.0  # that a batch has before it makes way for chats
 _RETRY_S = 10.0  # until a batch is tried again that a full disk has stopped
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _KEPT = "batches go on when it is started again"
+_MOST_DEVICES_LOST = 2  # while a batch runs, before it is taken for the reason
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,8 @@ class Worker:
             logger.warning("%d chats have no answer: %s", len(chats), reason_of(error))
             unanswered = refusal(500, reason_of(error))
         except Exception as error:
-            logger.exception("%d chats have no answer", len(chats))
+            if _device_error() is None:
+                logger.exception("%d chats have no answer", len(chats))
             unanswered = refusal(500, reason_of(error))
         for chat in chats:
             status, body = answers.get(chat.row_id, unanswered)
@@ -200,6 +203,8 @@ class Worker:
                 now = {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time())}
                 body = body | now | {"model": chat.body.get("model") or body["model"]}
             chat.answer(status, body)
+        if (lost := _device_error()) is not None:
+            raise lost
 
     def _answers_of(self, chats: list[Chat]) -> dict[str, tuple[int, dict[str, Any]]]:
         """The status and the body of the answer to each chat, by its row id."""
@@ -258,6 +263,9 @@ class Worker:
         except Exception as error:
             if isinstance(cause := error.__cause__, OSError) and cause.errno in _DISK_FULL:
                 raise cause from None
+            if (lost := _device_error()) is not None:
+                self._put(_after_loss(batch, lost))
+                raise lost from error
             if not isinstance(error, BatchgenError):
                 logger.exception("%s failed", batch.id)
             self._put(batch.becomes("failed", error=reason_of(error)))
@@ -287,6 +295,28 @@ class Worker:
             self._cancelled.discard(batch.id)
         if batch.status in ("completed", "cancelled"):
             self._storage.remove_job(batch.id)
+
+
+def _device_error() -> BatchgenError | None:
+    """The error that ends the server where its process can use its GPU no longer; None: it can, or has none.
+
+    All jobs to come would fail, and only another process has a CUDA context that is whole.
+    """
+    if "torch" not in sys.modules:
+        return None
+    from batchgen.runtime.cuda import context_error
+
+    if (reason := context_error()) is None:
+        return None
+    return BatchgenError(f"the GPU failed ({one_line(reason)}): run the same command again; {_KEPT}")
+
+
+def _after_loss(batch: Batch, lost: BatchgenError) -> Batch:
+    """A batch after the GPU was lost while it ran: it waits for the next start, but for one that loses each GPU."""
+    batch = replace(batch, devices_lost=batch.devices_lost + 1)
+    if batch.devices_lost < _MOST_DEVICES_LOST:
+        return batch
+    return batch.becomes("failed", error=f"{batch.devices_lost} times, while this batch ran, {reason_of(lost)}")
 
 
 def _answers_in(path: Path) -> dict[str, tuple[int, dict[str, Any]]]:

@@ -13,16 +13,18 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import openai
 import pytest
+import torch
 from batch_endpoint import CHAT_URL, GREEDY, OPTIONS, serving
 from doc_commands import commands_of
 from processes import start_batchgen
 
 import batchgen
 from batchgen.core.atomic_file import storage_error
-from batchgen.core.errors import InputError
+from batchgen.core.errors import BatchgenError, InputError
 from batchgen.job import run as run_module
 from batchgen.output import part_writer
 from batchgen.serve import worker as work
@@ -277,6 +279,80 @@ def test_a_fault_while_chats_run_is_answered_and_the_server_goes_on(server, monk
         patched.setattr(work, "run_job", fails)
         server.chat("a")
     assert isinstance(server.chat("a"), str)
+
+
+ILLEGAL_ACCESS = "CUDA error: an illegal memory access was encountered"
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A played card: after the kernel of row 13 every call of CUDA in the process returns an error, until `new`."""
+    card = SimpleNamespace(lost=False, fatal_row="row 13")
+
+    def synchronize(*_):
+        if card.lost:
+            raise RuntimeError(f"{ILLEGAL_ACCESS}\nCUDA kernel errors might be asynchronously reported")
+
+    def run_job(options, session):
+        card.lost = card.lost or card.fatal_row in Path(options.input).read_text()
+        synchronize()
+        return real(options, session)
+
+    def new():
+        card.lost = False
+
+    real, card.new = work.run_job, new
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(work, "run_job", run_job)
+    return card
+
+
+def until_ended(server) -> str:
+    """The line of the error that ends a server."""
+    deadline = time.monotonic() + 60
+    while not server.ended_by and time.monotonic() < deadline:
+        time.sleep(0.01)
+    (error,) = server.ended_by
+    assert isinstance(error, BatchgenError) and error.exit_code == 1 and "\n" not in str(error)
+    return str(error)
+
+
+def test_a_server_whose_gpu_has_failed_ends_and_its_batches_wait_for_the_next_one(model, tmp_path, card):
+    with serving(model, tmp_path / "served") as server:
+        first, second = (server.batch(server.upload([line(number)])).id for number in (13, 14))
+        message = until_ended(server)
+        assert message == f"the GPU failed ({ILLEGAL_ACCESS}): run the same command again; {work._KEPT}"
+        assert server.client.batches.retrieve(second).status == "validating"
+    card.new()
+    card.fatal_row = "a row that the next version computes"
+    with serving(model, tmp_path / "served") as server:
+        for batch in (first, second):
+            assert server.ended(batch).status == "completed"
+
+
+def test_a_batch_that_loses_each_gpu_fails_and_others_go_on(model, tmp_path, card):
+    with serving(model, tmp_path / "served") as server:
+        first, second = (server.batch(server.upload([line(number)])).id for number in (13, 14))
+        until_ended(server)
+    card.new()
+    with serving(model, tmp_path / "served") as server:
+        until_ended(server)
+        failed = server.client.batches.retrieve(first)
+        assert (
+            failed.status == "failed"
+            and "2 times, while this batch ran, the GPU failed" in failed.errors.data[0].message
+        )
+    card.new()
+    with serving(model, tmp_path / "served") as server:
+        assert server.ended(second).status == "completed"
+
+
+def test_chats_of_a_job_that_has_lost_the_gpu_are_answered_before_the_server_ends(model, tmp_path, card):
+    with serving(model, tmp_path / "served") as server:
+        with pytest.raises(openai.InternalServerError, match="illegal memory access"):
+            server.chat("row 13")
+        assert until_ended(server).startswith("the GPU failed")
 
 
 def test_a_batch_waits_while_the_disk_is_full(server, monkeypatch):

@@ -25,12 +25,19 @@ OPTIONS = {"dtype": "float32", "hardware": "zen4", "progress": "none", "cpu_memo
 
 @dataclass(frozen=True)
 class Server:
-    """A server in this process."""
+    """A server in this process.
+
+    Attributes:
+        client: OpenAI's client.
+        endpoint, worker, storage: What it consists of.
+        ended_by: The error that has ended the worker, or nothing.
+    """
 
     client: openai.OpenAI
     endpoint: Endpoint
     worker: Worker
     storage: Storage
+    ended_by: list[BaseException]
 
     def request(self, path: str, method: str = "GET", body: bytes | None = None, **headers: str) -> tuple[int, str]:
         """The status and the body of the answer to a request with these headers; `_` stands for a hyphen."""
@@ -66,11 +73,19 @@ def serving(model: Path, directory: Path):
     storage = Storage(directory)
     worker = Worker(JobOptions(str(model), None, None, sampling=SamplingParams(), **OPTIONS), storage)
     endpoint = Endpoint(storage, worker, "tiny", 0)
-    thread = threading.Thread(target=worker.run)
+    ended_by: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            worker.run()
+        except BaseException as error:
+            ended_by.append(error)
+
+    thread = threading.Thread(target=run)
     thread.start()
     client = openai.OpenAI(base_url=endpoint.url, api_key=storage.key(), max_retries=0, timeout=120)
     try:
-        yield Server(client, endpoint, worker, storage)
+        yield Server(client, endpoint, worker, storage, ended_by)
     finally:
         worker.close()
         thread.join()
