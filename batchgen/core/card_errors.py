@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from batchgen.core.errors import BatchgenError, one_line, reason_of
 
@@ -28,6 +30,21 @@ def naming_card_errors() -> Iterator[None]:
         raise BatchgenError(message) from error
 
 
+def card_failure() -> str | None:
+    """The line for the error after which this process can use its GPU no longer, such as an illegal memory access.
+
+    None: it uses no GPU, or the GPU answers. Such an error stays until the process ends: each call of CUDA returns it.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return _failed(str(error))
+    return None
+
+
 def _message(text: str) -> str | None:
     """The line for an error with this text; None: it is none of a GPU."""
     if _FULL.match(text):
@@ -38,6 +55,9 @@ def _message(text: str) -> str | None:
             " --gpu-memory, and run the same command again"
         )
     if _FAILED.match(text):
-        told = one_line(reason_of(RuntimeError(text)))
-        return f"the GPU failed ({told}): run the same command again; BATCHGEN_LOG=DEBUG shows where it fails"
+        return f"{_failed(text)}; BATCHGEN_LOG=DEBUG shows where it fails"
     return None
+
+
+def _failed(text: str) -> str:
+    return f"the GPU failed ({one_line(reason_of(RuntimeError(text)))}): run the same command again"

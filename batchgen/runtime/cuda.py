@@ -30,20 +30,6 @@ _HOST_LANES = tuple(lane for lane in LANES if lane not in STREAMS)
 _WAIT_VALUE_GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ: compares as a difference, so that counters may wrap around
 
 
-def context_error() -> str | None:
-    """The error after which this process can use its CUDA device no longer, such as an illegal memory access.
-
-    None: it uses none, or the device answers. Such an error stays until the process ends: each call returns it.
-    """
-    if not torch.cuda.is_initialized():
-        return None
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError as error:
-        return str(error).partition("\n")[0]
-    return None
-
-
 class CudaDriver:
     """A CUDA device's streams and events, as `streams.StreamLanes` drives them."""
 

@@ -10,7 +10,6 @@ import json
 import logging
 import secrets
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,8 +18,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from batchgen.core.card_errors import card_failure
 from batchgen.core.digest import json_sha256
-from batchgen.core.errors import BatchgenError, InputError, OtherSettings, TooManyFailed, one_line, reason_of
+from batchgen.core.errors import BatchgenError, InputError, OtherSettings, TooManyFailed, reason_of
 from batchgen.core.interrupts import keep
 from batchgen.dataset.readers.json import looks_like_openai
 from batchgen.job.options import JobOptions
@@ -302,13 +302,8 @@ def _device_error() -> BatchgenError | None:
 
     All jobs to come would fail, and only another process has a CUDA context that is whole.
     """
-    if "torch" not in sys.modules:
-        return None
-    from batchgen.runtime.cuda import context_error
-
-    if (reason := context_error()) is None:
-        return None
-    return BatchgenError(f"the GPU failed ({one_line(reason)}): run the same command again; {_KEPT}")
+    failure = card_failure()
+    return None if failure is None else BatchgenError(f"{failure}; {_KEPT}")
 
 
 def _after_loss(batch: Batch, lost: BatchgenError) -> Batch:
