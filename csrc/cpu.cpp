@@ -60,8 +60,8 @@ const Kernels& named(const std::string& name, const char* asked_by) {
     throw std::invalid_argument(asked_by + name + " is not there" + why + "; this machine has " + names);
 }
 
-// Null: the library was built without. `kernels` of a target runs that target's instructions, so it is called only where
-// the machine has them.
+// Null: the library was built without. `kernels` of a target runs that target's instructions, so it is called only
+// where the machine has them.
 const Target* built(std::string_view name) {
     for (const Target& target : kTargets)
         if (name == target.name) return &target;
