@@ -28,6 +28,7 @@ MACHINES = (
     ("amd-epyc-26-2", "B"),
     ("intel-xeon-processor-6-207", "C"),
     ("intel-xeon-processor-6-167", "E"),
+    ("amd-epyc-25-1", "F"),  # after "A", whose name begins with it
 )
 
 
@@ -515,7 +516,7 @@ def share(d: dict) -> str:
 
 
 A, B, C = "amd-epyc-25-17-avx512-bf16", "amd-epyc-26-2-avx512-bf16", "intel-xeon-processor-6-207-avx512-bf16"
-E = "intel-xeon-processor-6-167-amx"
+E, F = "intel-xeon-processor-6-167-amx", "amd-epyc-25-1-avx2"
 ALL_PEERS, TWO_PEERS = ("openvino", "vllm", "llama.cpp", "transformers"), ("openvino", "vllm")
 PEER_NAMES = "OpenVINO GenAI, vLLM, llama.cpp and transformers"
 TWO_ENGINES = "cpu_engines.py --engines batchgen,openvino,vllm --repeats 1"
@@ -862,6 +863,12 @@ TABLES: dict[str, list[Row]] = {
             "embeddings-minilm-float32-2500-intel-xeon-processor-6-167-amx",
             "embeddings.py --model all-MiniLM-L6-v2 --packages DIR --engines openvino --rows 2500 --repeats 1"
             " --sweep-rows 40 --output FILE",
+            embeddings,
+        ),
+        Row(
+            "the same: 500 paragraphs, against sentence-transformers, OpenVINO and ONNX Runtime; one round",
+            f"embeddings-minilm-float32-{F}",
+            "embeddings.py --model all-MiniLM-L6-v2 --packages DIR --rows 500 --repeats 1 --sweep-rows 16",
             embeddings,
         ),
         Row(

@@ -32,6 +32,12 @@ inline LinearCut linear_cut(const Linear& args) {
         else if (splits_bytes(args)) packed = args.m * args.k * 2 + 4 * num_run_factors(args);
         else if (multiplies_pairs(args)) packed = tiled + 4 * num_run_sums(args);
         const int64_t most = rows > 480 ? 480 : rows < 192 ? 192 : rows;
+        // With 6 rows a tile, on AVX2, each thread packs few rows for itself, if there are enough for many turns: in
+        // its second-level cache they stay beside panels and results, and it reads no rows that another one has packed.
+        constexpr bool kOfFloats = __is_same(Mma, FloatMma) && kTileM == 6;
+        const int64_t third = 32 * 1024 / k / kTileM * kTileM, few = third > 96 ? 96 : third < 48 ? 48 : third;
+        if (kOfFloats && is_operand(args) && args.m >= 8 * few)
+            return LinearCut{kTileM, few, 1, INT32_MAX, packed, kTileM, true, false};
         return LinearCut{kTileM, most,   1,     INT32_MAX,
                          packed, kTileM, false, splits_bytes(args) || multiplies_pairs(args)};
     });

@@ -572,15 +572,16 @@ def test_many_rows_of_a_large_depth():
 @pytest.mark.parametrize(
     "dtype, depth", [(torch.float32, 520), (torch.float32, 2120), (torch.bfloat16, 1040), (torch.int8, 2080)]
 )
-def test_rows_that_go_in_parts_have_the_bits_of_few(dtype, depth):
-    """A thread puts a mebibyte of rows in order at a time."""
+@pytest.mark.parametrize("threads", [1, 3])
+def test_rows_that_go_in_parts_have_the_bits_of_few(dtype, depth, threads):
+    """A thread packs a mebibyte of rows at a time, or fewer that fit in its cache."""
     x_dtype = torch.float32 if dtype == torch.int8 else dtype
     x, w = random(0, 1100, depth, dtype=x_dtype), random(1, 8, depth, dtype=x_dtype, scale=depth**-0.5)
     residual = random(2, 1100, 8, dtype=x_dtype)
     packed = kernels.pack(int8.quantize(w) if dtype == torch.int8 else w)
     before = kernels.num_threads()
     try:
-        kernels._kernels.set_num_threads(1)
+        kernels._kernels.set_num_threads(threads)
         whole = kernels.linear(x, packed, residual=residual)
         for some in (slice(0, 20), slice(470, 600), slice(1080, 1100)):
             assert torch.equal(kernels.linear(x[some], packed, residual=residual[some]), whole[some])
