@@ -36,7 +36,7 @@ from batchgen.models.lora import read_lora
 from batchgen.models.lora_merging import merging
 from batchgen.models.shard import Shard
 from batchgen.models.store.layout import StoreFile, WeightStore
-from batchgen.models.store.weight_store import load_extent, open_per_layer, open_store, read_extent
+from batchgen.models.store.weight_store import load_extent, open_rows, open_store, read_extent
 from batchgen.models.tensor_files.headers import TensorInfo
 from batchgen.models.tensor_files.rows_in_file import RowsInFile
 from batchgen.models.tensor_files.table_rows import TableRows
@@ -400,7 +400,7 @@ def _store_checkpoint(store: WeightStore, shard: Shard | None) -> Checkpoint:
     tensors = _StoreTensors(store, shard)
     config, packed_format = shard.config if shard else store.config, tensors.packed_format
     load_stored = tensors.load_stored if packed_format else None
-    table = partial(open_per_layer, store)
+    table = partial(open_rows, store.per_layer, f"{PER_LAYER}.weight") if store.per_layer else None
     return Checkpoint(config, tensors.load, packed_format, load_stored, per_layer_rows=table)
 
 

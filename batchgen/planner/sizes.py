@@ -9,8 +9,9 @@ from functools import cached_property, lru_cache
 from typing import Protocol
 
 from batchgen.core.attention_budget import ALL
-from batchgen.core.direct_io import aligned
+from batchgen.core.direct_io import ALIGNMENT, aligned
 from batchgen.core.dtypes import FORMAT_BYTES, INT8, MIXED, weight_format_of
+from batchgen.core.plan import vocabulary_chunk_rows
 from batchgen.models.config import ModelConfig
 from batchgen.models.layouts import (
     end_bytes,
@@ -129,6 +130,24 @@ class Sizes:
     def embedding_bytes(self) -> float:
         """Bytes of the input embedding, where it is a tensor of its own."""
         return 0.0 if self.model.tied_embeddings else float(self._end_bytes[0])
+
+    @property
+    def output_matrix_bytes(self) -> int:
+        """Bytes of the output matrix, or of the token embedding if that is tied; 0 where the model makes no logits."""
+        return self.model.output_size * self.output_row_bytes if self.model.has_head else 0
+
+    @cached_property
+    def embedding_row_bytes(self) -> int:
+        """Bytes of a row of the embedding table; 0 where it is not here."""
+        if not self.model.embeds:
+            return 0
+        tensors = stored_tensors(self.model, "embeddings", 0, self.compute_format, self.weight_format)
+        return tensors["embed.weight"].num_bytes // self.model.vocab_size
+
+    @property
+    def embedding_table_bytes(self) -> int:
+        """Bytes of the input embeddings' table, where it is a tensor of its own."""
+        return 0 if self.model.tied_embeddings else self.model.vocab_size * self.embedding_row_bytes
 
     @cached_property
     def _end_bytes(self) -> tuple[int, int]:
@@ -315,12 +334,23 @@ def planned_logit_rows(
     return min(rows, logit_rows(config, dtype_bytes)) if config.has_head else 0
 
 
-def held_logit_rows(config: ModelConfig, dtype_bytes: int, batches: Batches) -> int:
+def output_chunk_bytes(sizes: Sizes) -> int:
+    """Bytes of a buffer for one vocabulary chunk of the output matrix, which begins anywhere in a page of its file."""
+    if not sizes.output_matrix_bytes:
+        return 0
+    return aligned(vocabulary_chunk_rows(sizes.model.output_size) * sizes.output_row_bytes) + ALIGNMENT
+
+
+def held_logit_rows(config: ModelConfig, dtype_bytes: int, batches: Batches, task: str | None) -> int:
     """The most rows of a sweep whose logits are all held, where the output matrix comes over in vocabulary chunks.
 
     There is a row for each sequence, and some for drafts and for tokens of prompts that are scored.
+
+    Args:
+        task: "generate", "score", or None for either.
     """
-    return batches.max_num_seqs + min(batches.max_num_batched_tokens, logit_rows(config, dtype_bytes))
+    more = min(batches.max_num_batched_tokens, logit_rows(config, dtype_bytes))
+    return batches.max_num_seqs + (min(more, batches.max_num_seqs) if task == "generate" else more)
 
 
 @lru_cache(maxsize=64)
