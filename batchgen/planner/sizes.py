@@ -334,23 +334,18 @@ def planned_logit_rows(
     return min(rows, logit_rows(config, dtype_bytes)) if config.has_head else 0
 
 
-def output_chunk_bytes(sizes: Sizes) -> int:
-    """Bytes of a buffer for one vocabulary chunk of the output matrix, which begins anywhere in a page of its file."""
-    if not sizes.output_matrix_bytes:
-        return 0
-    return aligned(vocabulary_chunk_rows(sizes.model.output_size) * sizes.output_row_bytes) + ALIGNMENT
+def output_chunk_bytes(sizes: Sizes, *, from_disk: bool) -> int:
+    """Bytes of a buffer for one vocabulary chunk of the output matrix; in a file it begins anywhere in a page."""
+    num_bytes = vocabulary_chunk_rows(sizes.model.output_size) * sizes.output_row_bytes
+    return aligned(num_bytes) + ALIGNMENT if from_disk else num_bytes
 
 
-def held_logit_rows(config: ModelConfig, dtype_bytes: int, batches: Batches, task: str | None) -> int:
+def held_logit_rows(config: ModelConfig, dtype_bytes: int, batches: Batches) -> int:
     """The most rows of a sweep whose logits are all held, where the output matrix comes over in vocabulary chunks.
 
     There is a row for each sequence, and some for drafts and for tokens of prompts that are scored.
-
-    Args:
-        task: "generate", "score", or None for either.
     """
-    more = min(batches.max_num_batched_tokens, logit_rows(config, dtype_bytes))
-    return batches.max_num_seqs + (min(more, batches.max_num_seqs) if task == "generate" else more)
+    return batches.max_num_seqs + min(batches.max_num_batched_tokens, logit_rows(config, dtype_bytes))
 
 
 @lru_cache(maxsize=64)

@@ -29,7 +29,8 @@ ON_AN_ACCELERATOR = (
     "load_head", "head",
 )  # fmt: skip
 ON_THE_CPU = (
-    "embed", "read_weight", "expand_weight", "pre", "read_cache", "attention", "write_cache", "post", "read_head", "head",
+    "embed", "read_weight", "expand_weight", "pre", "read_cache", "attention", "write_cache", "post",
+    "read_head", "head",
 )  # fmt: skip
 
 

@@ -48,8 +48,8 @@ def sweeps_s(plan):
 
 @pytest.mark.parametrize("rates", [NEARLY_ALL, HALF, FORCED])
 def test_a_plan_that_streams_weights_has_drafts_and_predicts_what_they_save(rates):
-    without, _ = planned(None, memory=8 * GIB)
-    plan, run = planned(rates, memory=8 * GIB)
+    without, _ = planned(None, memory=7 * GIB)
+    plan, run = planned(rates, memory=7 * GIB)
     assert without.prediction.drafts == ()
     assert plan.prediction.most_drafts(32) >= 4
     assert sweeps_s(plan) == pytest.approx(run.total_s, rel=0.15)
