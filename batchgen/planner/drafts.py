@@ -58,7 +58,7 @@ def drafted_phases(s: CostInputs, phases: Sequence[Phase], at: Placement) -> tup
     if s.model.state:
         rates = replace(rates, proposed=rates.proposed * s.draft_state_share)
     holds_logits = number(at.head_cpu if s.on_gpu else at.head_disk) > 0
-    most_rows = held_logit_rows(s.model, int(s.element_bytes), s) if holds_logits else math.inf
+    most_rows = held_logit_rows(s.model, int(s.element_bytes), s, s.workload.task) if holds_logits else math.inf
     return tuple(_fastest(s, phase, at, rates, most_rows) for phase in phases)
 
 

@@ -153,7 +153,7 @@ def _weight_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
     chunk = output_chunk_bytes(s, from_disk=not held.on_gpu)
     yield Item(device, "weights in transit", comes_over * (HEAD_SLOTS * chunk))
     if held.task != "score":  # to choose tokens, all of the vocabulary has to be there
-        logits = held_logit_rows(s.model, int(s.element_bytes), batches) * s.model.output_size * 4
+        logits = held_logit_rows(s.model, int(s.element_bytes), batches, held.task) * s.model.output_size * 4
         yield Item(device, "logits", comes_over * logits, "compute" if held.on_gpu else None)
 
 
@@ -375,7 +375,7 @@ def plan_memory(
     for tier, num_bytes in pools.tier_bytes.items():
         if num_bytes:
             parts[tier]["KV"] = num_bytes
-    held_rows = held_logit_rows(config, int(sizes.element_bytes), policy)
+    held_rows = held_logit_rows(config, int(sizes.element_bytes), policy, demand.task)
     return MemoryPlan(
         budgets=dict(budgets),
         parts=parts,

@@ -37,6 +37,8 @@ _CODED_ROWS_BYTES, _DEVICE_CODED_BYTES = 16 << 20, 128 << 20
 _CHUNK_BYTES, _FEWEST_CHUNK_TOKENS = 16 << 20, 256
 _GPU_CHUNK_TOKENS = 4096
 _LOGITS_BYTES, _FEWEST_LOGIT_ROWS = 160 << 20, 32
+# Drafts of each sequence whose logits are held with those of the sequences.
+_HELD_DRAFTS = 4
 
 
 @dataclass(frozen=True)
@@ -340,12 +342,21 @@ def output_chunk_bytes(sizes: Sizes, *, from_disk: bool) -> int:
     return aligned(num_bytes) + ALIGNMENT if from_disk else num_bytes
 
 
-def held_logit_rows(config: ModelConfig, dtype_bytes: int, batches: Batches) -> int:
+def held_logit_rows(config: ModelConfig, dtype_bytes: int, batches: Batches, task: str | None) -> int:
     """The most rows of a sweep whose logits are all held, where the output matrix comes over in vocabulary chunks.
 
     There is a row for each sequence, and some for drafts and for tokens of prompts that are scored.
+
+    Args:
+        config: The model's configuration.
+        dtype_bytes: Bytes of a number in the compute format.
+        batches: Numbers of sequences and tokens in flight.
+        task: "generate", "score", or None for either.
     """
-    return batches.max_num_seqs + min(batches.max_num_batched_tokens, logit_rows(config, dtype_bytes))
+    others = min(batches.max_num_batched_tokens, logit_rows(config, dtype_bytes))
+    if task == "generate":
+        others = min(others, _HELD_DRAFTS * batches.max_num_seqs)
+    return batches.max_num_seqs + others
 
 
 @lru_cache(maxsize=64)

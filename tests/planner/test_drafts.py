@@ -160,6 +160,6 @@ def test_drafts_have_rows_of_logits_where_these_are_held_for_all_chunks_of_the_v
     streamed = dict.fromkeys(s.model.layer_tensors, (0, s.model.num_layers, 0))
     at = Counts(streamed, {"gpu": s.max_num_seqs}, (s.num_gpu_batches, 0), head_on_gpu).placement(s)
     (phase,) = drafted_phases(s, [Phase(96.0, 0.0, 0.0, 64.0, 200.0)], at)
-    most = held_logit_rows(s.model, int(s.element_bytes), s)
+    most = held_logit_rows(s.model, int(s.element_bytes), s, s.workload.task)
     assert 64 < most < s.max_num_batched_tokens
     assert (phase.decode_tokens > most) == bool(head_on_gpu) and phase.most_drafts
