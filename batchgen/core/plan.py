@@ -16,8 +16,8 @@ from batchgen.core.lane_costs import NOT_KNOWN, LaneCosts
 from batchgen.core.typed_json import read_typed
 from batchgen.core.workload import Workload
 
-# Chunks of the vocabulary in which an output matrix that is not on the accelerator comes over, two at a time.
-VOCABULARY_CHUNKS = 8
+# Chunks of the vocabulary in which an output matrix comes to the compute device's memory, two at a time.
+VOCABULARY_CHUNKS = 16
 # Tokens of a KV block, unless somebody asks for others.
 DEFAULT_KV_BLOCK_SIZE = 16
 # `Policy.packed_tokens` where no rates say what is faster: rows that one tile has.
@@ -86,13 +86,14 @@ class Policy:
         weight_format: Format of the layers' weight matrices.
         kv_format: Format of the stored KV.
         weight_layers: For each weight matrix of a layer, the number of layers that have it on (GPU, CPU, disk).
-        head_tier: Tier of the output matrix (the language model head).
+        head_tier: Tier of the output matrix (the language model head); "disk" only where the host computes.
         kv_seqs: Number of sequences of a block in each KV placement.
         activation_batches: Number of micro-batches that keep their activations between layers on (GPU, CPU).
         batch_order: The way a sweep is split into micro-batches. "even": equal tokens. "mixed": equal tokens, and equal
             parts of the sequences of every KV placement. "neo": two micro-batches, one of which has the sequences with
             CPU attention (NEO section 3).
-        embedding_tier: Tier of the input embeddings, "gpu" or "cpu", where they are not also the output matrix.
+        embedding_tier: Tier of the input embeddings, where they are not also the output matrix. From "disk" the rows of
+            a sweep's tokens are read.
         deferred_rows: The most sequences of a job that may enter placement "deferred", where a sequence takes much
             longer than elsewhere; None: no limit but capacity.
         kv_layers: Number of layers that keep the KV of placement "streamed" in GPU memory (Pie section 3.3). Above 0,
@@ -154,6 +155,8 @@ class Policy:
         Args:
             compute_tier: The tier of the compute device's own memory.
         """
+        if self.head_tier != compute_tier:
+            return True
         layers = [(tier, n) for counts in self.weight_layers.values() for tier, n in zip(TIERS, counts, strict=True)]
         seqs = [(KVPlacement(name).tier, count) for name, count in self.kv_seqs.items()]
         return any(tier != compute_tier for tier, count in layers + seqs if count)
@@ -204,6 +207,15 @@ class Policy:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"max_num_seqs": self.max_num_seqs}
+
+
+def vocabulary_chunk_rows(vocab_size: int) -> int:
+    """Rows of a vocabulary chunk of the output matrix; the last chunks may have fewer.
+
+    Args:
+        vocab_size: Rows of the whole matrix.
+    """
+    return -(-vocab_size // VOCABULARY_CHUNKS)
 
 
 def takes_drafts(attention_budget: str) -> bool:
@@ -555,7 +567,7 @@ def check_policy(policy: Policy, max_num_seqs: int) -> None:
             raise ValueError(f"{name} must be above 0, not {getattr(policy, name)}")
     choices: dict[str, tuple[str, ...]] = {
         "admission": ("continuous", "static"), "batch_order": ("even", "mixed", "neo"),
-        "head_tier": ("gpu", "cpu"), "embedding_tier": ("gpu", "cpu"),
+        "head_tier": TIERS, "embedding_tier": TIERS,
     }  # fmt: skip
     for name, allowed in choices.items():
         if getattr(policy, name) not in allowed:

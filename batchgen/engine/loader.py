@@ -352,8 +352,9 @@ def existing_store(files: ModelFiles, offload_dir: Path, dtype: str, weights: st
 
 
 def needs_store(policy: Policy) -> bool:
-    """Tell whether a policy needs a weight store: for weights that stream from disk, or that are quantized to int4."""
-    return policy.weight_format == INT4 or any(on_disk for _, _, on_disk in policy.weight_layers.values())
+    """Tell whether a policy needs a weight store: for weights that stay on disk, or that are quantized to int4."""
+    on_disk = "disk" in (policy.head_tier, policy.embedding_tier)
+    return policy.weight_format == INT4 or on_disk or any(layers for _, _, layers in policy.weight_layers.values())
 
 
 _loaded_in: int | None = None  # the process in which a model was first loaded
@@ -500,6 +501,7 @@ def _wants_mtp(request: LoadRequest) -> bool:
     One process must compute all on the CPU.
     """
     alone = request.shard is None and not request.device.accelerated and request.task != "score"
+    alone = alone and request.policy.head_tier != "disk"  # its drafts need all of the output matrix
     return alone and request.policy.most_drafts(request.drafts or 0, "cpu") > 0
 
 

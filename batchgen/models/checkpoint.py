@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -36,14 +37,27 @@ from batchgen.models.lora import read_lora
 from batchgen.models.lora_merging import merging
 from batchgen.models.shard import Shard
 from batchgen.models.store.layout import StoreFile, WeightStore
-from batchgen.models.store.weight_store import load_extent, open_per_layer, open_store, read_extent
+from batchgen.models.store.weight_store import load_extent, open_rows, open_store, read_extent
 from batchgen.models.tensor_files.headers import TensorInfo
 from batchgen.models.tensor_files.rows_in_file import RowsInFile
 from batchgen.models.tensor_files.table_rows import TableRows
 from batchgen.ops import int8
 
-# (tensors to load, layer, compute dtype) -> tensors by name
-_Load = Callable[[Which, int, torch.dtype], dict[str, Tensor]]
+
+class _Load(Protocol):
+    """A function that loads tensors by name."""
+
+    def __call__(self, which: Which, layer: int, dtype: torch.dtype, left_out: str | None = None) -> dict[str, Tensor]:
+        """Load tensors.
+
+        Args:
+            which: "embeddings", "layer", "head" or "sinks".
+            layer: Number of the layer.
+            dtype: Compute dtype.
+            left_out: Name of a tensor that is not loaded: a table that `open_rows` opens.
+        """
+
+
 _LoadUnread = Callable[[Which, int, torch.dtype], dict[str, Tensor | RowsInFile]]
 
 
@@ -62,6 +76,8 @@ class Checkpoint:
         load_stored: Function that loads tensors with matrices in `weight_format`, or None.
         load_unread: Function that returns block-quantized rows as places in files (`RowsInFile`) and all other tensors
             loaded; None: the rows cannot be left in the files.
+        open_rows: Function that opens a table before or after the layers by its name, to read its rows one by one; its
+            result is None where its rows cannot be read so. None: no table's can.
 
     Raises:
         InputError: A tensor cannot be read; the message names file and tensor.
@@ -70,11 +86,11 @@ class Checkpoint:
     """
 
     config: ModelConfig
-    load: _Load  # ("embeddings", "layer", "head" or "sinks", layer, dtype)
+    load: _Load
     weight_format: str | None = None
     load_stored: _Load | None = None
     load_unread: _LoadUnread | None = None
-    per_layer_rows: Callable[[], TableRows] | None = None
+    open_rows: Callable[[str], TableRows | None] | None = None
 
     def load_embeddings(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The tensors before the first layer, by name.
@@ -128,7 +144,9 @@ class Checkpoint:
         """
         return self.load("layer", layer, dtype)
 
-    def load_packed(self, which: Which, layer: int, dtype: torch.dtype, weight_format: str) -> dict[str, Tensor]:
+    def load_packed(
+        self, which: Which, layer: int, dtype: torch.dtype, weight_format: str, left_out: str | None = None
+    ) -> dict[str, Tensor]:
         """The tensors of a layer, or before or after the layers, with packed matrices (`layouts.stored_tensors`).
 
         Args:
@@ -136,11 +154,12 @@ class Checkpoint:
             layer: Number of the layer.
             dtype: Compute dtype, in which all other tensors are loaded.
             weight_format: Format of the matrices: "int8", or the checkpoint's own format.
+            left_out: Name of a tensor that is not loaded: a table that `open_rows` opens.
         """
         if weight_format == INT8:
-            return self.load_int8_layer(layer, dtype) if which == "layer" else self.load(which, layer, dtype)
+            return self.load_int8_layer(layer, dtype) if which == "layer" else self.load(which, layer, dtype, left_out)
         assert self.load_stored is not None and weight_format == self.weight_format
-        return self.load_stored(which, layer, dtype)
+        return self.load_stored(which, layer, dtype, left_out)
 
     def load_int8_layer(self, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
         """The tensors of one layer, with matrices as int8 rows (`ops.int8`).
@@ -158,7 +177,8 @@ class Checkpoint:
 
     def open_per_layer(self) -> TableRows | None:
         """The table of per-layer embeddings, whose rows are read one by one; None: the model has none."""
-        return self.per_layer_rows() if self.per_layer_rows is not None and self.config.per_layer_size else None
+        has_table = self.open_rows is not None and self.config.per_layer_size
+        return self.open_rows(f"{PER_LAYER}.weight") if self.open_rows is not None and has_table else None
 
     def load_head(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The tensors after the last layer, by name.
@@ -265,16 +285,19 @@ class _Parts:
         """
         return self.stored_format if self.shard is None or self.stored_format in NATIVE_FORMATS else None
 
-    def load(self, which: Which, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    def load(self, which: Which, layer: int, dtype: torch.dtype, left_out: str | None = None) -> dict[str, Tensor]:
         self._prefetch(which, layer)
-        layout = layout_of(self.config, which, layer, unfused=self.of_gguf)
+        layout = _without(left_out, layout_of(self.config, which, layer, unfused=self.of_gguf))
         tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in tensor_shapes(layout).items()}
         return self._filled(which, layout, layer, tensors)
 
-    def load_stored(self, which: Which, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    def load_stored(
+        self, which: Which, layer: int, dtype: torch.dtype, left_out: str | None = None
+    ) -> dict[str, Tensor]:
         if self.config.num_experts:  # too small to be read by several threads around the page cache
             self._prefetch(which, layer)
         layout, stored = self._packed(which, layer, dtype)
+        layout = _without(left_out, layout)
         return self._filled(which, layout, layer, {name: _space(stored[name]) for name in layout})
 
     def load_unread(self, which: Which, layer: int, dtype: torch.dtype) -> dict[str, Tensor | RowsInFile]:
@@ -288,8 +311,13 @@ class _Parts:
             for name, parts in layout.items()
         }
 
-    def per_layer_rows(self) -> TableRows:
-        return self.parts[f"{PER_LAYER}.weight", 0].table_rows()
+    def open_rows(self, name: str) -> TableRows | None:
+        """A table by its name, if it can be read by row. A rank's share of embeddings or output matrix cannot."""
+        part = None if self.shard and not name.startswith(PER_LAYER) else self.parts.get((name, 0))
+        try:
+            return part.table_rows() if part is not None else None
+        except NotImplementedError:
+            return None
 
     def _packed(self, which: Which, layer: int, dtype: torch.dtype) -> tuple[Layout, dict[str, Stored]]:
         """The parts of each tensor, and the form in which it is stored, if matrices stay in `packed_format`."""
@@ -330,10 +358,14 @@ class _Parts:
 
 def _checkpoint_of(parts: _Parts) -> Checkpoint:
     if not parts.packed_format:
-        return Checkpoint(parts.config, parts.load, per_layer_rows=parts.per_layer_rows)
+        return Checkpoint(parts.config, parts.load, open_rows=parts.open_rows)
     unread = parts.load_unread if parts.of_gguf and not parts.shard else None
     packed = parts.packed_format, parts.load_stored, unread
-    return Checkpoint(parts.config, parts.load, *packed, per_layer_rows=parts.per_layer_rows)
+    return Checkpoint(parts.config, parts.load, *packed, open_rows=parts.open_rows)
+
+
+def _without(name: str | None, layout: Layout) -> Layout:
+    return {other: parts for other, parts in layout.items() if other != name}
 
 
 def _space(stored: Stored) -> Tensor:
@@ -369,7 +401,8 @@ class _StoreTensors:
         packed = (INT4, *NATIVE_FORMATS) if self.shard else PACKED_FORMATS
         return self.store.weight_format if self.store.weight_format in packed else None
 
-    def load(self, which: Which, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    def load(self, which: Which, layer: int, dtype: torch.dtype, left_out: str | None = None) -> dict[str, Tensor]:
+        assert left_out is None, "`open_rows` opens no table of embeddings or output matrix"
         file = self._file(which, layer)
         groups = [load_extent(file, extent, dtype) for extent in file.extents.values()]
         stored = {name: tensor for group in groups for name, tensor in group.items()}
@@ -378,7 +411,10 @@ class _StoreTensors:
         tensors = {name: stored[name] if name in stored else joined(config, layer, name, stored) for name in layout}
         return cut_tensors(self.shard, layout, tensors) if self.shard else tensors
 
-    def load_stored(self, which: Which, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    def load_stored(
+        self, which: Which, layer: int, dtype: torch.dtype, left_out: str | None = None
+    ) -> dict[str, Tensor]:
+        assert left_out is None, "`open_rows` opens no table of embeddings or output matrix"
         file = self._file(which, layer)
         groups = [read_extent(file, extent) for extent in file.extents.values()]
         stored = {name: tensor for group in groups for name, tensor in group.items()}
@@ -400,8 +436,11 @@ def _store_checkpoint(store: WeightStore, shard: Shard | None) -> Checkpoint:
     tensors = _StoreTensors(store, shard)
     config, packed_format = shard.config if shard else store.config, tensors.packed_format
     load_stored = tensors.load_stored if packed_format else None
-    table = partial(open_per_layer, store)
-    return Checkpoint(config, tensors.load, packed_format, load_stored, per_layer_rows=table)
+
+    def rows(name: str) -> TableRows | None:
+        return open_rows(store.per_layer, name) if store.per_layer and name.startswith(PER_LAYER) else None
+
+    return Checkpoint(config, tensors.load, packed_format, load_stored, open_rows=rows)
 
 
 def joined(config: ModelConfig, layer: int, name: str, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from batchgen.models.layouts import Stored, Which
     from batchgen.models.shard import Shard
     from batchgen.models.store.layout import Extent, StoreFile, WeightStore
+    from batchgen.models.tensor_files.table_rows import TableRows
 
     Tensors = dict[str, Tensor | Iterator[Tensor]]  # by name; a table comes some rows at a time
 
@@ -53,7 +54,9 @@ _LOCK = "convert.lock"
 _OWN_NAMES = re.compile(r"(embeddings|layer-\d{5,}|head|per-layer-embeddings)\.safetensors|tokenizer")
 # Bytes that manifest, tokenizer and the file system's own records may take beside the weights.
 _SMALL_FILES_BYTES = 8 << 20
-_TABLE_BYTES = 64 << 20  # of a table's rows, which are read and written together
+_TABLE_BYTES = 16 << 20  # of a table's rows, which are read and written together
+# The table of a file that may be larger than memory.
+_TABLES = {"embeddings": "embed.weight", "head": "lm_head.weight"}
 _DIRTY_BYTES = 256 << 20  # written before it is pushed to the disk
 
 
@@ -289,6 +292,7 @@ class _Conversion:
                 matrices.
         """
         from batchgen.models.importance import ChannelImportance, random_tokens
+        from batchgen.models.layouts import PER_LAYER
 
         missing = [p.path.name not in self.finished for p in self.planned]
         measured_layers = 0  # all up to the last that is missing: each is measured on what those before it make
@@ -303,9 +307,13 @@ class _Conversion:
             tensors: Tensors = {}
             importance: dict[str, Tensor] = {}
             if absent and planned.which == "per_layer":
-                tensors = _table(checkpoint, planned, dtype)
-            elif absent or measuring:
+                opened = checkpoint.open_per_layer()
+                assert opened is not None, "the model has per-layer embeddings"
+                tensors = _in_pieces(opened, planned.layout, f"{PER_LAYER}.weight", dtype)
+            elif measuring:
                 tensors = self._load(checkpoint, planned, dtype)
+            elif absent:
+                tensors = self._load_by_row(checkpoint, planned, dtype)
             if measuring and measured is not None:
                 importance = measured.next_layer(tensors)
             elif measuring:
@@ -315,12 +323,23 @@ class _Conversion:
                 )
             yield planned, tensors if absent else None, importance
 
-    def _load(self, checkpoint: Checkpoint, planned: _PlannedFile, dtype: torch.dtype) -> dict[str, Tensor]:
+    def _load_by_row(self, checkpoint: Checkpoint, planned: _PlannedFile, dtype: torch.dtype) -> Tensors:
+        """The tensors of a file, of which embeddings or the output matrix come some rows at a time where they can."""
+        name = _TABLES.get(planned.which)
+        has_table = any(t.name == name for extent in planned.layout.extents.values() for t in extent.tensors)
+        table = checkpoint.open_rows(name) if name and has_table and checkpoint.open_rows is not None else None
+        if name is None or table is None:
+            return self._load(checkpoint, planned, dtype)
+        return self._load(checkpoint, planned, dtype, name) | _in_pieces(table, planned.layout, name, dtype)
+
+    def _load(
+        self, checkpoint: Checkpoint, planned: _PlannedFile, dtype: torch.dtype, left_out: str | None = None
+    ) -> Tensors:
         weight_format = self.header["weight_format"]
         as_stored = weight_format != INT4 or (planned.which == "layer" and checkpoint.weight_format == INT4)
         if weight_format in PACKED_FORMATS and as_stored:  # else it is packed as it is written
-            return checkpoint.load_packed(planned.which, planned.layer, dtype, weight_format)
-        return checkpoint.load(planned.which, planned.layer, dtype)
+            return {**checkpoint.load_packed(planned.which, planned.layer, dtype, weight_format, left_out)}
+        return {**checkpoint.load(planned.which, planned.layer, dtype, left_out)}
 
     def _held_manifest(self, overwrite: bool) -> dict[str, Any] | None:
         """The manifest of this store, finished or not, that the directory has; None: no file of it can be kept."""
@@ -370,13 +389,13 @@ def _without_checksums(file: StoreFile) -> StoreFile:
     return replace(file, extents={name: replace(e, checksum=None) for name, e in file.extents.items()})
 
 
-def _table(checkpoint: Checkpoint, planned: _PlannedFile, dtype: torch.dtype) -> Tensors:
-    """The table of per-layer embeddings, some rows at a time."""
+def _in_pieces(opened: TableRows, file: StoreFile, name: str, dtype: torch.dtype) -> Tensors:
+    """A table of a file, some rows at a time, so that it is never in memory as a whole."""
     import numpy as np
 
-    (extent,), opened = planned.layout.extents.values(), checkpoint.open_per_layer()
-    assert opened is not None, "the model has per-layer embeddings"
-    (stored,) = extent.tensors
+    from batchgen.models.store.layout import find_tensor
+
+    stored = find_tensor(file, name)
     num_rows = stored.shape[0]
     step = max(1, _TABLE_BYTES * num_rows // stored.num_bytes)
 

@@ -74,7 +74,14 @@ def query_growth_table(config: ModelConfig, num_positions: int) -> Tensor | None
     return 1 + config.query_growth * (1 + periods.float()).log()
 
 
-def embed(config: ModelConfig, weights: Weights, token_ids: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+def embed(
+    config: ModelConfig,
+    weights: Weights,
+    token_ids: Tensor,
+    positions: Tensor,
+    dtype: torch.dtype,
+    rows: Tensor | None = None,
+) -> Tensor:
     """Hidden states of tokens: their embeddings, with learned positions and a projection if the model has them.
 
     Args:
@@ -83,6 +90,7 @@ def embed(config: ModelConfig, weights: Weights, token_ids: Tensor, positions: T
         token_ids: Token ids, int64 [tokens]; those of type t are raised by t * vocab_size.
         positions: Position of each token, int64 [tokens].
         dtype: Compute dtype.
+        rows: The tokens' rows of the embedding table, [tokens, embed], where `weights` has no such table.
 
     Returns:
         Hidden states [tokens, hidden].
@@ -91,7 +99,7 @@ def embed(config: ModelConfig, weights: Weights, token_ids: Tensor, positions: T
     if "token_types.weight" in weights:
         types = F.embedding(token_ids // config.vocab_size, weights["token_types.weight"])
         token_ids = token_ids % config.vocab_size
-    hidden = ops.embedding(token_ids, weights["embed.weight"], dtype)
+    hidden = ops.embedding(token_ids, weights["embed.weight"], dtype) if rows is None else rows
     if config.embedding_scale != 1:
         scale = config.embedding_scale
         if config.family in (*GEMMA, *GEMMA4):  # rounded to the dtype first, as the models were trained

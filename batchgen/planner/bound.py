@@ -28,7 +28,7 @@ from batchgen.planner.step_seconds import all_reduce_s, elementwise_s, experts_f
 
 _NOTHING = Placement(
     w_gpu=0, w_cpu=0, w_disk=0, kv_gpu=0, kv_cpu=0, kv_streamed=0, kv_disk=0, act_gpu=0, act_cpu=0,
-    head_gpu=0, head_cpu=0, streamed_peak=0, disk_peak=0,
+    head_gpu=0, head_cpu=0, embed_disk=1, streamed_peak=0, disk_peak=0,
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from batchgen.core.dtypes import INT8, NATIVE_FORMATS
 from batchgen.core.hardware import ComputeRates, known
-from batchgen.core.plan import first_batch_cpu_share
+from batchgen.core.plan import VOCABULARY_CHUNKS, first_batch_cpu_share
 from batchgen.ops.attention_plan import MIN_SHARED_SEQUENCES, MIN_SHARED_TOKENS
 from batchgen.planner.batch_load import page_runs
 from batchgen.planner.layer_sizes import AttentionKind
@@ -35,6 +35,7 @@ from batchgen.planner.step_seconds import (
     dequantize_experts_s,
     dequantize_s,
     elementwise_s,
+    embedding_rows_s,
     experts_frac,
     experts_read_ahead,
     experts_touched,
@@ -662,8 +663,10 @@ def head_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]:
         logits_s(s, phase.logits_rows, s.num_gpu_batches, as_stored=as_stored) for as_stored in (False, True)
     )
     compute: Linear = sampling_s(s, phase.logits_rows) + prepacked_s
-    if s.on_gpu and stored_s > prepacked_s:  # chunks that come over lie as they are stored
-        compute = compute + at.head_cpu * (stored_s - prepacked_s)
+    chunked = at.head_cpu if s.on_gpu else at.head_disk
+    if stored_s > prepacked_s:  # chunks that come over lie as they are stored
+        compute = compute + chunked * (stored_s - prepacked_s)
+    compute = compute + at.reads_table(s) * embedding_rows_s(s, phase.tokens)
     lanes: dict[str, Linear] = {"compute": compute}
     if s.on_gpu:
         moved = at.head_cpu * s.head_bytes + at.act_gpu * (phase.tokens * (s.hidden_bytes + s.per_layer_bytes))
@@ -671,6 +674,11 @@ def head_lanes(s: CostInputs, phase: Phase, at: Placement) -> dict[str, Linear]:
         lanes["dram"] = moved * (1 / s.hardware.dram_bytes_per_s)
         if s.hardware.shared_cores:
             lanes["cores"] = compute + _copy_s(s, {"h2d": moved})
+    elif s.output_matrix_bytes:
+        read = at.head_disk * s.output_matrix_bytes
+        calls_s = at.head_disk * (VOCABULARY_CHUNKS * call_overhead_s(s))
+        lanes["disk_read"] = transfer_s(read, s.hardware.disk_read_bytes_per_s) + calls_s
+        lanes["compute"] = compute + read * (1 / s.hardware.dram_bytes_per_s)
     return lanes
 
 

@@ -57,8 +57,8 @@ def drafted_phases(s: CostInputs, phases: Sequence[Phase], at: Placement) -> tup
         return tuple(_undrafted(s, phase, rates) for phase in phases)
     if s.model.state:
         rates = replace(rates, proposed=rates.proposed * s.draft_state_share)
-    holds_logits = s.on_gpu and number(at.head_cpu) > 0
-    most_rows = held_logit_rows(s.model, int(s.element_bytes), s) if holds_logits else math.inf
+    holds_logits = number(at.head_cpu if s.on_gpu else at.head_disk) > 0
+    most_rows = held_logit_rows(s.model, int(s.element_bytes), s, s.workload.task) if holds_logits else math.inf
     return tuple(_fastest(s, phase, at, rates, most_rows) for phase in phases)
 
 
@@ -94,7 +94,8 @@ def _takes_drafts(s: CostInputs, at: Placement, rates: DraftRates) -> bool:
     if not rates.most:
         return False
     beside = s.on_gpu and (number(at.kv_cpu) > 0 or s.deferral is not None)
-    streams = max(map(number, (at.w_streamed if s.on_gpu else at.w_disk, at.kv_streamed, at.kv_disk))) > 0
+    away = (at.w_streamed, at.head_cpu) if s.on_gpu else (at.w_disk, at.head_disk)
+    streams = max(map(number, (*away, at.kv_streamed, at.kv_disk))) > 0
     if beside or (s.model.state and not s.draft_state_share) or (rates.only_while_streaming and not streams):
         return False
     return takes_drafts(s.attention_budget)

@@ -83,8 +83,8 @@ def make_plan(
         weight_format=s.weight_format,
         kv_format=s.kv_format,
         weight_layers={group: (int(a), int(b), int(c)) for group, (a, b, c) in counts.weight_layers.items()},
-        head_tier="gpu" if counts.head_on_gpu else "cpu",
-        embedding_tier="gpu" if counts.embeddings_on_gpu else "cpu",
+        head_tier=_tier(counts.head_on_gpu, counts.head_on_disk),
+        embedding_tier=_tier(counts.embeddings_on_gpu, counts.embeddings_on_disk),
         kv_seqs={name: int(count) for name, count in counts.kv_seqs.items() if count},
         activation_batches=(int(counts.activation_batches[0]), int(counts.activation_batches[1])),
         batch_order=_batch_order(s, counts),
@@ -116,6 +116,11 @@ def make_plan(
         kernels=s.hardware.kernels.of(_kernel_keys(s)),
         states=_planned_states(s, policy),
     )
+
+
+def _tier(on_gpu: float, on_disk: float) -> str:
+    """The tier of a tensor that is in host memory unless it is elsewhere."""
+    return "gpu" if on_gpu else "disk" if on_disk else "cpu"
 
 
 def _planned_states(s: CostInputs, policy: Policy) -> PlannedStates | None:

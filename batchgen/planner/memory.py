@@ -16,7 +16,7 @@ from batchgen.core.direct_io import aligned
 from batchgen.core.draft_rates import draft_state_share
 from batchgen.core.dtypes import INT4
 from batchgen.core.kv_placement import TIERS, KVPlacement
-from batchgen.core.plan import PINNED_BYTES, VOCABULARY_CHUNKS, MemoryPlan, Policy, passing_bytes, spread_layers
+from batchgen.core.plan import PINNED_BYTES, MemoryPlan, Policy, passing_bytes, spread_layers, vocabulary_chunk_rows
 from batchgen.models.config import ModelConfig
 from batchgen.planner.kv_memory import Demand, kv_pools
 from batchgen.planner.linear import Linear, number, total
@@ -34,6 +34,7 @@ from batchgen.planner.sizes import (
     group_bytes_of_layers,
     held_logit_rows,
     most_captured_tokens,
+    output_chunk_bytes,
     planned_logit_rows,
     sent_bytes,
 )
@@ -70,6 +71,7 @@ class Held:
         read_buffer: bytes of one host buffer for a layer's weights from disk.
         head_gpu, head_cpu: 1 where the output matrix is.
         embed_gpu: 1 if the input embeddings are on the accelerator.
+        head_disk, embed_disk: 1 if the output matrix, or a table of embeddings beside it, is on disk.
         act_gpu, act_cpu: micro-batches whose activations wait there between layers.
         acts_wait: 1 if `act_cpu` is above 0.
         delegates: 1 if the CPU attends to any sequence for the accelerator.
@@ -91,6 +93,8 @@ class Held:
     head_gpu: Linear
     head_cpu: Linear
     embed_gpu: Linear
+    head_disk: Linear
+    embed_disk: Linear
     act_gpu: Linear
     act_cpu: Linear
     acts_wait: Linear
@@ -138,16 +142,19 @@ def _weight_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
     if s.weight_format == INT4:
         device = "gpu" if held.on_gpu else "cpu"
         yield Item(device, "expanded weights", s.dequantized_slot_bytes + held.delegates * s.dequantized_slot_bytes)
-    yield Item("cpu", "weights", (1 - held.embed_gpu) * s.embedding_bytes + held.head_cpu * s.head_bytes)
-    if not held.on_gpu:
+    embeddings = (1 - held.embed_gpu) * s.embedding_bytes - held.embed_disk * s.embedding_table_bytes
+    head = held.head_cpu * s.head_bytes + held.head_disk * (s.head_bytes - s.output_matrix_bytes)
+    yield Item("cpu", "weights", embeddings + head)
+    if held.on_gpu:
+        yield Item("gpu", "weights", held.embed_gpu * s.embedding_bytes + held.head_gpu * s.head_bytes)
+    if not s.output_matrix_bytes:
         return
-    yield Item("gpu", "weights", held.embed_gpu * s.embedding_bytes + held.head_gpu * s.head_bytes)
-    if s.model.has_head:
-        chunk = -(-s.model.output_size // VOCABULARY_CHUNKS) * s.output_row_bytes
-        yield Item("gpu", "weights in transit", held.head_cpu * (HEAD_SLOTS * chunk))
-        if held.task != "score":  # to choose tokens, all of the vocabulary has to be there
-            logits = held_logit_rows(s.model, int(s.element_bytes), batches) * s.model.output_size * 4
-            yield Item("gpu", "logits", held.head_cpu * logits, "compute")
+    device, comes_over = ("gpu", held.head_cpu) if held.on_gpu else ("cpu", held.head_disk)
+    chunk = output_chunk_bytes(s, from_disk=not held.on_gpu)
+    yield Item(device, "weights in transit", comes_over * (HEAD_SLOTS * chunk))
+    if held.task != "score":  # to choose tokens, all of the vocabulary has to be there
+        logits = held_logit_rows(s.model, int(s.element_bytes), batches, held.task) * s.model.output_size * 4
+        yield Item(device, "logits", comes_over * logits, "compute" if held.on_gpu else None)
 
 
 def _activation_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
@@ -167,6 +174,7 @@ def _activation_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
     hidden, waiting = batches.batch_tokens * int(s.hidden_bytes), _waiting_bytes(s, batches)
     if not held.on_gpu:
         yield Item("cpu", "activations", work + WORKSPACE_BYTES + (batches.num_gpu_batches - 1) * waiting)
+        yield Item("cpu", "activations", held.head_disk * -_spared_by_chunks(s, rows))
         return
     yield Item("gpu", "activations", work + DEVICE_WORKSPACE_BYTES, "compute")
     yield Item("gpu", "activations", held.act_gpu * waiting, "compute")
@@ -181,6 +189,17 @@ def _activation_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
         waits = held.deferred_seqs * exchanged_values(model, kv=False) * element
         yield Item("cpu", "activations", waits)
         yield Item("gpu", "activations", deferred_bytes(model, element, held.deferred_seqs), "compute")
+
+
+def _spared_by_chunks(s: Sizes, rows: int) -> int:
+    """Bytes of logits, of those that `activation_bytes` counts, where they are those of a vocabulary chunk at a time.
+
+    Args:
+        s: Sizes of the model.
+        rows: Rows of logits that are computed together.
+    """
+    others = s.model.output_size - vocabulary_chunk_rows(s.model.output_size) if s.output_matrix_bytes else 0
+    return rows * others * (int(s.element_bytes) + 4)  # what they are computed in, and their fp32
 
 
 def _waiting_bytes(s: Sizes, batches: Batches) -> int:
@@ -237,8 +256,10 @@ def _held_by_placement(s: CostInputs, at: Placement) -> Held:
         stream_buffer=at.streamed_peak * sum(s.slot_group_bytes.values()),
         read_buffer=at.disk_peak * sum(s.disk_group_bytes.values()),
         head_gpu=at.head_gpu if s.on_gpu else 0,
-        head_cpu=at.head_cpu if s.on_gpu else 1,
+        head_cpu=at.head_cpu,
         embed_gpu=at.embed_gpu,
+        head_disk=at.head_disk,
+        embed_disk=at.embed_disk,
         act_gpu=at.act_gpu * s.num_gpu_batches,
         act_cpu=at.act_cpu * s.num_gpu_batches,
         acts_wait=at.acts_wait,
@@ -280,7 +301,8 @@ def state_slots(seqs: Mapping[str, Linear], share_prefixes: bool, draft_share: f
 def placement_bytes(s: CostInputs, at: Placement) -> dict[str, dict[str, float]]:
     """Weights, KV and activations between layers by tier: FlexGen's wg..hd in bytes."""
     held = _held_by_placement(s, at)
-    weights: dict[str, list[Linear]] = {tier: [] for tier in TIERS} | {"disk": [held.weights["disk"]]}
+    on_disk = [held.weights["disk"], held.head_disk * s.output_matrix_bytes, held.embed_disk * s.embedding_table_bytes]
+    weights: dict[str, list[Linear]] = {tier: [] for tier in TIERS} | {"disk": on_disk}
     for item in fixed_items(s, s, held):
         if item.part == "weights":
             weights[item.tier].append(item.size)
@@ -353,7 +375,7 @@ def plan_memory(
     for tier, num_bytes in pools.tier_bytes.items():
         if num_bytes:
             parts[tier]["KV"] = num_bytes
-    held_rows = held_logit_rows(config, int(sizes.element_bytes), policy)
+    held_rows = held_logit_rows(config, int(sizes.element_bytes), policy, demand.task)
     return MemoryPlan(
         budgets=dict(budgets),
         parts=parts,
@@ -363,7 +385,7 @@ def plan_memory(
         logit_rows=planned_logit_rows(
             config, int(sizes.element_bytes), policy.batch_tokens, policy.batch_seqs, demand.task
         ),
-        held_logit_rows=held_rows if "logits" in parts.get("gpu", ()) else None,
+        held_logit_rows=held_rows if any("logits" in of_tier for of_tier in parts.values()) else None,
         window=pools.window,
         window_blocks=pools.window_blocks,
         state_slots={tier: int(number(slots)) for tier, slots in held.state_slots.items()},
@@ -413,8 +435,10 @@ def _held_by_policy(s: Sizes, policy: Policy, demand: Demand, *, on_gpu: bool, p
         stream_buffer=stream_buffer,
         read_buffer=read_buffer,
         head_gpu=int(on_gpu and policy.head_tier == "gpu"),
-        head_cpu=int(not on_gpu or policy.head_tier != "gpu"),
+        head_cpu=int(policy.head_tier == "cpu"),
         embed_gpu=int(on_gpu and policy.embedding_tier == "gpu"),
+        head_disk=int(policy.head_tier == "disk"),
+        embed_disk=int(policy.embedding_tier == "disk" and not s.model.tied_embeddings),
         act_gpu=policy.activation_batches[0],
         act_cpu=policy.activation_batches[1],
         acts_wait=int(policy.activation_batches[1] > 0),

@@ -66,7 +66,7 @@ def with_embeddings(s: CostInputs, solution: Solution) -> Solution:
     """
     if not s.on_gpu or not s.embedding_bytes:
         return solution
-    counts = replace(solution.counts, embeddings_on_gpu=1)
+    counts = replace(solution.counts, embeddings_on_gpu=1, embeddings_on_disk=0)
     placement = counts.placement(s)
     if number(peak_bytes(s, placement)["gpu"]) > s.budgets["gpu"] - _TOLERANCE_BYTES:
         return solution
@@ -186,6 +186,9 @@ class _PlacementMIP(MIP):
             kv_layers=self._count(layers - 1) if allowed.kv_by_layer else Expression({}),
             activation_batches=(self._count(batches if s.on_gpu else 0), self._count(batches)),
             head_on_gpu=self._count(1 if s.on_gpu else 0),
+            # An accelerator's chunks come from host memory.
+            head_on_disk=self._count(1 if "disk" in tiers and s.output_matrix_bytes and not s.on_gpu else 0),
+            embeddings_on_disk=self._count(1 if "disk" in tiers and s.embedding_table_bytes else 0),
         )
         for of_group in amounts.weight_layers.values():
             self.equal(total(of_group), layers)
@@ -247,6 +250,8 @@ class _PlacementMIP(MIP):
             {name: read(count) for name, count in amounts.kv_seqs.items()} | {"deferred": self.s.deferred_seqs},
             (read(amounts.activation_batches[0]), read(amounts.activation_batches[1])),
             read(amounts.head_on_gpu),
+            head_on_disk=read(amounts.head_on_disk),
+            embeddings_on_disk=read(amounts.embeddings_on_disk),
             kv_layers=read(amounts.kv_layers),
         )
 

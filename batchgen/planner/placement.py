@@ -39,6 +39,8 @@ class Placement:
         acts_wait: 1 if the activations of any micro-batch wait in host memory.
         stages: 1 if KV of any sequence comes to the GPU for its attention.
         embed_gpu: 1 if the input embeddings are on the GPU; only memory depends on it, as few rows come over otherwise.
+        head_disk: 1 if the output matrix is on disk, which is for a model without a GPU.
+        embed_disk: 1 if the table of the input embeddings is on disk, where it is not the output matrix too.
         experts_disk: fraction of the bytes of all experts that are on disk.
         needs_store: 1 if weights need a weight store that is written first.
     """
@@ -64,6 +66,8 @@ class Placement:
     acts_wait: Linear = 0
     stages: Linear = 0
     embed_gpu: Linear = 0
+    head_disk: Linear = 0
+    embed_disk: Linear = 0
     experts_disk: Linear = 0
     needs_store: Linear = 0
 
@@ -71,6 +75,10 @@ class Placement:
     def w_streamed(self) -> Linear:
         """Fraction of the weights that come over the bus in every sweep."""
         return self.w_cpu + self.w_disk
+
+    def reads_table(self, s: Sizes) -> Linear:
+        """1 if the rows of a sweep's tokens are read from an embedding table on disk."""
+        return self.head_disk if s.model.tied_embeddings else self.embed_disk
 
 
 @dataclass(frozen=True)
@@ -82,7 +90,9 @@ class Amounts(Generic[Value]):
         kv_seqs: KV placement -> sequences.
         activation_batches: micro-batches whose activations wait on (GPU, CPU) between layers.
         head_on_gpu: 1 if the output matrix is on the GPU.
-        embeddings_on_gpu: 1 if the input embeddings are there.
+        head_on_disk: 1 if the output matrix is on disk.
+        embeddings_on_gpu: 1 if the input embeddings are on the GPU.
+        embeddings_on_disk: 1 if their table is on disk, and is not the output matrix too.
         kv_layers: layers in which KV of placement "streamed" stays on the GPU.
     """
 
@@ -90,7 +100,9 @@ class Amounts(Generic[Value]):
     kv_seqs: Mapping[str, Value]
     activation_batches: tuple[Value, Value]
     head_on_gpu: Value
+    head_on_disk: Linear = 0
     embeddings_on_gpu: float = 0
+    embeddings_on_disk: Linear = 0
     kv_layers: Linear = 0
 
 
@@ -98,6 +110,8 @@ class Amounts(Generic[Value]):
 class Counts(Amounts[float]):
     """A placement as numbers of layers, sequences and micro-batches, which become fields of `core.plan.Policy`."""
 
+    head_on_disk: float = 0
+    embeddings_on_disk: float = 0
     kv_layers: float = 0
 
     def placement(self, s: CostInputs) -> Placement:
@@ -172,22 +186,25 @@ def placement_of(s: CostInputs, amounts: Amounts[Value], rounding: Rounding) -> 
         act_gpu=amounts.activation_batches[0] / batches,
         act_cpu=amounts.activation_batches[1] / batches,
         head_gpu=amounts.head_on_gpu,
-        head_cpu=1 - amounts.head_on_gpu,
+        head_cpu=1 - amounts.head_on_gpu - amounts.head_on_disk,
+        head_disk=amounts.head_on_disk,
+        embed_disk=amounts.embeddings_on_disk,
         embed_gpu=amounts.embeddings_on_gpu,
         streamed_peak=fullest(s.slot_group_bytes, (1, 2)),
         disk_peak=fullest(s.disk_group_bytes, (2,)),
-        needs_store=_needs_store(s, [on_disk for _, _, on_disk in groups.values()], rounding),
+        needs_store=_needs_store(s, amounts, rounding),
         **_buffers(s, kv, amounts.activation_batches[1], rounding),
     )
 
 
-def _needs_store(s: CostInputs, layers_on_disk: Sequence[Linear], rounding: Rounding) -> Linear:
+def _needs_store(s: CostInputs, amounts: Amounts[Value], rounding: Rounding) -> Linear:
     """1 if a weight store must be written: there is none, and weights stay on disk or are in 4 bits; else 0."""
     if not s.loading.store_bytes:
         return 0
     if s.must_write_store:
         return 1
-    return rounding.least(1, *((layers, s.model.num_layers) for layers in layers_on_disk))
+    layers = [(on_disk, s.model.num_layers) for _, _, on_disk in amounts.weight_layers.values()]
+    return rounding.least(1, *layers, (amounts.head_on_disk, 1), (amounts.embeddings_on_disk, 1))
 
 
 def _buffers(s: CostInputs, kv: Mapping[str, Linear], batches_on_host: Linear, rounding: Rounding) -> dict[str, Linear]:

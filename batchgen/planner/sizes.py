@@ -9,8 +9,9 @@ from functools import cached_property, lru_cache
 from typing import Protocol
 
 from batchgen.core.attention_budget import ALL
-from batchgen.core.direct_io import aligned
+from batchgen.core.direct_io import ALIGNMENT, aligned
 from batchgen.core.dtypes import FORMAT_BYTES, INT8, MIXED, weight_format_of
+from batchgen.core.plan import vocabulary_chunk_rows
 from batchgen.models.config import ModelConfig
 from batchgen.models.layouts import (
     end_bytes,
@@ -36,6 +37,8 @@ _CODED_ROWS_BYTES, _DEVICE_CODED_BYTES = 16 << 20, 128 << 20
 _CHUNK_BYTES, _FEWEST_CHUNK_TOKENS = 16 << 20, 256
 _GPU_CHUNK_TOKENS = 4096
 _LOGITS_BYTES, _FEWEST_LOGIT_ROWS = 160 << 20, 32
+# Drafts of each sequence whose logits are held with those of the sequences.
+_HELD_DRAFTS = 4
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,24 @@ class Sizes:
     def embedding_bytes(self) -> float:
         """Bytes of the input embedding, where it is a tensor of its own."""
         return 0.0 if self.model.tied_embeddings else float(self._end_bytes[0])
+
+    @property
+    def output_matrix_bytes(self) -> int:
+        """Bytes of the output matrix, or of the token embedding if that is tied; 0 where the model makes no logits."""
+        return self.model.output_size * self.output_row_bytes if self.model.has_head else 0
+
+    @cached_property
+    def embedding_row_bytes(self) -> int:
+        """Bytes of a row of the embedding table; 0 where it is not here."""
+        if not self.model.embeds:
+            return 0
+        tensors = stored_tensors(self.model, "embeddings", 0, self.compute_format, self.weight_format)
+        return tensors["embed.weight"].num_bytes // self.model.vocab_size
+
+    @property
+    def embedding_table_bytes(self) -> int:
+        """Bytes of the input embeddings' table, where it is a tensor of its own."""
+        return 0 if self.model.tied_embeddings else self.model.vocab_size * self.embedding_row_bytes
 
     @cached_property
     def _end_bytes(self) -> tuple[int, int]:
@@ -315,12 +336,27 @@ def planned_logit_rows(
     return min(rows, logit_rows(config, dtype_bytes)) if config.has_head else 0
 
 
-def held_logit_rows(config: ModelConfig, dtype_bytes: int, batches: Batches) -> int:
+def output_chunk_bytes(sizes: Sizes, *, from_disk: bool) -> int:
+    """Bytes of a buffer for one vocabulary chunk of the output matrix; in a file it begins anywhere in a page."""
+    num_bytes = vocabulary_chunk_rows(sizes.model.output_size) * sizes.output_row_bytes
+    return aligned(num_bytes) + ALIGNMENT if from_disk else num_bytes
+
+
+def held_logit_rows(config: ModelConfig, dtype_bytes: int, batches: Batches, task: str | None) -> int:
     """The most rows of a sweep whose logits are all held, where the output matrix comes over in vocabulary chunks.
 
     There is a row for each sequence, and some for drafts and for tokens of prompts that are scored.
+
+    Args:
+        config: The model's configuration.
+        dtype_bytes: Bytes of a number in the compute format.
+        batches: Numbers of sequences and tokens in flight.
+        task: "generate", "score", or None for either.
     """
-    return batches.max_num_seqs + min(batches.max_num_batched_tokens, logit_rows(config, dtype_bytes))
+    others = min(batches.max_num_batched_tokens, logit_rows(config, dtype_bytes))
+    if task == "generate":
+        others = min(others, _HELD_DRAFTS * batches.max_num_seqs)
+    return batches.max_num_seqs + others
 
 
 @lru_cache(maxsize=64)

@@ -11,7 +11,7 @@ from batchgen.core.draft_rates import MOST_DRAFTS
 from batchgen.core.hardware import ComputeRates, HardwareProfile
 from batchgen.core.kv_expansion import Recut
 from batchgen.core.kv_placement import KVPlacement
-from batchgen.core.plan import VOCABULARY_CHUNKS, Plan, kv_on_device, spread_layers
+from batchgen.core.plan import Plan, kv_on_device, spread_layers, vocabulary_chunk_rows
 from batchgen.models.config import ModelConfig
 from batchgen.planner.batch_load import Attended, BatchLoad, ChosenLoad
 from batchgen.planner.layer_sizes import AttentionKind
@@ -28,6 +28,7 @@ from batchgen.planner.step_seconds import (
     dequantize_experts_s,
     dequantize_s,
     elementwise_s,
+    embedding_rows_s,
     experts_read_ahead,
     experts_touched,
     few_queries_attention_s,
@@ -197,7 +198,8 @@ class StepCosts:
         self.vocabulary_chunks = self._streams.vocabulary_chunks
         # An emulated accelerator reads them where they are.
         self.fetches_summaries = not s.shares_cores and policy.summary_tier("gpu") == "cpu"
-        self.embeds_on_gpu = WeightResidency.of_policy(policy, config).tier_of_embeddings(config) == "gpu"
+        embeddings = WeightResidency.of_policy(policy, config).tier_of_embeddings(config)
+        self.embeds_on_gpu, self.reads_embeddings = embeddings == "gpu", embeddings == "disk"
         self._before_frac = before_attention_frac(config)
         # The part of what comes after attention that comes before the experts.
         self.route_frac = 1 - after_router_frac(config) / (1 - self._before_frac)
@@ -401,7 +403,10 @@ class _SweepCosts:
         links = [(_BYTES[step.kind](self._costs, step, load), hardware.h2d_bytes_per_s)]
         if step.kind == "embed":
             links.append((_bytes_from_embedding(self._costs, load), hardware.d2h_bytes_per_s))
-        return sum(transfer_s(size, rate, 1, hardware.link_overhead_s) for size, rate in links if rate and size)
+        seconds = sum(transfer_s(size, rate, 1, hardware.link_overhead_s) for size, rate in links if rate and size)
+        if step.kind == "embed" and self._costs.reads_embeddings:
+            seconds += embedding_rows_s(self._costs.inputs, load.tokens)
+        return seconds
 
     def computed(self, step: Step, load: BatchLoad) -> float:
         """Seconds of a computation, and what the copies before it took of its cores, or the disk of the memory."""
@@ -539,6 +544,12 @@ class _SweepCosts:
         seconds = transfer_s(size, hardware.disk_read_bytes_per_s, runs, hardware.disk_read_overhead_s)
         return self._over_memory(size, seconds + call_overhead_s(s))
 
+    def read_head(self, step: Step, load: BatchLoad) -> float:
+        """Seconds of reading one vocabulary chunk of the output matrix from disk."""
+        size = _head_bytes(self._costs, step, load)
+        seconds = transfer_s(size, self._costs.hardware.disk_read_bytes_per_s) + call_overhead_s(self._costs.inputs)
+        return self._over_memory(size, seconds)
+
     def written_kv(self, step: Step, load: BatchLoad) -> float:
         """Seconds of writing a micro-batch's KV, or its states, to disk."""
         s, hardware = self._costs.inputs, self._costs.hardware
@@ -564,6 +575,7 @@ _SECONDS: Mapping[str, Callable[[_SweepCosts, Step, BatchLoad], float]] = {
     "cpu_attention": _SweepCosts.attended_on_cpu,
     "attend_deferred": _SweepCosts.attended_deferred,
     **dict.fromkeys(("read_weight", "read_dense", "read_experts"), _SweepCosts.read_weights),
+    "read_head": _SweepCosts.read_head,
     "read_cache": _SweepCosts.read_kv,
     "write_cache": _SweepCosts.written_kv,
     **dict.fromkeys(("load_weight", "load_head", "load_hidden", "load_cache", "swap_in"), _SweepCosts.copied),
@@ -578,9 +590,8 @@ def _weight_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
 def _head_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:
     """Bytes of one chunk of the vocabulary, which is the Step's layer."""
     model = costs.inputs.model
-    chunk = -(-model.output_size // VOCABULARY_CHUNKS)
-    rows = max(0, min(chunk, model.output_size - step.layer * chunk))
-    return rows * model.embed_size * costs.element_bytes
+    chunk = vocabulary_chunk_rows(model.output_size)
+    return max(0, min(chunk, model.output_size - step.layer * chunk)) * costs.inputs.output_row_bytes
 
 
 def _embedded_bytes(costs: StepCosts, step: Step, load: BatchLoad) -> float:

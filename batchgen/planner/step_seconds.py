@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple, overload
 
+from batchgen.core.direct_io import aligned
 from batchgen.core.dtypes import INT4, KV_CODE_BITS, matmul_key, packed_matmul_key
 from batchgen.core.hardware import ComputeRates, Rates, known
 from batchgen.core.routing import Routing
@@ -322,6 +323,12 @@ def logits_s(s: CostInputs, rows: float, batches: int = 1, *, as_stored: bool = 
 def sampling_s(s: CostInputs, rows: float) -> float:
     """Seconds of choosing a token from each row of logits."""
     return rows * s.model.output_size / s.hardware.sampling_logits_per_s
+
+
+def embedding_rows_s(s: CostInputs, tokens: float) -> float:
+    """Seconds of reading the rows of so many tokens from an embedding table on disk, where tokens differ."""
+    hardware, page_bytes = s.hardware, aligned(s.embedding_row_bytes)
+    return tokens * transfer_s(page_bytes, hardware.disk_read_bytes_per_s, 1, hardware.disk_read_overhead_s)
 
 
 def schedule_s(s: CostInputs, sampled: float, batches: int) -> float:

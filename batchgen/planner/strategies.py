@@ -187,7 +187,8 @@ def _no_layer_keeps_kv(candidate: Candidate) -> str:
 
 def _nothing_on_disk(candidate: Candidate) -> str:
     at = candidate.counts.placement(candidate.inputs)
-    return "" if at.w_disk or at.kv_disk else "all of it is in memory: nothing would be gained by streaming"
+    on_disk = at.w_disk or at.kv_disk or at.head_disk or at.embed_disk
+    return "" if on_disk else "all of it is in memory: nothing would be gained by streaming"
 
 
 def _holds_weights(policy: Policy) -> bool:
@@ -199,7 +200,8 @@ def _classes(policy: Policy) -> set[str]:
 
 
 def _uses_disk(policy: Policy) -> bool:
-    return "disk" in _classes(policy) or any(on_disk for _, _, on_disk in policy.weight_layers.values())
+    on_disk = "disk" in {*_classes(policy), policy.head_tier, policy.embedding_tier}
+    return on_disk or any(layers for _, _, layers in policy.weight_layers.values())
 
 
 GPU_ONLY = Strategy(

@@ -43,7 +43,7 @@ def sweeps_of_layers(context: StepContext, layers: Sequence[int]) -> Sweeps:
 def numbered_before(steps: Iterable[Step], layers: Sequence[int]) -> Iterator[Step]:
     """The Steps of `sweeps_of_layers`, as those of the model's own layers, with numbers that no later Step has."""
     for step in steps:
-        of_head = step.kind in ("head", "load_head")
+        of_head = step.kind in ("head", "read_head", "load_head")
         yield step._replace(
             id=step.id - _BEFORE,
             sweep=step.sweep - _BEFORE,

@@ -83,7 +83,7 @@ class WeightResidency:
         """
         away = [{tier for tier in groups.values() if tier != compute_tier} for groups in self.layers]
         accelerated = compute_tier == "gpu"
-        brings_head = accelerated and self.head != "gpu" and has_head and makes_logits
+        brings_head = self.head != compute_tier and has_head and makes_logits
         # An accelerator's host would have to wait for what its router chooses.
         on_demand_tokens = 0 if accelerated else self.on_demand_tokens
         return Streams(

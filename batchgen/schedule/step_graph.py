@@ -10,7 +10,7 @@ from batchgen.core.kv_placement import KVPlacement
 Lane = Literal["compute", "cpu_attention", "h2d", "d2h", "disk_read", "disk_write", "receive", "send"]
 LANES: tuple[Lane, ...] = get_args(Lane)
 StepKind = Literal[
-    "read_weight", "read_dense", "read_experts", "load_weight", "expand_weight", "load_head",
+    "read_weight", "read_dense", "read_experts", "load_weight", "expand_weight", "read_head", "load_head",
     "choose_pages", "read_cache", "load_cache", "store_cache", "write_cache", "swap_in", "swap_out",
     "embed", "receive", "load_hidden", "store_hidden", "send",
     "pre", "attention", "route", "post", "head", "layers",
@@ -20,7 +20,7 @@ StepKind = Literal[
 # The lane of each kind of Step; `batchgen.runtime.steps.handlers` has its work.
 KINDS: dict[StepKind, Lane] = {
     "read_weight": "disk_read", "read_dense": "disk_read", "read_experts": "disk_read",
-    "load_weight": "h2d", "expand_weight": "compute", "load_head": "h2d",
+    "load_weight": "h2d", "expand_weight": "compute", "read_head": "disk_read", "load_head": "h2d",
     "choose_pages": "compute",  # of KV that passes through a staging buffer
     "read_cache": "disk_read", "load_cache": "h2d", "store_cache": "d2h", "write_cache": "disk_write",
     "swap_in": "h2d", "swap_out": "d2h",  # KV of sequences that move to the device's pool, or to the host's

@@ -372,7 +372,8 @@ class Sweeps:
         while len(flow.head_loads) < min(stop, self.streams.vocabulary_chunks):
             p = len(flow.head_loads)
             slot = p % HEAD_SLOTS
-            step = self._step("load_head", p, 0, weight_slot=slot, after=self._head_users.get(slot, ()))
+            kind: StepKind = "load_head" if self.streams.accelerated else "read_head"
+            step = self._step(kind, p, 0, weight_slot=slot, after=self._head_users.get(slot, ()))
             flow.head_loads.append(step.id)
             yield step
 

@@ -28,7 +28,10 @@ ON_AN_ACCELERATOR = (
     "load_attention", "read_cache", "load_cache", "attention", "store_cache", "write_cache", "post", "store_hidden",
     "load_head", "head",
 )  # fmt: skip
-ON_THE_CPU = ("embed", "read_weight", "expand_weight", "pre", "read_cache", "attention", "write_cache", "post", "head")
+ON_THE_CPU = (
+    "embed", "read_weight", "expand_weight", "pre", "read_cache", "attention", "write_cache", "post",
+    "read_head", "head",
+)  # fmt: skip
 
 
 class Trouble(Exception):
@@ -73,6 +76,7 @@ def engine_of(model, stores, threads):
         else:
             layers = {"qkv": (0, 1, 2), "out": (0, 1, 2), "up": (0, 0, 3), "down": (0, 3, 0)}
             fields = {"weight_layers": layers, "kv_seqs": {"cpu": 4, "disk": 4}, "weight_format": "int4"}
+            fields |= {"head_tier": "disk", "embedding_tier": "disk"}
             policy = make_policy(model, device, num_gpu_batches=2, gpu_batch_size=4, **fields | changes)
         made.append(Engine.from_parts(make_parts(model, device, policy, offload_dir, serial=serial, store=store)))
         return made[-1]
@@ -256,6 +260,39 @@ def test_a_store_file_is_damaged_after_it_was_opened(engine_of, damaged, damage)
     with pytest.raises(BatchgenError, match="convert the model again") as found:
         list(engine.generate(rows()))
     assert str(path) in str(found.value)
+
+
+@pytest.mark.parametrize("which", ["embeddings", "head"])
+def test_a_table_on_disk_is_damaged_before_it_is_read(engine_of, damaged, which):
+    store, _ = damaged
+    file = getattr(store, which)
+    with file.path.open("r+b") as opened:
+        opened.seek(next(iter(file.extents.values())).offset + 100)
+        opened.write(b"\x7f\x7f\x7f\x7f")
+    with pytest.raises(BatchgenError, match="convert the model again") as found:
+        engine_of(CPU, store=store, weight_format="float32")
+    assert str(file.path) in str(found.value) and "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("which", ["embeddings", "head"])
+def test_a_table_on_disk_that_changes_in_the_midst_of_a_job_ends_it(engine_of, damaged, expected, which):
+    """No row is of the new weights."""
+    store, _ = damaged
+    engine, done = engine_of(CPU, store=store, weight_format="float32"), {}
+    path = getattr(store, which).path
+
+    def change(stats):
+        if stats.sweeps == 12:
+            with path.open("r+b") as opened:
+                opened.seek(path.stat().st_size // 2)
+                opened.write(bytes(range(64)))
+            touch(path)
+
+    with pytest.raises(BatchgenError, match=r"was changed while .* again") as found:
+        for completion in engine.generate(itertools.islice(endless(), 200), on_sweep=change):
+            done[completion.index] = completion.samples[0].token_ids
+    assert str(path) in str(found.value)
+    assert done and all(expected[index % len(expected)] == tokens for index, tokens in done.items())
 
 
 def test_a_store_file_is_truncated_in_the_midst_of_a_job(engine_of, damaged):

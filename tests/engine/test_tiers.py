@@ -180,7 +180,8 @@ def random_case(rng, variants):
         "weight_format": weight_format,
         "kv_format": kv_format,
         "weight_layers": layers,
-        "head_tier": rng.choice(["gpu", "cpu"]) if accelerated else "cpu",
+        "head_tier": rng.choice(["gpu", "cpu"] if accelerated else ["cpu", "disk"]),
+        "embedding_tier": rng.choice(["gpu", "cpu", "disk"] if accelerated else ["cpu", "disk"]),
         "kv_seqs": {c: members.count(c) for c in classes if c in members},
         "kv_layers": kv_layers,
         "activation_batches": (num_batches - on_host, on_host),
@@ -383,10 +384,11 @@ def test_every_kind_of_step(family, mode, reference, stores):
         shuffle_steps(parts, seed=1)
     before_each_step(parts, lambda step: kinds.add(step.kind))
     assert run(parts, *all_rows(expected))[0] == expected.tokens
-    # Captured sweeps are a CUDA device's; experts are read on demand where the host computes; stages are in
-    # test_pipeline.py.
+    # Captured sweeps are a CUDA device's; experts and the output matrix are read where the host computes; stages are
+    # in test_pipeline.py.
     # Nobody is late, so nothing is swapped; pages are chosen in test_attention_budget.py.
-    others = {"layers", "read_dense", "route", "read_experts", "receive", "send", "swap_in", "swap_out", "choose_pages"}
+    others = {"layers", "read_dense", "route", "read_experts", "read_head", "receive", "send", "swap_in", "swap_out"}
+    others.add("choose_pages")
     assert kinds == KINDS.keys() - others
     moved = parts.executor.bytes_moved
     assert all(moved[lane] > 0 for lane in ("h2d", "d2h", "disk_read", "disk_write"))

@@ -24,6 +24,7 @@ from tiny_tokenizers import make_tiny_tokenizer
 import batchgen
 from batchgen.cli import commands
 from batchgen.core.errors import BatchgenError, InputError
+from batchgen.models import convert as converting
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.convert import convert
 from batchgen.models.files import read_config, resolve_for_planning, resolve_model, weight_paths
@@ -105,6 +106,38 @@ def test_a_gguf(tmp_path, monkeypatch, tensor_type):
     ours, theirs = load_tokenizer(resolve_model(str(store.path))), load_tokenizer(files)
     assert ours.identity() == theirs.identity() and ours.eos_token_ids == theirs.eos_token_ids
     assert ours.encode_chat(MESSAGES) == theirs.encode_chat(MESSAGES)
+
+
+@pytest.mark.parametrize("kind", ["files of transformers", "GGUF in Q8_0"])
+def test_tables_that_are_written_some_rows_at_a_time_are_the_same_bytes(tmp_path, monkeypatch, llama, kind):
+    """Embeddings and output matrix are never in memory as a whole."""
+    files = llama
+    if kind != "files of transformers":
+        model = make_tiny_model("llama", tmp_path / "model")
+        tokenizer = make_tiny_tokenizer(tmp_path / "model")
+        write_tiny_gguf(model, tmp_path / "tiny.gguf", tensor_type="Q8_0", tokenizer=tokenizer)
+        files = resolve_model(str(tmp_path / "tiny.gguf"))
+    stores, pieces = [], []
+    monkeypatch.setattr(converting, "_in_pieces", counting_pieces(pieces))
+    for table_bytes in (1 << 30, 1000):
+        monkeypatch.setattr(converting, "_TABLE_BYTES", table_bytes)
+        stores.append(content(convert(files, tmp_path / str(table_bytes), dtype="float32").path))
+    assert stores[0] == stores[1]
+    whole, parts = pieces[: len(pieces) // 2], pieces[len(pieces) // 2 :]
+    assert whole and all(rows == 1 for rows in whole) and all(rows > 5 for rows in parts)
+
+
+def counting_pieces(counts):
+    """`_in_pieces`, with the number of pieces of each table added to a list."""
+    in_pieces = converting._in_pieces
+
+    def counted(*given):
+        ((name, pieces),) = in_pieces(*given).items()
+        pieces = list(pieces)
+        counts.append(len(pieces))
+        return {name: iter(pieces)}
+
+    return counted
 
 
 def test_a_model_without_a_tokenizer(tmp_path):

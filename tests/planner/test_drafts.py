@@ -48,8 +48,8 @@ def sweeps_s(plan):
 
 @pytest.mark.parametrize("rates", [NEARLY_ALL, HALF, FORCED])
 def test_a_plan_that_streams_weights_has_drafts_and_predicts_what_they_save(rates):
-    without, _ = planned(None, memory=8 * GIB)
-    plan, run = planned(rates, memory=8 * GIB)
+    without, _ = planned(None, memory=7 * GIB)
+    plan, run = planned(rates, memory=7 * GIB)
     assert without.prediction.drafts == ()
     assert plan.prediction.most_drafts(32) >= 4
     assert sweeps_s(plan) == pytest.approx(run.total_s, rel=0.15)
@@ -160,6 +160,6 @@ def test_drafts_have_rows_of_logits_where_these_are_held_for_all_chunks_of_the_v
     streamed = dict.fromkeys(s.model.layer_tensors, (0, s.model.num_layers, 0))
     at = Counts(streamed, {"gpu": s.max_num_seqs}, (s.num_gpu_batches, 0), head_on_gpu).placement(s)
     (phase,) = drafted_phases(s, [Phase(96.0, 0.0, 0.0, 64.0, 200.0)], at)
-    most = held_logit_rows(s.model, int(s.element_bytes), s)
+    most = held_logit_rows(s.model, int(s.element_bytes), s, s.workload.task)
     assert 64 < most < s.max_num_batched_tokens
     assert (phase.decode_tokens > most) == bool(head_on_gpu) and phase.most_drafts

@@ -59,7 +59,7 @@ def check_placement(candidate):
     at = counts.placement(s)
     assert at.w_gpu + at.w_cpu + at.w_disk == pytest.approx(1)
     assert at.kv_gpu + at.kv_cpu + at.kv_streamed + at.kv_disk == pytest.approx(1)
-    assert at.act_gpu + at.act_cpu == pytest.approx(1) and at.head_gpu + at.head_cpu == pytest.approx(1)
+    assert at.act_gpu + at.act_cpu == pytest.approx(1) and at.head_gpu + at.head_cpu + at.head_disk == pytest.approx(1)
     check_fits(s, at)
 
 
@@ -532,3 +532,23 @@ def test_four_bits_are_advised_where_they_can_be_asked_for():
         with pytest.raises(InputError) as refused:
             search(replace(small, offers_int4=offers))
         assert ("--weights int4" in str(refused.value)) == offers
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embeddings_and_output_matrix_go_to_disk_where_memory_does_not_hold_them(tied):
+    """There is a plan within a budget that is smaller than they are, and more memory makes no plan slower."""
+    model = replace(llama_8b(), vocab_size=262144, tied_embeddings=tied)
+    tables = (1 if tied else 2) * model.vocab_size * model.embed_size * 2
+    hardware, on_disk, seconds = cpu_box(), [], []
+    for memory in (0.9 * tables, 1.2 * tables, 2 * tables, 4 * tables, 30 * GIB):
+        best = search(
+            problem(
+                hardware, model, Workload.uniform(16, 64, 32), budgets={"cpu": memory, "disk": 400.0 * GIB},
+                max_num_seqs=16,
+            )
+        )  # fmt: skip
+        check_placement(best)
+        on_disk.append((best.counts.head_on_disk, best.counts.embeddings_on_disk))
+        seconds.append(best.seconds)
+    assert on_disk[0] == (1, 0 if tied else 1) and on_disk[-1] == (0, 0)
+    assert all(later <= earlier * 1.01 for earlier, later in itertools.pairwise(seconds)), seconds

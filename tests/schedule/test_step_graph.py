@@ -105,7 +105,7 @@ def hazards(steps, streams, sweeps):  # noqa: C901 (a line for each kind of Step
             use(("experts", slot, k), kind == "read_experts", layer)
         if kind in ("route", "read_experts") or (kind == "post" and (step.sweep, layer, k) in routed):
             use(("routes", k), kind == "route", (step.sweep, layer))
-        if kind == "load_head":
+        if kind in ("read_head", "load_head"):
             use(("head", slot), True, (step.sweep, layer))
         if kind == "head":
             if streams.vocabulary_chunks:
@@ -372,7 +372,7 @@ def jobs(draw):
         weights=tuple(t == "disk" or (t == "host" and accelerated) for t in tiers),
         disk_weights=tuple(t == "disk" for t in tiers),
         dequantized=draw(st.booleans()),
-        vocabulary_chunks=draw(st.integers(0, 5)) if accelerated else 0,
+        vocabulary_chunks=draw(st.integers(0, 5)),
         kv_on_device=kv_on_device(layers, draw(st.integers(1, layers))) if by_layer else (),
         state_layers=tuple(j for j in range(layers) if draw(st.booleans())),
         on_demand=() if accelerated else tuple(t == "disk" and draw(st.booleans()) for t in tiers),
@@ -450,6 +450,10 @@ JOBS = [
         ],
     ),
     (
+        Streams(False, (True, False), (True, False), vocabulary_chunks=3),
+        [[BatchFlow(), BatchFlow()], [BatchFlow(samples=False)], [BatchFlow()]],
+    ),
+    (
         Streams(False, (False, False), (False, False), dequantized=True),
         [[BatchFlow()], [BatchFlow(samples=False)], [OLD_ON_DISK], [BatchFlow()], [BatchFlow(samples=False)]],
     ),
@@ -504,7 +508,7 @@ def test_a_wait_left_out_is_a_hazard():
         ("write_cache", "attention"), ("write_cache", "store_cache"),
         ("send_qkv", "pre"), ("cpu_attention", "send_qkv"), ("load_attention", "cpu_attention"),
         ("load_hidden", "post"), ("load_hidden", "store_hidden"), ("store_hidden", "post"),
-        ("head", "load_head"), ("load_head", "head"),
+        ("head", "load_head"), ("load_head", "head"), ("head", "read_head"), ("read_head", "head"),
         ("expand_weight", "read_dense"), ("read_dense", "post"), ("read_experts", "route"), ("post", "read_experts"),
         ("send_deferred", "pre"), ("attend_deferred", "send_deferred"), ("join_deferred", "attend_deferred"),
         ("attention", "swap_in"), ("swap_in", "store_cache"), ("swap_in", "embed"),

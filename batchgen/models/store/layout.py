@@ -132,6 +132,15 @@ class WeightStore:
         return sum(file.num_bytes for file in self.files)
 
 
+def find_tensor(file: StoreFile, name: str) -> StoredTensor:
+    """The tensor of a file by its name. Raises LookupError where it has none of that name."""
+    for extent in file.extents.values():
+        for tensor in extent.tensors:
+            if tensor.name == name:
+                return tensor
+    raise LookupError(f"{file.path} has no tensor {name}")
+
+
 def layer_file_name(layer: int) -> str:
     return f"layer-{layer:05d}.safetensors"
 

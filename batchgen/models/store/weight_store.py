@@ -8,11 +8,11 @@ docs/weight_store.md describes the format.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from batchgen.core.direct_io import DirectFile, aligned_buffer
+from batchgen.core.direct_io import ALIGNMENT, DirectFile, aligned_buffer
 from batchgen.core.dtypes import BLOCK_FORMATS, INT4, INT8, PACKED_FORMATS
 from batchgen.core.errors import BatchgenError, InputError, one_line
 from batchgen.models.config import ModelConfig
@@ -25,6 +25,7 @@ from batchgen.models.store.layout import (
     StoreFile,
     WeightStore,
     file_from_json,
+    find_tensor,
     layer_file_name,
 )
 from batchgen.models.store.manifest import STORE_MANIFEST, read_store_manifest
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from batchgen.core.file_version import FileVersion
     from batchgen.models.tensor_files.table_rows import FileRows
 
 _PIECE_BYTES = 4 << 20  # read, hashed and converted at a time
@@ -74,15 +76,19 @@ def open_store(path: Path | str) -> WeightStore:
     return store
 
 
-def open_per_layer(store: WeightStore) -> FileRows:
-    """The table of per-layer embeddings of a store, whose rows are read one by one, without a checksum of each."""
+def open_rows(file: StoreFile, name: str, version: FileVersion | None = None) -> FileRows:
+    """A table of a store, whose rows are read one by one, without a checksum of each.
+
+    Args:
+        file: File of the store that has the table.
+        name: Name of the table.
+        version: Version of the file that is read; it must not change. None: that is not checked.
+    """
     from batchgen.models.tensor_files.table_rows import FileRows, unpack_numbers
     from batchgen.ops import cpp
 
-    assert store.per_layer is not None, "the model has per-layer embeddings"
-    (extent,) = store.per_layer.extents.values()
-    (tensor,) = extent.tensors
-    info = TensorInfo(store.per_layer.path, tensor.dtype, tensor.shape, tensor.offset, tensor.num_bytes)
+    tensor = find_tensor(file, name)
+    info = TensorInfo(file.path, tensor.dtype, tensor.shape, tensor.offset, tensor.num_bytes, version)
     if tensor.dtype in BLOCK_FORMATS:
         return FileRows(tensor.name, info, lambda packed, out: cpp.unpack_blocks(tensor.dtype.upper(), packed, out))
     return FileRows(tensor.name, info, unpack_numbers(SAFETENSORS_DTYPES[tensor.dtype]))
@@ -149,6 +155,36 @@ def read_extent(file: StoreFile, extent: Extent) -> dict[str, Tensor]:
     return views(extent, buffer)
 
 
+def read_tensors(file: StoreFile, names: Collection[str]) -> dict[str, Tensor]:
+    """Read some tensors of a file past the page cache, and nothing else of it; the checksums are not looked at.
+
+    Args:
+        file: File of the store.
+        names: Names of the tensors.
+
+    Returns:
+        Tensors by name, in the forms of `views`.
+
+    Raises:
+        BatchgenError: The file cannot be read.
+    """
+    import torch
+
+    tensors: dict[str, Tensor] = {}
+    try:
+        with contextlib.closing(DirectFile(file.path)) as direct:
+            for tensor in (t for extent in file.extents.values() for t in extent.tensors if t.name in names):
+                start = tensor.offset // ALIGNMENT * ALIGNMENT
+                memory = aligned_buffer(tensor.offset + tensor.num_bytes - start)
+                if direct.read([(start, memoryview(memory))]) < len(memory):
+                    raise BatchgenError(f"{file.path} ends within tensor {tensor.name}: {_REPAIR}")
+                place = Extent(tensor.name, start, len(memory), None, (tensor,))
+                tensors |= views(place, torch.frombuffer(memory, dtype=torch.uint8))
+    except OSError as error:
+        raise BatchgenError(f"cannot read {file.path}: {error.strerror}: check the disk, or {_REPAIR}") from error
+    return tensors
+
+
 def load_extent(file: StoreFile, extent: Extent, dtype: torch.dtype) -> dict[str, Tensor]:
     """Read one group and verify its checksum. Its tensors become numbers; packed matrices are dequantized.
 
@@ -211,6 +247,20 @@ def is_intact(file: StoreFile) -> bool:
             return has_checksums(file, direct)
     except OSError:
         return False
+
+
+def verify_file(file: StoreFile, direct: DirectFile) -> None:
+    """Raise BatchgenError if an open file does not have the checksums of all its groups.
+
+    Args:
+        file: File of the store.
+        direct: That file, opened for direct I/O.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    if not has_checksums(file, direct):
+        raise BatchgenError(f"{file.path} is damaged: it does not have its checksums: {_REPAIR}")
 
 
 def has_checksums(file: StoreFile, direct: DirectFile) -> bool:

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from batchgen.core.direct_io import DirectFile, aligned
-from batchgen.core.errors import BatchgenError
-from batchgen.core.file_version import FileVersion
+from batchgen.core.direct_io import aligned
 from batchgen.models.config import ModelConfig
 from batchgen.models.store.layout import StoreFile, WeightStore
-from batchgen.models.store.weight_store import has_checksums, verify, views
+from batchgen.models.store.weight_store import verify, views
 from batchgen.runtime.memory.expert_forecast import ExpertForecast
-from batchgen.runtime.memory.expert_reads import ExpertReads, Piece, Stretch
-from batchgen.runtime.memory.transfers import Arena, as_buffer
+from batchgen.runtime.memory.expert_reads import ExpertReads, Stretch
+from batchgen.runtime.memory.store_reader import Piece, StoreReader
+from batchgen.runtime.memory.transfers import Arena
 from batchgen.schedule.residency import WeightResidency
 from batchgen.schedule.step_graph import WEIGHT_SLOTS
 
@@ -45,8 +44,7 @@ class DiskWeights:
         self._num_experts = config.num_experts
         self._on_demand: dict[int, ExpertReads] = {}  # by slot, of layers whose experts are read on demand
         self._forecast = ExpertForecast(len(residency.layers), config.num_experts)
-        self._files: dict[int, DirectFile] = {}
-        self._verified: dict[int, FileVersion | None] = {}  # by layer, the version of its file whose checksums fit
+        self._readers: dict[int, StoreReader] = {}  # by layer
         self._views: dict[tuple[int, int | None], dict[str, Tensor]] = {}
         self._stretches: list[list[Stretch]] = []
         for layer, tiers in enumerate(residency.layers):
@@ -54,7 +52,7 @@ class DiskWeights:
             if "disk" in tiers.values():
                 assert store is not None, "weights on disk are in a weight store"
                 file = store.layers[config.first_layer + layer]
-                self._files[layer] = _open(file)
+                self._readers[layer] = StoreReader(file)
                 stretches = _stretches(file, [group for group in file.extents if tiers[group] == "disk"])
             self._stretches.append(stretches)
         size = max((s.stop for stretches in self._stretches for s in stretches), default=0)
@@ -82,14 +80,15 @@ class DiskWeights:
 
     def read(self, layer: int, slot: int) -> None:
         """Read a layer. Raises BatchgenError, also where its checksums do not fit."""
-        before = self._version(layer)
-        for stretch in self._stretches[layer]:
-            self._fetch(layer, slot, [(stretch.file_offset, stretch.start, stretch.stop)])
+        reader, stretches, buffer = self._readers[layer], self._stretches[layer], self._buffers[slot]
+        before = reader.version()
+        for stretch in stretches:
+            self.num_read_bytes += reader.fetch(buffer, [(stretch.file_offset, stretch.start, stretch.stop)])
         # Hashed when it is first read in a job, and again where the file was written to since.
-        if not before == self._version(layer) == self._verified.get(layer):
-            for stretch in self._stretches[layer]:
-                _verify(stretch, self._buffers[slot][stretch.start : stretch.stop])
-            self._verified[layer] = before
+        if not before == reader.version() == reader.verified:
+            for stretch in stretches:
+                _verify(stretch, buffer[stretch.start : stretch.stop])
+            reader.verified = before
         self._on_demand.pop(slot, None)
 
     def read_dense(self, layer: int, slot: int) -> None:
@@ -99,57 +98,22 @@ class DiskWeights:
             BatchgenError: It cannot be read.
         """
         reads = self._on_demand[slot] = ExpertReads(self._stretches[layer], self._num_experts)
-        self._fetch_part(layer, slot, [*reads.dense(), *reads.experts(self._forecast.likely(layer))])
+        self._read_part(layer, slot, [*reads.dense(), *reads.experts(self._forecast.likely(layer))])
 
     def read_experts(self, layer: int, slot: int, experts: Sequence[int]) -> None:
         """Read those of these experts that have not been read since `read_dense`. Raises BatchgenError."""
         self._forecast.add(layer, experts)
-        self._fetch_part(layer, slot, self._on_demand[slot].experts(experts))
+        self._read_part(layer, slot, self._on_demand[slot].experts(experts))
 
     def close(self) -> None:
         """Close the files, and let go of the buffers."""
-        for file in self._files.values():
-            file.close()
+        for reader in self._readers.values():
+            reader.close()
         self._views.clear()
         self._buffers.clear()
 
-    def _fetch(self, layer: int, slot: int, pieces: Sequence[Piece]) -> None:
-        """Read pieces of a layer's file into a buffer. Raises BatchgenError."""
-        file, buffer = self._files[layer], self._buffers[slot]
-        try:
-            count = file.read([(offset, as_buffer(buffer[start:stop])) for offset, start, stop in pieces])
-        except OSError as error:
-            raise _cannot_read(file, error) from error
-        self.num_read_bytes += count
-        wanted = sum(stop - start for _, start, stop in pieces)
-        if count < wanted:  # what the buffer held before must not pass for weights
-            raise BatchgenError(f"{file.path} is shorter than it was: convert the model again")
-
-    def _fetch_part(self, layer: int, slot: int, pieces: Sequence[Piece]) -> None:
-        """Read pieces of a layer that was verified, which have no checksums of their own. Raises BatchgenError."""
-        self._fetch(layer, slot, pieces)
-        while (version := self._version(layer)) != self._verified[layer]:
-            stretch = self._stretches[layer][0]
-            try:
-                intact = has_checksums(stretch.file, self._files[layer])
-            except OSError as error:
-                raise _cannot_read(self._files[layer], error) from error
-            if not intact:
-                raise BatchgenError(
-                    f"{stretch.file.path} was changed while the job ran:"
-                    " convert the model again, and run the same command again"
-                )
-            self._verified[layer] = version
-            self._fetch(layer, slot, pieces)
-
-    def _version(self, layer: int) -> FileVersion | None:
-        """The version of a layer's file now; None: nothing of it is on disk. Raises BatchgenError."""
-        if layer not in self._files:
-            return None
-        try:
-            return self._files[layer].version()
-        except OSError as error:
-            raise _cannot_read(self._files[layer], error) from error
+    def _read_part(self, layer: int, slot: int, pieces: Sequence[Piece]) -> None:
+        self.num_read_bytes += self._readers[layer].fetch_part(self._buffers[slot], pieces)
 
 
 def _stretches(file: StoreFile, groups: Sequence[str]) -> list[Stretch]:
@@ -165,19 +129,6 @@ def _stretches(file: StoreFile, groups: Sequence[str]) -> list[Stretch]:
     return stretches
 
 
-def _open(file: StoreFile) -> DirectFile:
-    try:
-        return DirectFile(file.path)
-    except OSError as error:
-        raise BatchgenError(f"cannot read {file.path}: {error.strerror}: convert the model again") from error
-
-
 def _verify(stretch: Stretch, part: Tensor) -> None:
     for extent in stretch.extents:
         verify(stretch.file, extent, part[stretch.place_of(extent.offset) - stretch.start :])
-
-
-def _cannot_read(file: DirectFile, error: OSError) -> BatchgenError:
-    return BatchgenError(
-        f"cannot read {file.path}: {error.strerror}: check the disk; the same command goes on from here"
-    )

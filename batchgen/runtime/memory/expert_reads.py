@@ -14,8 +14,7 @@ import numpy as np
 from batchgen.core.direct_io import ALIGNMENT
 from batchgen.models.experts import is_of_experts
 from batchgen.models.store.layout import Extent, StoredTensor, StoreFile
-
-Piece = tuple[int, int, int]  # offset in the file; first byte in the buffer, and the one after the last
+from batchgen.runtime.memory.store_reader import Piece
 
 
 @dataclass(frozen=True)

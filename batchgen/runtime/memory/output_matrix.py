@@ -1,4 +1,4 @@
-"""The output matrix: whole on the compute device, or there in vocabulary chunks, one after the other."""
+"""The output matrix in memory: whole on the compute device, or sent there in vocabulary chunks, one after the other."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from batchgen.core.plan import VOCABULARY_CHUNKS
+from batchgen.core.plan import vocabulary_chunk_rows
 from batchgen.models.config import ModelConfig
 from batchgen.ops import dispatch as ops
 from batchgen.ops.cpp import BlockWeight
@@ -25,7 +25,7 @@ class OutputMatrix:
     def __init__(self, config: ModelConfig, packer: WeightPacker) -> None:
         """Have the matrix as a whole until buffers are made."""
         self._config, self._packer = config, packer
-        self._chunk_rows = -(-config.vocab_size // VOCABULARY_CHUNKS)
+        self._chunk_rows = vocabulary_chunk_rows(config.vocab_size)
         self.buffers: list[Tensor] = []
 
     def make_buffers(self, matrix: Tensor, gpu: Arena) -> None:

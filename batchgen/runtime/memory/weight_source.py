@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection
 
 import torch
@@ -10,15 +11,16 @@ from torch import Tensor
 from batchgen.core.dtypes import NATIVE_FORMATS, PACKED_FORMATS
 from batchgen.models.checkpoint import Checkpoint
 from batchgen.models.config import ModelConfig
-from batchgen.models.layouts import Stored, Which, stored_tensors
+from batchgen.models.layouts import PER_LAYER, Stored, Which, stored_tensors
 from batchgen.models.store.layout import StoreFile, WeightStore, layer_groups
-from batchgen.models.store.weight_store import open_per_layer, read_extent
+from batchgen.models.store.weight_store import open_rows, read_extent, read_tensors
 from batchgen.models.tensor_files.table_rows import TableRows
+from batchgen.runtime.memory.store_reader import StoreReader
 from batchgen.schedule.residency import WeightResidency
 
 Tensors = dict[str, Tensor]  # as they are stored
 
-SINKS = "sinks.weight"
+SINKS, EMBEDDINGS, OUTPUT_MATRIX = "sinks.weight", "embed.weight", "lm_head.weight"
 
 
 class WeightSource:
@@ -76,24 +78,41 @@ class WeightSource:
         return {group: of_group for group, of_group in layer_groups(tensors).items() if group in groups}
 
     def embeddings(self) -> Tensors:
-        """The tensors before the layers."""
-        return self._end("embeddings") if self.store is None else _whole(self.store.embeddings)
+        """The tensors before the layers, but for an embedding table that stays on disk."""
+        if self.store is None:
+            return self._end("embeddings")
+        on_disk = self._residency.tier_of_embeddings(self._config) == "disk"
+        return _all_but(self.store.embeddings, EMBEDDINGS if on_disk else None)
 
     def head(self) -> Tensors:
-        """The tensors after the layers."""
-        return self._end("head") if self.store is None else _whole(self.store.head)
+        """The tensors after the layers, but for an output matrix that stays on disk."""
+        if self.store is None:
+            return self._end("head")
+        return _all_but(self.store.head, OUTPUT_MATRIX if self._residency.head == "disk" else None)
 
     def sinks(self) -> Tensors:
         """The attention sinks of all layers, for a stage of a pipeline that does not make logits."""
         if self.store is not None:
-            return {SINKS: _whole(self.store.head)[SINKS]}
+            return {SINKS: _all_but(self.store.head)[SINKS]}
         return {SINKS: self._loader.load_sinks(self._dtype)}
 
     def per_layer_rows(self) -> TableRows | None:
         """The table of per-layer embeddings, which stays in its file; None: the model has none."""
         if not self._config.per_layer_size:
             return None
-        return open_per_layer(self.store) if self.store is not None else self._loader.open_per_layer()
+        if self.store is None:
+            return self._loader.open_per_layer()
+        assert self.store.per_layer is not None, "the model has per-layer embeddings"
+        return open_rows(self.store.per_layer, f"{PER_LAYER}.weight")
+
+    def embedding_rows(self) -> TableRows | None:
+        """The table of the input embeddings, where it stays on disk; else None. Raises BatchgenError."""
+        if self._residency.tier_of_embeddings(self._config) != "disk" or not self._config.embeds:
+            return None
+        assert self.store is not None, "weights on disk are in a weight store"
+        with contextlib.closing(StoreReader(self.store.embeddings)) as reader:
+            reader.verify()
+            return open_rows(self.store.embeddings, EMBEDDINGS, reader.verified)
 
     def is_packed_end(self, which: Which) -> bool:
         """Tell whether "embeddings" or "head" have the output matrix, and it is prepacked."""
@@ -128,6 +147,10 @@ class WeightSource:
         return self._loader.load(which, 0, self._dtype)
 
 
-def _whole(file: StoreFile) -> Tensors:
-    """All tensors of a file with one group, or none."""
-    return {} if not file.extents else read_extent(file, next(iter(file.extents.values())))
+def _all_but(file: StoreFile, left: str | None = None) -> Tensors:
+    """The tensors of a file with one group, or none. left: the name of one that is not read."""
+    if not file.extents:
+        return {}
+    (extent,) = file.extents.values()
+    names = [tensor.name for tensor in extent.tensors]
+    return read_extent(file, extent) if left not in names else read_tensors(file, {*names} - {left})

@@ -26,16 +26,16 @@ from batchgen.models.store.layout import WeightStore
 from batchgen.models.tensor_files.block_packer import BlockPacker
 from batchgen.ops import dispatch as ops
 from batchgen.runtime.memory.dequantized_weights import DequantizedWeights
+from batchgen.runtime.memory.disk_output_matrix import DiskOutputMatrix
 from batchgen.runtime.memory.disk_weights import DiskWeights
 from batchgen.runtime.memory.output_matrix import OutputMatrix
 from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.weight_packing import Tensors, WeightPacker
 from batchgen.runtime.memory.weight_slots import WeightSlots
-from batchgen.runtime.memory.weight_source import SINKS, WeightSource
+from batchgen.runtime.memory.weight_source import EMBEDDINGS, OUTPUT_MATRIX, SINKS, WeightSource
 from batchgen.schedule.residency import WeightResidency
 
-OUTPUT_MATRIX, OUTPUT_BIAS = "lm_head.weight", "lm_head.bias"
-_EMBEDDINGS = "embed.weight"
+OUTPUT_BIAS = "lm_head.bias"
 
 
 class Weights:
@@ -51,6 +51,7 @@ class Weights:
         embeddings: tensors before the layers.
         head: tensors after the layers.
         per_layer: table of per-layer embeddings, whose rows are read from its file; None: the model has none.
+        embedding_rows: table of the input embeddings, where its rows are read from its file; None: it is in memory.
     """
 
     def __init__(  # what is loaded, from where, and for whom
@@ -93,9 +94,10 @@ class Weights:
         self._compute_tier, self.arenas = tiers.compute_tier, tiers.arenas
         self._tiers = tiers
         self.source = WeightSource(config, residency, dtype, tiers.compute_tier, checkpoint, store)
-        self.per_layer = self.source.per_layer_rows()
+        self.per_layer, self.embedding_rows = self.source.per_layer_rows(), self.source.embedding_rows()
         self._packer = WeightPacker(config, residency.weight_format, dtype, tiers, kernels)
         self.output_matrix = OutputMatrix(config, self._packer)
+        self._disk_matrix = self._open_disk_matrix()
         # fp32 [layers, heads] by type of device: the host attends, too.
         self._sinks: dict[str, Tensor] = {}
         self._of_states: dict[int, Tensors] | None = {} if updates_on_host else None
@@ -107,7 +109,7 @@ class Weights:
             if self.source.is_packed_end("head"):
                 self.head = self._packer.pack(self.head, blocks)
             if self.source.is_packed_end("embeddings"):
-                self.embeddings = self._packer.pack_table(self.embeddings, _EMBEDDINGS, blocks)
+                self.embeddings = self._packer.pack_table(self.embeddings, EMBEDDINGS, blocks)
             for j in range(config.num_layers):
                 self._load_layer(j, blocks)
                 if on_layer:
@@ -133,7 +135,7 @@ class Weights:
     @property
     def disk_bytes_read(self) -> int:
         """Bytes read from disk since counts were reset."""
-        return self.disk.num_read_bytes
+        return self.disk.num_read_bytes + (self._disk_matrix.num_read_bytes if self._disk_matrix else 0)
 
     def layer(self, layer: int, slot: int | None = None, *, expanded: bool = True) -> Tensors:
         """A layer's tensors on the compute device, once its Steps have brought them there.
@@ -188,6 +190,11 @@ class Weights:
         if self.dequantized.buffers:
             self.dequantized.dequantize_experts(layer, self._stored(layer, slot), experts)
 
+    def read_head(self, chunk: int, slot: int) -> None:
+        """Read a chunk of the output matrix into host memory. Raises BatchgenError."""
+        assert self._disk_matrix is not None, "the output matrix is in memory"
+        self._disk_matrix.read(chunk, slot)
+
     def load_head(self, chunk: int, slot: int) -> None:
         """Copy a chunk of the output matrix to the accelerator."""
         self.output_matrix.load(self._logits_matrix(), chunk, slot, self._tiers.h2d)
@@ -202,6 +209,9 @@ class Weights:
 
     def vocabulary_chunk(self, chunk: int, slot: int | None) -> tuple[int, ops.Weight]:
         """(first row, rows) of the output matrix on the compute device; the whole of it where it is resident."""
+        if self._disk_matrix is not None:
+            assert slot is not None, "a chunk needs a buffer"
+            return self._disk_matrix.chunk(chunk, slot)
         return self.output_matrix.chunk(self._logits_matrix(), chunk, slot)
 
     def sinks(self, layer: int, device: torch.device) -> Tensor | None:
@@ -216,12 +226,15 @@ class Weights:
     def reset_counts(self) -> None:
         """Count from now on."""
         self.disk.num_read_bytes = 0
+        if self._disk_matrix is not None:
+            self._disk_matrix.num_read_bytes = 0
 
     def close(self) -> None:
         """Close files, and let go of all memory. Counts stay."""
         self.disk.close()
-        if self.per_layer is not None:
-            self.per_layer.close()
+        for opened in (self.per_layer, self.embedding_rows, self._disk_matrix):
+            if opened is not None:
+                opened.close()
         self.dequantized.close()
         self.output_matrix.close()
         self.source.close()
@@ -255,23 +268,35 @@ class Weights:
         config, source = self.config, self.source
         embeddings = source.embeddings() if config.has_embeddings else {}
         head = source.head() if config.has_head else source.sinks() if config.sinks else {}
-        embeddings = self.arenas[self.residency.tier_of_embeddings(config)].keep(embeddings, "the embeddings")
-        self.arenas[self.residency.head].take(sum(t.nbytes for t in head.values()), "the output matrix")
+        embeddings_tier, head_tier = map(_in_memory, (self.residency.tier_of_embeddings(config), self.residency.head))
+        embeddings = self.arenas[embeddings_tier].keep(embeddings, "the embeddings")
+        self.arenas[head_tier].take(sum(t.nbytes for t in head.values()), "the output matrix")
         if config.sinks:
             of_model = head[SINKS].to(torch.float32, copy=True).view(-1, config.num_heads)
             sinks = of_model[config.first_layer :][: config.num_layers]
             self._sinks = {place.type: sinks.to(place) for place in (torch.device("cpu"), device)}
         for name, tensor in head.items():  # small tensors lie where they are used
-            tier = self.residency.head if name == OUTPUT_MATRIX else self._compute_tier
+            tier = head_tier if name == OUTPUT_MATRIX else self._compute_tier
             head[name] = self.arenas[tier].memory.keep(tensor)
         brings_head = self._tiers.links is not None and self.residency.head != "gpu" and config.has_head
         if brings_head and not config.hidden_output:
-            matrix = embeddings[_EMBEDDINGS] if config.tied_embeddings else head[OUTPUT_MATRIX]
+            matrix = embeddings[EMBEDDINGS] if config.tied_embeddings else head[OUTPUT_MATRIX]
             self.output_matrix.make_buffers(matrix, self.arenas["gpu"])
         return as_weights(source.stored("embeddings", 0), embeddings), as_weights(source.stored("head", 0), head)
 
+    def _open_disk_matrix(self) -> DiskOutputMatrix | None:
+        """The output matrix on disk; None: it is in memory, or not here."""
+        config, source = self.config, self.source
+        if self.residency.head != "disk" or not config.has_head or config.hidden_output:
+            return None
+        assert source.store is not None, "weights on disk are in a weight store"
+        tied = config.tied_embeddings
+        file, name = (source.store.embeddings, EMBEDDINGS) if tied else (source.store.head, OUTPUT_MATRIX)
+        stored = source.stored("embeddings" if tied else "head", 0)[name]
+        return DiskOutputMatrix(file, name, stored, self._packer, self.arenas["cpu"])
+
     def _logits_matrix(self) -> ops.Weight:
-        return self.embeddings[_EMBEDDINGS] if self.config.tied_embeddings else self.head[OUTPUT_MATRIX]
+        return self.embeddings[EMBEDDINGS] if self.config.tied_embeddings else self.head[OUTPUT_MATRIX]
 
     def _stored(self, layer: int, slot: int | None) -> Tensors:
         """A layer's tensors on the compute device as they are stored."""
@@ -284,6 +309,11 @@ class Weights:
         if not self.slots.buffers:
             return {}
         return self.slots.views(layer, slot, [*self._on_host[layer], *self.disk.names(layer)])
+
+
+def _in_memory(tier: str) -> str:
+    """The tier of what lies beside a table: host memory, where the table is on disk."""
+    return "cpu" if tier == "disk" else tier
 
 
 def _bytes_of(tensors: Tensors) -> int:

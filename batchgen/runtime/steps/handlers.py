@@ -14,6 +14,7 @@ HANDLERS: Mapping[StepKind, Handler] = {
     "read_experts": weights.read_experts,
     "load_weight": weights.load_weight,
     "expand_weight": weights.expand_weight,
+    "read_head": weights.read_head,
     "load_head": weights.load_head,
     "choose_pages": kv.choose_pages,
     "read_cache": kv.read_cache,

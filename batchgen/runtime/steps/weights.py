@@ -33,6 +33,11 @@ def expand_weight(context: StepContext, step: Step, batch: BatchState) -> None:
     context.weights.dequantize(step.layer, step.weight_slot, experts=not dequantizes_after_router(context, step))
 
 
+def read_head(context: StepContext, step: Step, batch: BatchState) -> None:
+    """Read a vocabulary chunk of the output matrix from disk."""
+    context.weights.read_head(step.layer, step.weight_buffer)
+
+
 def load_head(context: StepContext, step: Step, batch: BatchState) -> None:
     """Copy a vocabulary chunk of the output matrix to the accelerator."""
     context.weights.load_head(step.layer, step.weight_buffer)

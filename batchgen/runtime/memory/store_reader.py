@@ -1,0 +1,105 @@
+"""Reads of one file of a weight store, past the page cache, of bytes that fit the store's checksums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from batchgen.core.direct_io import DirectFile
+from batchgen.core.errors import BatchgenError
+from batchgen.core.file_version import FileVersion
+from batchgen.models.store.layout import StoreFile
+from batchgen.models.store.weight_store import has_checksums, verify_file
+from batchgen.runtime.memory.transfers import as_buffer
+
+Piece = tuple[int, int, int]  # offset in the file; first byte in the buffer, and the one after the last
+
+
+class StoreReader:
+    """An open file of a weight store.
+
+    Attributes:
+        verified: Version of the file whose bytes had the store's checksums; None: they were not looked at.
+    """
+
+    def __init__(self, file: StoreFile) -> None:
+        """Open the file. Raises BatchgenError."""
+        self.verified: FileVersion | None = None
+        self._file = file
+        try:
+            self._direct = DirectFile(file.path)
+        except OSError as error:
+            raise BatchgenError(f"cannot read {file.path}: {error.strerror}: convert the model again") from error
+
+    def version(self) -> FileVersion:
+        """The version of the file now. Raises BatchgenError."""
+        try:
+            return self._direct.version()
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def fetch(self, buffer: Tensor, pieces: Sequence[Piece]) -> int:
+        """Read pieces of the file, whose checksums the caller looks at; returns the bytes read.
+
+        Args:
+            buffer: Memory to fill, uint8, aligned for direct I/O.
+            pieces: Offset in the file of each piece, and its place in the buffer.
+
+        Raises:
+            BatchgenError: The file cannot be read.
+        """
+        try:
+            count = self._direct.read([(offset, as_buffer(buffer[start:stop])) for offset, start, stop in pieces])
+        except OSError as error:
+            raise self._unreadable(error) from error
+        if count < sum(stop - start for _, start, stop in pieces):  # what it held before must not pass for weights
+            raise BatchgenError(f"{self._file.path} is shorter than it was: convert the model again")
+        return count
+
+    def fetch_part(self, buffer: Tensor, pieces: Sequence[Piece]) -> int:
+        """Read pieces that have no checksums of their own; returns the bytes read.
+
+        Where the file was written to since its checksums were looked at, they are looked at again.
+
+        Args:
+            buffer: As for `fetch`.
+            pieces: As for `fetch`.
+
+        Raises:
+            BatchgenError: The file cannot be read, or does not have its checksums any more.
+        """
+        count = self.fetch(buffer, pieces)
+        while (version := self.version()) != self.verified:
+            if not self._has_checksums():
+                raise BatchgenError(
+                    f"{self._file.path} was changed while the job ran:"
+                    " convert the model again, and run the same command again"
+                )
+            self.verified = version
+            count += self.fetch(buffer, pieces)
+        return count
+
+    def verify(self) -> None:
+        """Compare all of the file with its checksums. Raises BatchgenError where they do not fit."""
+        version = self.version()
+        try:
+            verify_file(self._file, self._direct)
+        except OSError as error:
+            raise self._unreadable(error) from error
+        self.verified = version
+
+    def close(self) -> None:
+        """Close the file."""
+        self._direct.close()
+
+    def _has_checksums(self) -> bool:
+        try:
+            return has_checksums(self._file, self._direct)
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: OSError) -> BatchgenError:
+        return BatchgenError(
+            f"cannot read {self._file.path}: {error.strerror}: check the disk; the same command goes on from here"
+        )
