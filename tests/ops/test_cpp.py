@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 import os
+import shutil
 import subprocess
 import sys
 
@@ -1119,3 +1120,15 @@ def test_tile_registers_that_cannot_be_used(without, reason):
     assert unavailable == str({"amx": reason})
     refused = in_a_process(code, BATCHGEN_ISA="amx", BATCHGEN_AMX_WITHOUT=without).stderr.splitlines()[-1]
     assert f"BATCHGEN_ISA=amx is not there ({reason}); this machine has" in refused
+
+
+@pytest.mark.skipif(not shutil.which("valgrind"), reason="valgrind stands in for a CPU without AVX-512")
+def test_a_library_of_all_sets_starts_on_a_cpu_that_lacks_most_of_them():
+    """valgrind knows no AVX-512: it says so to who asks for the CPU's sets, and ends a program that runs any of it."""
+    code = "from batchgen.ops import _kernels; print(_kernels.instruction_sets(), _kernels.active())"
+    run = subprocess.run(
+        ["valgrind", "--tool=none", "--quiet", sys.executable, "-c", code],
+        capture_output=True, text=True, env=os.environ | {"BATCHGEN_ISA": ""},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert "avx512" not in run.stdout and "scalar" in run.stdout
