@@ -555,6 +555,8 @@ class Plan:
             check_policy(plan.policy, max_num_seqs)
             if plan.policy.kv_layers and "gpu" not in plan.budgets:
                 raise ValueError("kv_layers is for a machine with a GPU")
+            if plan.policy.head_tier == "disk" and "gpu" in plan.budgets:
+                raise ValueError("head_tier 'disk' is for a machine without a GPU: make it 'cpu'")
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"not a plan ({error}): write one with `batchgen plan -o FILE`") from error
         return plan

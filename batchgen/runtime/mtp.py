@@ -175,7 +175,8 @@ class MtpProposer:
         tables = tables.in_order(order)
         packed = torch.from_numpy(places)
         ids, at = torch.tensor(tokens)[packed], torch.tensor(positions)[packed]
-        embedded = layers.embed(config, self._weights.embeddings, ids, at, hidden.dtype)
+        rows = self._weights.embedding_rows_of(ids.numpy())
+        embedded = layers.embed(config, self._weights.embeddings, ids, at, hidden.dtype, rows)
         eps = config.norm_eps
         both = (
             ops.norm(embedded, module.embedding_norm, None, eps),

@@ -1,6 +1,7 @@
 """Drafts of a checkpoint's MTP module: as transformers' layers make them, accepted where they are right."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -146,6 +147,22 @@ def test_an_engine_whose_weights_stream_keeps_the_module_where_drafts_are_asked_
     with Engine.from_parts(parts, drafts=drafts) as engine:
         undisturbed(engine, requests_of(prompts_of(), SAMPLING["greedy"]))
         assert (parts.executor.context.take_hidden is None) == (drafts is None)
+
+
+@pytest.mark.parametrize("ends", [{"embedding_tier": "disk"}, {"embedding_tier": "disk", "head_tier": "disk"}])
+def test_drafts_where_the_embeddings_are_on_disk(ends, tmp_path):
+    """The module reads their rows too; where the output matrix is on disk, it does not draft."""
+    path = tmp_path / "model"
+    checkpoint("qwen3_5", path, planted=True)
+    policy = policy_of(path, "memory and disk", "float32", "continuous", 1)
+    found = {}
+    for name, of_ends, drafts in (("plain", {}, 0), ("drafted", ends, 4)):
+        parts = make_parts(path, CPU, replace(policy, **of_ends), tmp_path, longest_tokens=80, drafts=drafts)
+        with Engine.from_parts(parts, drafts=drafts) as engine:
+            found[name] = undisturbed(engine, requests_of(prompts_of(), SAMPLING["greedy"]))
+            has_module = parts.executor.context.take_hidden is not None
+        assert has_module == bool(drafts and "head_tier" not in of_ends)
+    assert_same(found["drafted"], found["plain"])
 
 
 def test_checkpoints_without_a_module_have_none(tmp_path):

@@ -26,6 +26,7 @@ from tiered import (
     run,
     shuffle_steps,
 )
+from tiny_models import make_tiny_model
 
 from batchgen.core.attention_budget import DENSE_LAYERS
 from batchgen.core.device import Device
@@ -651,3 +652,16 @@ def test_rows_that_pass_through_staging_must_fit_it(reference, stores):
     with Engine.from_parts(parts) as engine:
         done = {c.index: c for c in engine.generate([long, short])}
     assert "more KV than" in done[0].error and done[1].error is None
+
+
+@pytest.mark.parametrize("device", [CPU, EMULATED], ids=["cpu", "accelerator"])
+@pytest.mark.parametrize("num_tokens", [33, 99])
+def test_a_vocabulary_so_small_that_its_last_chunks_are_empty(tmp_path, device, num_tokens):
+    path, rows = tmp_path / "model", ([[4, 5, 6], [7, 8], [9] * 20], [6, 6, 6])
+    make_tiny_model("llama", path, vocab_size=num_tokens)
+    ends = {"head_tier": "cpu" if device.accelerated else "disk", "embedding_tier": "disk"}
+    tokens = [
+        run(make_parts(path, device, make_policy(path, device, **of_ends), tmp_path), *rows)[0]
+        for of_ends in ({}, ends)
+    ]
+    assert tokens[0] == tokens[1]

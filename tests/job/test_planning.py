@@ -423,6 +423,18 @@ class TestPlanFiles:
             assert Plan.from_json(values).policy.kv_layers == 2
 
     @pytest.mark.parametrize(
+        ("budgets", "words"), [({"gpu": 1}, "head_tier 'disk' is for a machine without a GPU"), ({}, None)]
+    )
+    def test_an_output_matrix_on_disk(self, in_memory, budgets, words):
+        values = json.loads(json.dumps(in_memory.to_json()))
+        values["policy"]["head_tier"] = "disk"
+        values["budgets"] |= budgets
+        if words:
+            assert words in complaint(Plan.from_json, values)
+        else:
+            assert Plan.from_json(values).policy.head_tier == "disk"
+
+    @pytest.mark.parametrize(
         ("changes", "words"),
         [
             ({"balance_tokens": -1}, "a number of 0 or more, not -1"),

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -189,6 +190,18 @@ class Weights:
         """Dequantize the 4-bit matrices of some experts."""
         if self.dequantized.buffers:
             self.dequantized.dequantize_experts(layer, self._stored(layer, slot), experts)
+
+    def embedding_rows_of(self, token_ids: np.ndarray) -> Tensor | None:
+        """The rows of the input embeddings' table for tokens, where it is on disk; None: it is in memory.
+
+        Args:
+            token_ids: Token ids, int64 [tokens]; those of type t are raised by t * vocab_size.
+
+        Raises:
+            InputError: The file cannot be read, or was changed.
+        """
+        table = self.embedding_rows
+        return None if table is None else table.rows(token_ids % self.config.vocab_size, self.dtype)
 
     def read_head(self, chunk: int, slot: int) -> None:
         """Read a chunk of the output matrix into host memory. Raises BatchgenError."""

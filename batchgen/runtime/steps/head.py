@@ -38,6 +38,8 @@ def head(context: StepContext, step: Step, batch: BatchState) -> None:
         batch.hidden = RELEASED
         return
     start, rows = weights.vocabulary_chunk(step.layer, step.weight_slot)
+    if not rows.shape[0]:  # the last chunks of a small vocabulary are empty: all of its logits are there
+        return
     stop = start + rows.shape[0]
     bias = weights.head_bias(start, stop)
     wanted = _wanted(batch)

@@ -18,10 +18,8 @@ def embed(context: StepContext, step: Step, batch: BatchState) -> None:
     if batch.pending is not None:
         assert context.tokens is not None, "sampled tokens are on the host"
         context.tokens.fill(token_ids, *batch.pending)
-    config, weights, rows = context.config, context.weights, None
-    if weights.embedding_rows is not None:
-        rows = weights.embedding_rows.rows(batch.packed.token_ids % config.vocab_size, weights.dtype)
-    hidden = layers.embed(config, weights.embeddings, token_ids, positions, weights.dtype, rows)
+    weights, rows = context.weights, context.weights.embedding_rows_of(batch.packed.token_ids)
+    hidden = layers.embed(context.config, weights.embeddings, token_ids, positions, weights.dtype, rows)
     batch.per_layer = _per_layer_inputs(context, step, batch, hidden)
     if links and batch.on_host:
         waiting = context.activations.waiting(step.batch, len(hidden))
