@@ -14,6 +14,7 @@ from pathlib import Path
 from batchgen.core.digest import json_sha256
 from batchgen.core.dtypes import INT4, NATIVE, weight_format_of
 from batchgen.core.errors import InputError
+from batchgen.core.machine import give_back_freed_memory
 from batchgen.core.private_files import why_untrusted
 from batchgen.models.convert import AnotherConverts, convert, no_progress, source_identity
 from batchgen.models.files import ModelFiles
@@ -140,7 +141,7 @@ def _make_store(
     part = f"rank {shard.rank} of {shard.size} of " if shard else ""
     to_format = weight_format_of(dtype, weights)
     begun = f"converting {part}{files.name} to {to_format} in {target}, which later jobs will find there"
-    return convert(
+    store = convert(
         source,
         target,
         dtype=dtype,
@@ -150,3 +151,5 @@ def _make_store(
         on_layer=on_layer,
         shard=shard,
     )
+    give_back_freed_memory()  # the plan has other uses for what the layers were converted in
+    return store
