@@ -63,8 +63,8 @@ class StoreReader:
         Where the file was written to since its checksums were looked at, they are looked at again.
 
         Args:
-            buffer: As for `fetch`.
-            pieces: As for `fetch`.
+            buffer: Memory to fill, uint8, aligned for direct I/O.
+            pieces: Offset in the file of each piece, and its place in the buffer.
 
         Raises:
             BatchgenError: The file cannot be read, or does not have its checksums any more.
