@@ -183,7 +183,7 @@ def described() -> str:
                 parts.append(f"batchgen after {kills.get('killed', 0)} kills: {same} (float32).")
             unjudged = any("wall_s" in cell and not _judged(cell) for cell in entry["cells"].values())
             if unjudged:
-                parts.append("Tokens of this table are not judged: it is older than the measure.")
+                parts.append("Not all tokens of this table are judged: `--judge` does that.")
             ran = {cell["engine"] for cell in entry["cells"].values() if "wall_s" in cell}
             left_out = {c["engine"]: c["failed"] for c in entry["cells"].values() if c["engine"] not in ran}
             if left_out:
