@@ -146,11 +146,11 @@ def write_store(path: Path, shape: str, layers: int | None = None, seed: int = 0
             return torch.ones(dimensions, dtype=torch.bfloat16)
         return _repeated(numbers, math.prod(dimensions)).view(dimensions)
 
-    def load(which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    def load(which: str, layer: int, dtype: torch.dtype, left_out: str | None = None) -> dict[str, Tensor]:
         layout = embedding_layout(config) if which == "embeddings" else head_layout(config)
         return {name: tensor(name, size, packed=False) for name, size in tensor_shapes(layout).items()}
 
-    def load_stored(which: str, layer: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    def load_stored(which: str, layer: int, dtype: torch.dtype, left_out: str | None = None) -> dict[str, Tensor]:
         if which != "layer":
             return load(which, layer, dtype)
         return {n: tensor(n, size, packed=True) for n, size in tensor_shapes(layer_layout(config, layer)).items()}

@@ -14,6 +14,7 @@ from thorough import SEED, quick_or
 from tiered import CPU, EMULATED, everything_moves, make_parts, make_policy, make_uneven, shuffle_steps
 
 from batchgen.core.device import Device
+from batchgen.core.plan import VOCABULARY_CHUNKS
 from batchgen.core.request import Request, SamplingParams, ScoreRequest
 from batchgen.engine.engine import Engine
 from batchgen.schedule.scheduler import Scheduler
@@ -121,7 +122,7 @@ def test_the_output_matrix_in_pieces(tiny_models, stores, monkeypatch, admission
     parts.executor.run = run
     rows = requests(random.Random(0), 12)
     check(model, rows, score(parts, rows)[0])
-    assert {columns for _, columns in sizes} == {512 // 8}
+    assert {columns for _, columns in sizes} == {512 // VOCABULARY_CHUNKS}
     assert max(count for count, _ in sizes) <= logit_rows
 
 

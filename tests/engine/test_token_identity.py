@@ -550,7 +550,7 @@ def test_the_table_has_every_family_and_tier(expected, stores):
         parts = make_parts(path, TIERS[tier][0], policy, stores, longest_tokens=80)
         before_each_step(parts, lambda step: seen.add(step.kind))
         tokens_of(parts, prompts)
-    # Captured sweeps are a CUDA device's; stages of a pipeline are in test_pipeline.py, swaps in test_tiers.py, chosen
-    # pages in test_attention_budget.py.
-    others = {"layers", "receive", "send", "swap_in", "swap_out", "choose_pages"}
+    # Captured sweeps are a CUDA device's; stages of a pipeline are in test_pipeline.py, swaps and an output matrix on
+    # disk in test_tiers.py, chosen pages in test_attention_budget.py.
+    others = {"layers", "receive", "send", "swap_in", "swap_out", "choose_pages", "read_head"}
     assert seen == KINDS.keys() - others, "a kind of Step is in no tier"

@@ -384,7 +384,7 @@ class TestPlanFiles:
             ("policy/admission", ...), ("policy/gpu_batch_size", 0), ("policy/gpu_batch_size", "many"),
             ("policy/num_kv_blocks", 1.5), ("policy/max_model_len", True), ("policy/max_num_seqs", 3),
             ("policy/weight_layers", 5), ("workload/prompt_len", 5), ("budget", {}),
-            ("policy/embedding_tier", "disk"), ("policy/embedding_tier", 5), ("policy/embedding_tier", None),
+            ("policy/embedding_tier", "attic"), ("policy/embedding_tier", 5), ("policy/embedding_tier", None),
             ("policy/head_tier", "attic"), ("policy/kv_layers", 1), ("policy/kv_layers", None),
             ("policy/on_demand_tokens", -1), ("policy/packed_tokens", -1),
             ("policy/balance_tokens", 10),  # in batches of equal size

@@ -67,7 +67,7 @@ def test_attention_is_deferred_for_fewer_sequences_where_the_gpu_has_no_memory_f
     """More host memory took deferred attention away: of the sequences that it holds either all fitted or none did."""
     seconds = []
     for host in (0.8, 4):
-        box = slow_cpu(10, gpu_memory_bytes=int(0.22 * GIB), cpu_memory_bytes=int(host * GIB))
+        box = slow_cpu(10, gpu_memory_bytes=int(0.21 * GIB), cpu_memory_bytes=int(host * GIB))
         problem = planning(box)
         alone = search(replace(problem, num_gpu_batches=1, allowed=Allowed(kv_placements=("gpu",))))
         beside = with_deferred_attention(problem, alone)
