@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from batchgen.core.attention_budget import ALL, AttentionBudget
+from batchgen.core.direct_io import ALIGNMENT, aligned
 from batchgen.core.draft_rates import MOST_DRAFTS
 from batchgen.core.errors import InputError
 from batchgen.core.kernel_choice import PROCESS_SET, KernelChoice
@@ -216,6 +217,18 @@ def vocabulary_chunk_rows(vocab_size: int) -> int:
         vocab_size: Rows of the whole matrix.
     """
     return -(-vocab_size // VOCABULARY_CHUNKS)
+
+
+def vocabulary_chunk_bytes(vocab_size: int, row_bytes: int, *, from_disk: bool) -> int:
+    """Bytes of a buffer for one vocabulary chunk of the output matrix; in a file it begins anywhere in a page.
+
+    Args:
+        vocab_size: Rows of the whole matrix.
+        row_bytes: Stored bytes of a row.
+        from_disk: Whether the chunk is read by direct I/O.
+    """
+    num_bytes = vocabulary_chunk_rows(vocab_size) * row_bytes
+    return aligned(num_bytes) + ALIGNMENT if from_disk else num_bytes
 
 
 def takes_drafts(attention_budget: str) -> bool:

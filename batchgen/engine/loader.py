@@ -498,11 +498,10 @@ def _draft_proposers(request: LoadRequest, executor: Executor) -> Callable[[], S
 def _wants_mtp(request: LoadRequest) -> bool:
     """Tell whether a model's MTP module drafts, if there is one: where drafts are asked for, as it takes memory.
 
-    One process must compute all on the CPU.
+    One process must compute all on the CPU, and have all of the output matrix in memory.
     """
-    alone = request.shard is None and not request.device.accelerated and request.task != "score"
-    alone = alone and request.policy.head_tier != "disk"  # its drafts need all of the output matrix
-    return alone and request.policy.most_drafts(request.drafts or 0, "cpu") > 0
+    alone = request.shard is None and not request.device.accelerated and request.policy.head_tier != "disk"
+    return alone and request.task != "score" and request.policy.most_drafts(request.drafts or 0, "cpu") > 0
 
 
 def load_executor(

@@ -77,7 +77,7 @@ class Checkpoint:
         load_unread: Function that returns block-quantized rows as places in files (`RowsInFile`) and all other tensors
             loaded; None: the rows cannot be left in the files.
         open_rows: Function that opens a table before or after the layers by its name, to read its rows one by one; its
-            result is None where its rows cannot be read so. None: no table's can.
+            result is None where its rows cannot be read so.
 
     Raises:
         InputError: A tensor cannot be read; the message names file and tensor.
@@ -90,7 +90,7 @@ class Checkpoint:
     weight_format: str | None = None
     load_stored: _Load | None = None
     load_unread: _LoadUnread | None = None
-    open_rows: Callable[[str], TableRows | None] | None = None
+    open_rows: Callable[[str], TableRows | None] = lambda _: None
 
     def load_embeddings(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The tensors before the first layer, by name.
@@ -177,8 +177,7 @@ class Checkpoint:
 
     def open_per_layer(self) -> TableRows | None:
         """The table of per-layer embeddings, whose rows are read one by one; None: the model has none."""
-        has_table = self.open_rows is not None and self.config.per_layer_size
-        return self.open_rows(f"{PER_LAYER}.weight") if self.open_rows is not None and has_table else None
+        return self.open_rows(f"{PER_LAYER}.weight") if self.config.per_layer_size else None
 
     def load_head(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The tensors after the last layer, by name.

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from batchgen.models.checkpoint import Checkpoint
     from batchgen.models.layouts import Stored, Which
     from batchgen.models.shard import Shard
-    from batchgen.models.store.layout import Extent, StoreFile, WeightStore
+    from batchgen.models.store.layout import Extent, StoredTensor, StoreFile, WeightStore
     from batchgen.models.tensor_files.table_rows import TableRows
 
     Tensors = dict[str, Tensor | Iterator[Tensor]]  # by name; a table comes some rows at a time
@@ -55,8 +55,6 @@ _OWN_NAMES = re.compile(r"(embeddings|layer-\d{5,}|head|per-layer-embeddings)\.s
 # Bytes that manifest, tokenizer and the file system's own records may take beside the weights.
 _SMALL_FILES_BYTES = 8 << 20
 _TABLE_BYTES = 16 << 20  # of a table's rows, which are read and written together
-# The table of a file that may be larger than memory.
-_TABLES = {"embeddings": "embed.weight", "head": "lm_head.weight"}
 _DIRTY_BYTES = 256 << 20  # written before it is pushed to the disk
 
 
@@ -293,6 +291,7 @@ class _Conversion:
         """
         from batchgen.models.importance import ChannelImportance, random_tokens
         from batchgen.models.layouts import PER_LAYER
+        from batchgen.models.store.layout import find_tensor
 
         missing = [p.path.name not in self.finished for p in self.planned]
         measured_layers = 0  # all up to the last that is missing: each is measured on what those before it make
@@ -309,7 +308,7 @@ class _Conversion:
             if absent and planned.which == "per_layer":
                 opened = checkpoint.open_per_layer()
                 assert opened is not None, "the model has per-layer embeddings"
-                tensors = _in_pieces(opened, planned.layout, f"{PER_LAYER}.weight", dtype)
+                tensors = _in_pieces(opened, find_tensor(planned.layout, f"{PER_LAYER}.weight"), dtype)
             elif measuring:
                 tensors = self._load(checkpoint, planned, dtype)
             elif absent:
@@ -325,12 +324,13 @@ class _Conversion:
 
     def _load_by_row(self, checkpoint: Checkpoint, planned: _PlannedFile, dtype: torch.dtype) -> Tensors:
         """The tensors of a file, of which embeddings or the output matrix come some rows at a time where they can."""
-        name = _TABLES.get(planned.which)
-        has_table = any(t.name == name for extent in planned.layout.extents.values() for t in extent.tensors)
-        table = checkpoint.open_rows(name) if name and has_table and checkpoint.open_rows is not None else None
-        if name is None or table is None:
-            return self._load(checkpoint, planned, dtype)
-        return self._load(checkpoint, planned, dtype, name) | _in_pieces(table, planned.layout, name, dtype)
+        from batchgen.models.layouts import EMBEDDINGS, OUTPUT_MATRIX
+
+        tensors = [tensor for extent in planned.layout.extents.values() for tensor in extent.tensors]
+        for stored in tensors:
+            if stored.name in (EMBEDDINGS, OUTPUT_MATRIX) and (table := checkpoint.open_rows(stored.name)) is not None:
+                return self._load(checkpoint, planned, dtype, stored.name) | _in_pieces(table, stored, dtype)
+        return self._load(checkpoint, planned, dtype)
 
     def _load(
         self, checkpoint: Checkpoint, planned: _PlannedFile, dtype: torch.dtype, left_out: str | None = None
@@ -389,13 +389,10 @@ def _without_checksums(file: StoreFile) -> StoreFile:
     return replace(file, extents={name: replace(e, checksum=None) for name, e in file.extents.items()})
 
 
-def _in_pieces(opened: TableRows, file: StoreFile, name: str, dtype: torch.dtype) -> Tensors:
+def _in_pieces(opened: TableRows, stored: StoredTensor, dtype: torch.dtype) -> Tensors:
     """A table of a file, some rows at a time, so that it is never in memory as a whole."""
     import numpy as np
 
-    from batchgen.models.store.layout import find_tensor
-
-    stored = find_tensor(file, name)
     num_rows = stored.shape[0]
     step = max(1, _TABLE_BYTES * num_rows // stored.num_bytes)
 

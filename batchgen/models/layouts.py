@@ -37,6 +37,7 @@ Which = Literal["embeddings", "layer", "head", "sinks", "per_layer"]
 Layout = dict[str, tuple[tuple[str, Shape], ...]]
 
 PER_LAYER = "per_layer_embed"
+EMBEDDINGS, OUTPUT_MATRIX = "embed.weight", "lm_head.weight"
 _OF_EXPERT = re.compile(r"experts\.\d+\.")
 
 

@@ -16,7 +16,15 @@ from batchgen.core.direct_io import aligned
 from batchgen.core.draft_rates import draft_state_share
 from batchgen.core.dtypes import INT4
 from batchgen.core.kv_placement import TIERS, KVPlacement
-from batchgen.core.plan import PINNED_BYTES, MemoryPlan, Policy, passing_bytes, spread_layers, vocabulary_chunk_rows
+from batchgen.core.plan import (
+    PINNED_BYTES,
+    MemoryPlan,
+    Policy,
+    passing_bytes,
+    spread_layers,
+    vocabulary_chunk_bytes,
+    vocabulary_chunk_rows,
+)
 from batchgen.models.config import ModelConfig
 from batchgen.planner.kv_memory import Demand, kv_pools
 from batchgen.planner.linear import Linear, number, total
@@ -34,7 +42,6 @@ from batchgen.planner.sizes import (
     group_bytes_of_layers,
     held_logit_rows,
     most_captured_tokens,
-    output_chunk_bytes,
     planned_logit_rows,
     sent_bytes,
 )
@@ -150,7 +157,7 @@ def _weight_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
     if not s.output_matrix_bytes:
         return
     device, comes_over = ("gpu", held.head_cpu) if held.on_gpu else ("cpu", held.head_disk)
-    chunk = output_chunk_bytes(s, from_disk=not held.on_gpu)
+    chunk = vocabulary_chunk_bytes(s.model.output_size, s.output_row_bytes, from_disk=not held.on_gpu)
     yield Item(device, "weights in transit", comes_over * (HEAD_SLOTS * chunk))
     if held.task != "score":  # to choose tokens, all of the vocabulary has to be there
         logits = held_logit_rows(s.model, int(s.element_bytes), batches, held.task) * s.model.output_size * 4

@@ -9,11 +9,11 @@ from functools import cached_property, lru_cache
 from typing import Protocol
 
 from batchgen.core.attention_budget import ALL
-from batchgen.core.direct_io import ALIGNMENT, aligned
+from batchgen.core.direct_io import aligned
 from batchgen.core.dtypes import FORMAT_BYTES, INT8, MIXED, weight_format_of
-from batchgen.core.plan import vocabulary_chunk_rows
 from batchgen.models.config import ModelConfig
 from batchgen.models.layouts import (
+    EMBEDDINGS,
     end_bytes,
     layer_sizes,
     main_format,
@@ -144,7 +144,7 @@ class Sizes:
         if not self.model.embeds:
             return 0
         tensors = stored_tensors(self.model, "embeddings", 0, self.compute_format, self.weight_format)
-        return tensors["embed.weight"].num_bytes // self.model.vocab_size
+        return tensors[EMBEDDINGS].num_bytes // self.model.vocab_size
 
     @property
     def embedding_table_bytes(self) -> int:
@@ -334,12 +334,6 @@ def planned_logit_rows(
     """
     rows = batch_seqs if task == "generate" else max(batch_seqs, batch_tokens)
     return min(rows, logit_rows(config, dtype_bytes)) if config.has_head else 0
-
-
-def output_chunk_bytes(sizes: Sizes, *, from_disk: bool) -> int:
-    """Bytes of a buffer for one vocabulary chunk of the output matrix; in a file it begins anywhere in a page."""
-    num_bytes = vocabulary_chunk_rows(sizes.model.output_size) * sizes.output_row_bytes
-    return aligned(num_bytes) + ALIGNMENT if from_disk else num_bytes
 
 
 def held_logit_rows(config: ModelConfig, dtype_bytes: int, batches: Batches, task: str | None) -> int:

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from batchgen.engine.parts import EngineParts
 from batchgen.models import experts
+from batchgen.models.layouts import OUTPUT_MATRIX
 from batchgen.ops import dispatch as ops
 from batchgen.ops import quant, reference, torch_attention
 from batchgen.ops.host_copy import Passage, bytes_of, upload
@@ -34,7 +35,6 @@ from batchgen.runtime.cuda import CudaLink
 from batchgen.runtime.lane_threads import prepare_thread
 from batchgen.runtime.memory import kv_cache
 from batchgen.runtime.memory.weight_packing import WeightPacker
-from batchgen.runtime.memory.weights import OUTPUT_MATRIX
 from batchgen.runtime.steps import context
 from batchgen.runtime.streams import STREAMS, StreamLanes
 

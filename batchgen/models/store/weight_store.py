@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from batchgen.models.tensor_files.table_rows import FileRows
 
 _PIECE_BYTES = 4 << 20  # read, hashed and converted at a time
-_REPAIR = "convert the model again, which makes anew what is missing or damaged"
+REPAIR = "convert the model again, which makes anew what is missing or damaged"
 
 
 def open_store(path: Path | str) -> WeightStore:
@@ -70,9 +70,9 @@ def open_store(path: Path | str) -> WeightStore:
             with file.path.open("rb"):
                 num_bytes = file.path.stat().st_size
         except OSError as error:
-            raise InputError(f"cannot read {file.path}: {error.strerror}: {_REPAIR}") from error
+            raise InputError(f"cannot read {file.path}: {error.strerror}: {REPAIR}") from error
         if num_bytes != file.num_bytes:
-            raise InputError(f"{file.path} has {num_bytes:,} bytes instead of {file.num_bytes:,}: {_REPAIR}")
+            raise InputError(f"{file.path} has {num_bytes:,} bytes instead of {file.num_bytes:,}: {REPAIR}")
     return store
 
 
@@ -147,9 +147,9 @@ def read_extent(file: StoreFile, extent: Extent) -> dict[str, Tensor]:
         with contextlib.closing(DirectFile(file.path)) as direct:
             count = direct.read([(extent.offset, memoryview(memory)[: extent.num_bytes])])
     except OSError as error:
-        raise BatchgenError(f"cannot read {file.path}: {error.strerror}: check the disk, or {_REPAIR}") from error
+        raise BatchgenError(f"cannot read {file.path}: {error.strerror}: check the disk, or {REPAIR}") from error
     if count < extent.num_bytes:
-        raise BatchgenError(f"{file.path} ends within group {extent.name}: {_REPAIR}")
+        raise BatchgenError(f"{file.path} ends within group {extent.name}: {REPAIR}")
     buffer = torch.frombuffer(memory, dtype=torch.uint8)
     verify(file, extent, buffer)
     return views(extent, buffer)
@@ -177,11 +177,11 @@ def read_tensors(file: StoreFile, names: Collection[str]) -> dict[str, Tensor]:
                 start = tensor.offset // ALIGNMENT * ALIGNMENT
                 memory = aligned_buffer(tensor.offset + tensor.num_bytes - start)
                 if direct.read([(start, memoryview(memory))]) < len(memory):
-                    raise BatchgenError(f"{file.path} ends within tensor {tensor.name}: {_REPAIR}")
+                    raise BatchgenError(f"{file.path} ends within tensor {tensor.name}: {REPAIR}")
                 place = Extent(tensor.name, start, len(memory), None, (tensor,))
                 tensors |= views(place, torch.frombuffer(memory, dtype=torch.uint8))
     except OSError as error:
-        raise BatchgenError(f"cannot read {file.path}: {error.strerror}: check the disk, or {_REPAIR}") from error
+        raise BatchgenError(f"cannot read {file.path}: {error.strerror}: check the disk, or {REPAIR}") from error
     return tensors
 
 
@@ -249,20 +249,6 @@ def is_intact(file: StoreFile) -> bool:
         return False
 
 
-def verify_file(file: StoreFile, direct: DirectFile) -> None:
-    """Raise BatchgenError if an open file does not have the checksums of all its groups.
-
-    Args:
-        file: File of the store.
-        direct: That file, opened for direct I/O.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
-    if not has_checksums(file, direct):
-        raise BatchgenError(f"{file.path} is damaged: it does not have its checksums: {_REPAIR}")
-
-
 def has_checksums(file: StoreFile, direct: DirectFile) -> bool:
     """True if all groups of an open file have their checksums.
 
@@ -301,14 +287,14 @@ def _reading(file: StoreFile, extent: Extent) -> Iterator[Callable[[int], bytear
                 while done < count:  # one call reads at most 2 GiB
                     step = raw_file.readinto(memoryview(buffer)[done:])
                     if not step:
-                        raise BatchgenError(f"{file.path} ends within group {extent.name}: {_REPAIR}")
+                        raise BatchgenError(f"{file.path} ends within group {extent.name}: {REPAIR}")
                     done += step
                 return buffer
 
             yield read
     except OSError as error:
-        raise BatchgenError(f"cannot read {file.path}: {error.strerror}: check the disk, or {_REPAIR}") from error
+        raise BatchgenError(f"cannot read {file.path}: {error.strerror}: check the disk, or {REPAIR}") from error
 
 
 def _damaged(file: StoreFile, extent: Extent) -> BatchgenError:
-    return BatchgenError(f"{file.path} is damaged: group {extent.name} does not have its checksum: {_REPAIR}")
+    return BatchgenError(f"{file.path} is damaged: group {extent.name} does not have its checksum: {REPAIR}")

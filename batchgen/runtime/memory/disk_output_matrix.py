@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 
 from batchgen.core.direct_io import ALIGNMENT, aligned
-from batchgen.core.plan import vocabulary_chunk_rows
+from batchgen.core.file_version import FileVersion
+from batchgen.core.plan import vocabulary_chunk_bytes, vocabulary_chunk_rows
 from batchgen.models.as_weights import as_weights
 from batchgen.models.layouts import Stored
 from batchgen.models.store.layout import Extent, StoredTensor, StoreFile, find_tensor
@@ -29,18 +30,21 @@ class DiskOutputMatrix:
         num_read_bytes: Bytes read since counts were reset.
     """
 
-    def __init__(self, file: StoreFile, name: str, stored: Stored, packer: WeightPacker, host: Arena) -> None:
-        """Open the matrix's file, look at its checksums, and make the buffers.
+    def __init__(  # what is read, and for whom
+        self, file: StoreFile, verified: FileVersion, name: str, stored: Stored, packer: WeightPacker, host: Arena
+    ) -> None:
+        """Open the matrix's file, and make the buffers.
 
         Args:
             file: File of the weight store that has the matrix.
+            verified: Version of the file that had its checksums.
             name: Name of the matrix in it.
             stored: Form in which it is stored.
             packer: Makes chunks ready for the kernels that multiply them.
             host: Memory for the buffers.
 
         Raises:
-            BatchgenError: The file cannot be read, or is damaged, or memory does not suffice.
+            BatchgenError: The file cannot be opened, or memory does not suffice.
         """
         self.num_read_bytes = 0
         self._name, self._stored, self._packer = name, stored, packer
@@ -49,8 +53,8 @@ class DiskOutputMatrix:
         self._row_bytes = self._tensor.num_bytes // self._num_rows
         self._chunk_rows = vocabulary_chunk_rows(self._num_rows)
         self._reader = StoreReader(file)
-        self._reader.verify()
-        most = aligned(self._chunk_rows * self._row_bytes) + ALIGNMENT
+        self._reader.verified = verified
+        most = vocabulary_chunk_bytes(self._num_rows, self._row_bytes, from_disk=True)
         self._buffers = [host.empty((most,), torch.uint8, "the output matrix in transit") for _ in range(HEAD_SLOTS)]
 
     def read(self, chunk: int, slot: int) -> None:

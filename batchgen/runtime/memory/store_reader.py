@@ -10,7 +10,7 @@ from batchgen.core.direct_io import DirectFile
 from batchgen.core.errors import BatchgenError
 from batchgen.core.file_version import FileVersion
 from batchgen.models.store.layout import StoreFile
-from batchgen.models.store.weight_store import has_checksums, verify_file
+from batchgen.models.store.weight_store import REPAIR, has_checksums
 from batchgen.runtime.memory.transfers import as_buffer
 
 Piece = tuple[int, int, int]  # offset in the file; first byte in the buffer, and the one after the last
@@ -80,14 +80,13 @@ class StoreReader:
             count += self.fetch(buffer, pieces)
         return count
 
-    def verify(self) -> None:
-        """Compare all of the file with its checksums. Raises BatchgenError where they do not fit."""
+    def verify(self) -> FileVersion:
+        """Compare all of the file with its checksums; returns its version. Raises BatchgenError if they differ."""
         version = self.version()
-        try:
-            verify_file(self._file, self._direct)
-        except OSError as error:
-            raise self._unreadable(error) from error
+        if not self._has_checksums():
+            raise BatchgenError(f"{self._file.path} is damaged: it does not have its checksums: {REPAIR}")
         self.verified = version
+        return version
 
     def close(self) -> None:
         """Close the file."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from batchgen.core.dtypes import NATIVE_FORMATS, PACKED_FORMATS
+from batchgen.core.file_version import FileVersion
 from batchgen.models.checkpoint import Checkpoint
 from batchgen.models.config import ModelConfig
-from batchgen.models.layouts import PER_LAYER, Stored, Which, stored_tensors
+from batchgen.models.layouts import EMBEDDINGS, OUTPUT_MATRIX, PER_LAYER, Stored, Which, stored_tensors
 from batchgen.models.store.layout import StoreFile, WeightStore, layer_groups
 from batchgen.models.store.weight_store import open_rows, read_extent, read_tensors
 from batchgen.models.tensor_files.table_rows import TableRows
@@ -20,7 +22,7 @@ from batchgen.schedule.residency import WeightResidency
 
 Tensors = dict[str, Tensor]  # as they are stored
 
-SINKS, EMBEDDINGS, OUTPUT_MATRIX = "sinks.weight", "embed.weight", "lm_head.weight"
+SINKS = "sinks.weight"
 
 
 class WeightSource:
@@ -53,6 +55,7 @@ class WeightSource:
         self.store = store
         self._config, self._residency, self._dtype, self._compute_tier = config, residency, dtype, compute_tier
         self._checkpoint: Checkpoint | None = checkpoint
+        self._verified: dict[Path, FileVersion] = {}
         self.layers = [self.stored("layer", j) for j in range(config.num_layers)]
 
     def stored(self, which: Which, layer: int) -> dict[str, Stored]:
@@ -110,9 +113,14 @@ class WeightSource:
         if self._residency.tier_of_embeddings(self._config) != "disk" or not self._config.embeds:
             return None
         assert self.store is not None, "weights on disk are in a weight store"
-        with contextlib.closing(StoreReader(self.store.embeddings)) as reader:
-            reader.verify()
-            return open_rows(self.store.embeddings, EMBEDDINGS, reader.verified)
+        return open_rows(self.store.embeddings, EMBEDDINGS, self.verified_version(self.store.embeddings))
+
+    def verified_version(self, file: StoreFile) -> FileVersion:
+        """The version of a file of the store that had its checksums, which are looked at once. Raises BatchgenError."""
+        if file.path not in self._verified:
+            with contextlib.closing(StoreReader(file)) as reader:
+                self._verified[file.path] = reader.verify()
+        return self._verified[file.path]
 
     def is_packed_end(self, which: Which) -> bool:
         """Tell whether "embeddings" or "head" have the output matrix, and it is prepacked."""

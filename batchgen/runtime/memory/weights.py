@@ -22,6 +22,7 @@ from batchgen.models.as_weights import as_weights
 from batchgen.models.checkpoint import Checkpoint
 from batchgen.models.config import ModelConfig
 from batchgen.models.experts import MATRICES, split_experts
+from batchgen.models.layouts import EMBEDDINGS, OUTPUT_MATRIX
 from batchgen.models.state import CONVOLUTION, STATE_TENSORS
 from batchgen.models.store.layout import WeightStore
 from batchgen.models.tensor_files.block_packer import BlockPacker
@@ -33,7 +34,7 @@ from batchgen.runtime.memory.output_matrix import OutputMatrix
 from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.weight_packing import Tensors, WeightPacker
 from batchgen.runtime.memory.weight_slots import WeightSlots
-from batchgen.runtime.memory.weight_source import EMBEDDINGS, OUTPUT_MATRIX, SINKS, WeightSource
+from batchgen.runtime.memory.weight_source import SINKS, WeightSource
 from batchgen.schedule.residency import WeightResidency
 
 OUTPUT_BIAS = "lm_head.bias"
@@ -306,7 +307,7 @@ class Weights:
         tied = config.tied_embeddings
         file, name = (source.store.embeddings, EMBEDDINGS) if tied else (source.store.head, OUTPUT_MATRIX)
         stored = source.stored("embeddings" if tied else "head", 0)[name]
-        return DiskOutputMatrix(file, name, stored, self._packer, self.arenas["cpu"])
+        return DiskOutputMatrix(file, source.verified_version(file), name, stored, self._packer, self.arenas["cpu"])
 
     def _logits_matrix(self) -> ops.Weight:
         return self.embeddings[EMBEDDINGS] if self.config.tied_embeddings else self.head[OUTPUT_MATRIX]
