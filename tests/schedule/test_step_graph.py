@@ -143,15 +143,16 @@ def hazards(steps, streams, sweeps):  # noqa: C901 (a line for each kind of Step
             use(("swapped", k, layer), False, step.sweep)
         if kind == "swap_in" or (kind == "attention" and KVPlacement.DEVICE in batch.placements):
             homes["gpu", layer].append((step, True))
-        # KV that goes to the host's pool for good, where somebody of the sweep may write at once.
+        # KV that goes to the host's pool for good, where somebody of the sweep may write at once. Those who go in
+        # another sweep have blocks of their own: a deferred sequence keeps its blocks while the CPU attends for it.
         if kind == "swap_out":
-            use(("swapped out", k, layer), True, step.sweep)
+            use(("swapped out", step.sweep, k, layer), True, step.sweep)
             homes["gpu", layer].append((step, False))
             homes["cpu", layer].append((step, True))
         begins = kind == "attend_deferred" and begun[step.deferred_batch] == (step.sweep, k)
         reads = begins or kind == "cpu_attention" or (kind == "load_cache" and batch.history)
         if reads and batch.swaps_out and _owns_kv(streams, layer):
-            use(("swapped out", k, layer), False, step.sweep)
+            use(("swapped out", step.sweep, k, layer), False, step.sweep)
         # Sequences whose attention is deferred.
         for deferred_batch in leaving[step.sweep, layer, k] if kind == "pre" else ():
             use(("sending", deferred_batch), True, layer)
@@ -475,6 +476,7 @@ JOBS = [
             [BatchFlow()],
         ],
     ),
+    (Streams(True, (False,), (False,)), [[BatchFlow()], *[[BatchFlow(), replace(DEFERRED, swaps_out=True)]] * 2]),
 ]
 # Waits that are there for simplicity, and which buffers could do without: the expansion of weights needs no
 # activations, a read need not wait for the load of a layer of which nothing came from disk.
