@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from counting_models import counting_model
-from random_experts import write_store
 from random_model import LLAMA_3B
+from random_shapes import write_store
 from recording import machine, result_path, write
 from structured_output import SCHEMA, conversations
 from tier_runs import hardware_for

@@ -14,6 +14,10 @@ time stands what it had predicted, and beside every time its share of what the m
 weights once, or the job's products at the best rate of products, whichever takes longer. batchgen is killed three
 times, too, and its output compared.
 
+Shapes are models of well-known shapes with random weights of about 4 bits, and random rows, fewer and shorter: their
+speed alone is compared, between engines that read a GGUF. batchgen's store of one has other random numbers than the
+GGUF, and its tables in bfloat16, which count against it: limits are shares of the GGUF.
+
 Every cell is written at once, and a command goes on where the last one ended. --minutes ends a part of it. Tokens are
 judged when all cells are there, or with --judge, which times nothing. Needs root and cgroup v1.
 
@@ -21,7 +25,8 @@ judged when all cells are there, or with --judge, which times nothing. Needs roo
     python benchmarks/ladder.py --work-dir DIR
     python benchmarks/ladder.py --models demo --engines batchgen,llama.cpp --minutes 6 --work-dir DIR
     python benchmarks/ladder.py --judge --work-dir DIR
-    python benchmarks/ladder.py --model llama-3.2-3b=FILE.gguf --work-dir DIR
+    python benchmarks/ladder.py --model qwen3-0.6b=FILE.gguf --work-dir DIR
+    python benchmarks/ladder.py --shapes gpt-oss-20b --engines batchgen,llama.cpp --work-dir DIR
 """
 
 from __future__ import annotations
@@ -40,16 +45,19 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+import random_shapes
 from peers.environments import python_of
 from peers.machine_rates import disk_read_rate, gemm_rates
 from peers.memory_limit import empty_page_cache, run_limited
 from peers.model_files import write_bfloat16_gguf, write_directory
 from peers.token_accuracy import load_fp32, token_accuracy
 from peers.workloads import Row, Workload, work
+from random_model import prompt_ids
 from recording import machine, result_path, write
 
 from batchgen.core.machine import available_cores
 from batchgen.core.units import format_bytes, parse_bytes
+from batchgen.models.config import ModelConfig
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.tokenizers.loading import load_tokenizer
 from batchgen.profiler.timing import FULL
@@ -64,6 +72,8 @@ AMPLE = 16.0  # of the model: no engine is short of memory
 SHARES = (AMPLE, 1.5, 1.0, 0.75, 0.5, 0.25)
 ACCURACY, LENGTH = 0.99, 0.9
 _MOST_MEMORY_FRAC = 0.8  # of the machine's
+# Option -> its default for models, and for shapes; `limit_s` is the most seconds of a run.
+_SIZES = {"rows": (64, 32), "prompt_tokens": (96, 32), "output_tokens": (32, 16), "limit_s": (120, 300)}
 _GEMM_TOKENS = [64, 256, 1024]
 _KILLED_AT = (0.35, 0.5, 0.65)  # of the time of an undisturbed run
 _KILL_SHARE = 3.0  # in float32 the model is in memory then
@@ -150,14 +160,24 @@ class Model:
     folder: Path
     rows: list[Row] = field(default_factory=list)
 
+    is_random = False  # its weights: then no token is judged
+
     def form(self, weights: str) -> Path:
         """The file or directory of the weights in a form."""
         return self.folder / FORMS[weights]
 
+    def weight_files(self) -> list[Path]:
+        """The files of the weights in the form that the limits are shares of."""
+        return sorted(self.form("directory").glob("*.safetensors"))
+
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights in bfloat16."""
-        return sum(path.stat().st_size for path in self.form("directory").glob("*.safetensors"))
+        """Bytes of the weights."""
+        return sum(path.stat().st_size for path in self.weight_files())
+
+    def config(self) -> ModelConfig:
+        """The model's configuration."""
+        return read_config(resolve_model(str(self.form("directory"))))
 
     def prepare(self, source: Path) -> None:
         """Write the weights in each form, where they are not there. source: the GGUF that they come from."""
@@ -213,6 +233,28 @@ class Model:
             self.rows.append(([int(token) for token in ids], output_tokens))
 
 
+class Shape(Model):
+    """A model of a well-known shape with random weights of about 4 bits, for engines that read a GGUF or a store."""
+
+    is_random = True
+
+    def weight_files(self) -> list[Path]:
+        return [self.form("gguf")]
+
+    def config(self) -> ModelConfig:
+        return random_shapes.config_of(self.name)[0]
+
+    def write(self) -> None:
+        """Write the weights in each form, where they are not there."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        random_shapes.write_gguf(self.form("gguf"), self.name)
+        random_shapes.write_store(self.form("store"), self.name)
+
+    def make_rows(self, count: int, prompt_tokens: int, output_tokens: int) -> None:
+        """Make random prompts."""
+        self.rows += [(ids, output_tokens) for ids in prompt_ids(count, prompt_tokens, self.config().vocab_size)]
+
+
 class Ladder:
     """The cells of a result file, and what runs those that are missing."""
 
@@ -245,7 +287,8 @@ class Ladder:
 
     def cells_of(self, model: Model) -> dict[str, Any]:
         """The cells of a model, to be changed."""
-        entry = self.result["models"].setdefault(model.name, {"weight_bytes": model.weight_bytes, "cells": {}})
+        about = {"weight_bytes": model.weight_bytes, "random": model.is_random, "cells": {}}
+        entry = self.result["models"].setdefault(model.name, about)
         cells: dict[str, Any] = entry["cells"]
         return cells
 
@@ -402,9 +445,9 @@ class Ladder:
         entry = self.result["models"][model.name]
         if "bound" in entry:
             return
-        config = read_config(resolve_model(str(model.form("directory"))))
+        config = model.config()
         rates = gemm_rates(config, _GEMM_TOKENS)
-        disk = disk_read_rate(sorted(model.form("directory").glob("*.safetensors")))
+        disk = disk_read_rate(model.weight_files())
         memory = dram_read_rate(FULL)
         todo = work(Workload(model.rows), config)
         flops = todo["linear_flops"] + todo["logits_flops"] + todo["prefill_attention_flops"]
@@ -423,7 +466,7 @@ class Ladder:
     def judge(self, model: Model) -> None:
         """Add the accuracy and the length of each cell's tokens by the fp32 model."""
         cells = [cell for cell in self.cells_of(model).values() if "tokens" in cell and "accuracy" not in cell]
-        if not cells:
+        if model.is_random or not cells:
             return
         fp32 = load_fp32(model.form("directory"))
         for name in {cell["tokens"] for cell in cells}:
@@ -473,16 +516,17 @@ def _parse() -> argparse.Namespace:
 
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "batchgen-benchmarks"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", type=names, default=list(MODELS), help="separated by commas [default: all]")
+    parser.add_argument("--models", type=names, help="separated by commas [default: all; none beside --shapes]")
     parser.add_argument("--model", action="append", default=[], metavar="NAME=GGUF", help="a further model")
+    shapes = ", ".join(random_shapes.SHAPES)
+    parser.add_argument("--shapes", type=names, default=[], help=f"with random weights, by commas: {shapes}")
     parser.add_argument("--engines", type=names, default=list(ENGINES), help="separated by commas [default: all]")
-    parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--prompt-tokens", type=int, default=96)
-    parser.add_argument("--output-tokens", type=int, default=32)
+    for name, (of_models, of_shapes) in _SIZES.items():
+        told = f"[default: {of_models}, {of_shapes} of shapes]"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=told)
     parser.add_argument(
         "--beside", type=parse_bytes, default="768MiB", help="memory beside the share [default: 768MiB]"
     )
-    parser.add_argument("--limit-s", type=float, default=120, help="most seconds of a run")
     parser.add_argument("--minutes", type=float, help="start no run that might end later")
     parser.add_argument("--threads", type=int, default=available_cores(), help="of the peers")
     parser.add_argument("--prepare", action="store_true", help="install engines and write models, and run nothing")
@@ -491,9 +535,16 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--engines-dir", type=Path, default=cache, help="for the engines' environments")
     parser.add_argument("--output", type=Path, help="[default: benchmarks/results/ladder-CPU.json]")
     args = parser.parse_args()
-    args.output = args.output or result_path("ladder", by_cpu=True)
-    if unknown := set(args.engines) - set(ENGINES):
-        parser.error(f"no engine {sorted(unknown)[0]!r}: there are {', '.join(ENGINES)}")
+    if args.models and args.shapes:
+        parser.error("models and shapes have different rows: give one of --models and --shapes at a time")
+    args.models = args.models or ([] if args.shapes else list(MODELS))
+    args.output = args.output or result_path("ladder-shapes" if args.shapes else "ladder", by_cpu=True)
+    for name, defaults in _SIZES.items():
+        if getattr(args, name) is None:
+            setattr(args, name, defaults[bool(args.shapes)])
+    for kind, given, known in (("engine", args.engines, ENGINES), ("shape", args.shapes, random_shapes.SHAPES)):
+        if unknown := sorted(set(given) - set(known)):
+            parser.error(f"no {kind} {unknown[0]!r}: there are {', '.join(known)}")
     return args
 
 
@@ -523,22 +574,27 @@ def main() -> None:
     args.work_dir.mkdir(parents=True, exist_ok=True)
     sources = _sources(args)
     models = [Model(name, args.work_dir / name) for name in sources]
+    shapes = [Shape(name, args.work_dir / name) for name in args.shapes]
     if args.prepare:
         for model in models:
             model.prepare(sources[model.name])
             print(f"{model.name}: {format_bytes(model.weight_bytes)} of weights", flush=True)
+        for shape in shapes:
+            shape.write()
+            print(f"{shape.name}: {format_bytes(shape.weight_bytes)} of weights", flush=True)
         for engine in args.engines:
             _prepare_engine(engine, models, sources, args.engines_dir)
         return
     ladder = Ladder(args)
-    for model in models:
+    for model in [*models, *shapes]:
         model.make_rows(args.rows, args.prompt_tokens, args.output_tokens)
         ladder.cells_of(model)
         if args.judge:
             ladder.judge(model)
             continue
         done = all([ladder.run(model, engine) for engine in args.engines])
-        done = done and (BATCHGEN not in args.engines or ladder.check_kills(model))
+        if BATCHGEN in args.engines and not model.is_random:  # in float32, which shapes are not written in
+            done = done and ladder.check_kills(model)
         if not done:
             print("the time is over: the same command goes on", flush=True)
             return

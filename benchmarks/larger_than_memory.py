@@ -27,7 +27,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import random_experts
+import random_shapes
 from peers.environments import python_of
 from peers.machine_rates import disk_read_rate, gemm_rates
 from peers.memory_limit import LimitedRun, empty_page_cache, run_limited
@@ -64,10 +64,10 @@ class Job:
         self.work_dir.mkdir(parents=True, exist_ok=True)
         name = args.shape if args.layers is None else f"{args.shape}-{args.layers}"
         self.model, self.gguf = self.work_dir / name, self.work_dir / f"{name}.gguf"
-        self.config, _ = random_experts.config_of(args.shape, args.layers)
-        random_experts.write_store(self.model, args.shape, args.layers)
+        self.config, _ = random_shapes.config_of(args.shape, args.layers)
+        random_shapes.write_store(self.model, args.shape, args.layers)
         if "llama.cpp" in args.engines:
-            random_experts.write_gguf(self.gguf, args.shape, args.layers)
+            random_shapes.write_gguf(self.gguf, args.shape, args.layers)
         self.prompts = prompt_ids(self.rows, self.prompt_tokens, self.config.vocab_size)
 
     def write_json(self, rows: int) -> Path:

@@ -182,7 +182,9 @@ def described() -> str:
                 same = "the same SHA-256 as undisturbed" if kills.get("same") else "another output than undisturbed"
                 parts.append(f"batchgen after {kills.get('killed', 0)} kills: {same} (float32).")
             unjudged = any("wall_s" in cell and not _judged(cell) for cell in entry["cells"].values())
-            if unjudged:
+            if entry.get("random"):
+                parts.append("Random weights of about 4 bits, with random numbers of their own for each engine.")
+            elif unjudged:
                 parts.append("Not all tokens of this table are judged: `--judge` does that.")
             ran = {cell["engine"] for cell in entry["cells"].values() if "wall_s" in cell}
             left_out = {c["engine"]: c["failed"] for c in entry["cells"].values() if c["engine"] not in ran}

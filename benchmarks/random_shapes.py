@@ -1,4 +1,4 @@
-"""Mixtures of experts of well-known shapes with random weights of about 4 bits, as a weight store and as a GGUF.
+"""Models of well-known shapes with random weights of about 4 bits, as a weight store and as a GGUF.
 
 Both are written in pieces. They hold different numbers, as their speed alone is compared. Token i is the word "wI".
 """
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from counting_models import circle_points
-from random_model import write_word_tokenizer
+from random_model import LLAMA_3B, write_word_tokenizer
 from torch import Tensor
 
 from batchgen import __version__
@@ -28,6 +28,8 @@ from batchgen.models.store.manifest import STORE_FORMAT, STORE_VERSION
 
 # name -> (config.json, format of the layers' matrices)
 SHAPES: dict[str, tuple[dict[str, Any], str]] = {
+    # A GGUF has the factors of its rotary embedding's scaling as a tensor, which costs nothing: left out here.
+    "llama-3.2-3b": ({key: value for key, value in LLAMA_3B.items() if key != "rope_scaling"}, "q4_0"),
     "gpt-oss-20b": (
         {
             "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_hidden_layers": 24,
@@ -93,6 +95,7 @@ _PERIODS = {
 }
 _TILE_BLOCKS = 1 << 20  # of 32 numbers; drawn once, and repeated
 _GGUF_NAMES = {
+    "llama-3.2-3b": "llama",
     "gpt-oss-20b": "gpt-oss",
     "qwen3-30b-a3b": "qwen3moe",
     "qwen3.6-35b-a3b": "qwen35moe",
@@ -238,10 +241,11 @@ def _add_fields(writer: Any, config: ModelConfig, fields: dict[str, Any]) -> Non
     writer.add_context_length(config.max_position)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(fields.get("intermediate_size", config.intermediate_size))
-    writer.add_expert_feed_forward_length(fields.get("moe_intermediate_size", config.intermediate_size))
     writer.add_head_count(config.num_heads)
-    writer.add_expert_count(config.num_experts)
-    writer.add_expert_used_count(config.experts_per_token)
+    if config.num_experts:
+        writer.add_expert_feed_forward_length(fields.get("moe_intermediate_size", config.intermediate_size))
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.experts_per_token)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     if not is_gemma:
         writer.add_head_count_kv(config.num_kv_heads)
@@ -289,7 +293,7 @@ def _gguf_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     if config.family == "gemma4":
         yield "rope_freqs.weight", (config.global_head_dim // 2,)
     for layer in range(config.num_layers):
-        tensors = _experts_tensors(config)
+        tensors = _experts_tensors(config) if config.num_experts else _mlp_tensors(config)
         if config.has_state(layer):
             tensors |= _state_tensors(config)
         else:
@@ -316,6 +320,8 @@ def _attention_tensors(config: ModelConfig, layer: int) -> dict[str, tuple[int, 
         del tensors["attn_v"]
     if config.family == "gpt_oss":
         return tensors | {"attn_sinks": (config.num_heads,)}
+    if config.family == "llama":
+        return tensors
     return tensors | {"attn_q_norm": (attention.head_dim,), "attn_k_norm": (attention.head_dim,)}
 
 
@@ -327,6 +333,15 @@ def _state_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "ssm_a": (state.value_heads,), "ssm_beta": (state.value_heads, hidden),
         "ssm_alpha": (state.value_heads, hidden), "ssm_norm": (state.value_dim,),
         "ssm_out": (hidden, state.out_size),
+    }  # fmt: skip
+
+
+def _mlp_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Norms of a layer and its MLP."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    return {
+        "attn_norm": (hidden,), "ffn_norm": (hidden,), "ffn_gate": (inner, hidden), "ffn_up": (inner, hidden),
+        "ffn_down": (hidden, inner),
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Random mixtures of experts of the benchmarks: GGUFs are what llama.cpp's converter writes; some models count."""
+"""Random models of the benchmarks: GGUFs are what llama.cpp's converter writes; some models count."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batchgen.models.formats.gguf.split import read_gguf
 from batchgen.models.formats.gguf.tensors import gguf_parts
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import random_experts
+import random_shapes
 
 # Sizes of each shape, of rows of whole blocks.
 SMALL = {
@@ -25,17 +25,17 @@ SMALL = {
 }  # fmt: skip
 
 
-@pytest.fixture(params=random_experts.SHAPES)
+@pytest.fixture(params=random_shapes.SHAPES)
 def shape(request, monkeypatch):
-    fields, weight_format = random_experts.SHAPES[request.param]
+    fields, weight_format = random_shapes.SHAPES[request.param]
     small = fields | {name: size for name, size in SMALL.items() if name in fields}
-    monkeypatch.setitem(random_experts.SHAPES, request.param, (small, weight_format))
+    monkeypatch.setitem(random_shapes.SHAPES, request.param, (small, weight_format))
     return request.param
 
 
 def test_the_gguf_has_the_shape_and_the_tensors_of_its_architecture(shape, tmp_path):
-    path = random_experts.write_gguf(tmp_path / "model.gguf", shape, layers=6)
-    stated, wanted = read_config(resolve_model(str(path))), random_experts.config_of(shape, 6)[0]
+    path = random_shapes.write_gguf(tmp_path / "model.gguf", shape, layers=6)
+    stated, wanted = read_config(resolve_model(str(path))), random_shapes.config_of(shape, 6)[0]
     assert stated.num_params == wanted.num_params and stated.windows == wanted.windows
     assert (stated.num_experts, stated.experts_per_token) == (wanted.num_experts, wanted.experts_per_token)
     assert (stated.state_layers, stated.rope.theta) == (wanted.state_layers, wanted.rope.theta)
@@ -50,10 +50,10 @@ def test_the_gguf_has_the_shape_and_the_tensors_of_its_architecture(shape, tmp_p
 
 
 def test_a_store_that_counts_has_each_token_followed_by_the_next(tmp_path, monkeypatch):
-    fields, weight_format = random_experts.SHAPES["gpt-oss-20b"]
+    fields, weight_format = random_shapes.SHAPES["gpt-oss-20b"]
     small = fields | {name: size for name, size in SMALL.items() if name in fields} | {"hidden_size": 1088}
-    monkeypatch.setitem(random_experts.SHAPES, "gpt-oss-20b", (small, weight_format))
-    path = random_experts.write_store(tmp_path / "store", "gpt-oss-20b", layers=2, counts=True)
+    monkeypatch.setitem(random_shapes.SHAPES, "gpt-oss-20b", (small, weight_format))
+    path = random_shapes.write_store(tmp_path / "store", "gpt-oss-20b", layers=2, counts=True)
     with Engine(path, dtype="bfloat16") as engine:
         (done,) = engine.generate([Request([7, 80, 31], SamplingParams(max_tokens=6, ignore_eos=True))])
     assert done.samples[0].token_ids == (32, 33, 34, 35, 36, 37)
