@@ -9,8 +9,10 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import ladder
+import random_shapes
 import recording
-from ladder import Ladder
+from ladder import Ladder, Shape
 from peers.token_accuracy import load_fp32, token_accuracy
 
 PROMPTS = [[5, 9, 31, 7], [12, 40, 3]]
@@ -69,3 +71,32 @@ def test_a_process_with_other_threads_goes_on_with_the_file_and_another_job_does
     args.rows = 5
     with pytest.raises(SystemExit, match="another job"):
         Ladder(args)
+
+
+def test_a_shape_has_its_limits_of_the_gguf_random_rows_and_no_judge(tmp_path, monkeypatch):
+    fields, weight_format = random_shapes.SHAPES["llama-3.2-3b"]
+    small = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    small |= {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 96}
+    monkeypatch.setitem(random_shapes.SHAPES, "llama-3.2-3b", (fields | small, weight_format))
+    monkeypatch.setattr(sys, "argv", ["ladder.py", "--shapes", "llama-3.2-3b", "--output", str(tmp_path / "out.json")])
+    args = ladder._parse()
+    assert (args.models, args.rows, args.prompt_tokens, args.output_tokens, args.limit_s) == ([], 32, 32, 16, 300)
+
+    shape = Shape("llama-3.2-3b", tmp_path / "shape")
+    shape.write()
+    shape.make_rows(args.rows, args.prompt_tokens, args.output_tokens)
+    assert shape.weight_bytes == shape.form("gguf").stat().st_size
+    assert [len(ids) for ids, count in shape.rows if count == 16] == [32] * 32
+    cells = Ladder(args).cells_of(shape)
+    cells["batchgen/1"] = {"engine": "batchgen", "tokens": "none"}
+    held = Ladder(args)
+    held.result["models"]["llama-3.2-3b"] = {"cells": cells}
+    held.judge(shape)  # there is no file of these tokens
+    assert "accuracy" not in cells["batchgen/1"]
+
+
+def test_models_and_shapes_are_two_jobs(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ladder.py", "--shapes", "gpt-oss-20b", "--models", "demo"])
+    with pytest.raises(SystemExit):
+        ladder._parse()
+    assert "give one of --models and --shapes at a time" in capsys.readouterr().err
