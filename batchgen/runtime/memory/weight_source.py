@@ -17,7 +17,7 @@ from batchgen.models.layouts import EMBEDDINGS, OUTPUT_MATRIX, PER_LAYER, Stored
 from batchgen.models.store.layout import StoreFile, WeightStore, layer_groups
 from batchgen.models.store.weight_store import open_rows, read_extent, read_tensors
 from batchgen.models.tensor_files.table_rows import TableRows
-from batchgen.runtime.memory.store_reader import StoreReader
+from batchgen.runtime.memory.store_reader import StoreReader, StoreRows
 from batchgen.schedule.residency import WeightResidency
 
 Tensors = dict[str, Tensor]  # as they are stored
@@ -108,12 +108,13 @@ class WeightSource:
         assert self.store.per_layer is not None, "the model has per-layer embeddings"
         return open_rows(self.store.per_layer, f"{PER_LAYER}.weight")
 
-    def embedding_rows(self) -> TableRows | None:
+    def embedding_rows(self) -> StoreRows | None:
         """The table of the input embeddings, where it stays on disk; else None. Raises BatchgenError."""
         if self._residency.tier_of_embeddings(self._config) != "disk" or not self._config.embeds:
             return None
         assert self.store is not None, "weights on disk are in a weight store"
-        return open_rows(self.store.embeddings, EMBEDDINGS, self.verified_version(self.store.embeddings))
+        file = self.store.embeddings
+        return StoreRows(file, self.verified_version(file), EMBEDDINGS)
 
     def verified_version(self, file: StoreFile) -> FileVersion:
         """The version of a file of the store that had its checksums, which are looked at once. Raises BatchgenError."""
