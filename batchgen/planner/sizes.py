@@ -140,7 +140,7 @@ class Sizes:
 
     @property
     def head_table_bytes(self) -> int:
-        """Bytes of the table in `head_bytes`: the output matrix, or the embedding tied to it where no logits are made."""
+        """Bytes of the table in `head_bytes`: the output matrix; where no logits are made, the embedding tied to it."""
         if self.output_matrix_bytes or not self.model.tied_embeddings:
             return self.output_matrix_bytes
         return self.model.vocab_size * self.embedding_row_bytes

@@ -50,7 +50,7 @@ class FileRows:
             name: Name of the table, for messages.
             info: Place of the table, whose shape is [rows, columns].
             unpack: Function that turns stored rows into numbers.
-            repair: What to do about a file that is short or cannot be read, for messages.
+            repair: Advice about a file that is short or cannot be read, for messages.
         """
         self._name, self._info, self._unpack, self._repair = name, info, unpack, repair
         self._num_rows, self._columns = info.shape
