@@ -148,7 +148,9 @@ def _check_apart(files: ModelFiles, target: Path) -> None:
 
 
 def source_identity(files: ModelFiles, shard: Shard | None) -> dict[str, Any]:
-    return model_identity(files) | ({RANK_KEY: [shard.rank, shard.size]} if shard else {})
+    """The identity of what a store has: of the model, without its output matrix or not, or of a rank's part of it."""
+    of_hidden = {"hidden_output": True} if files.hidden_output else {}
+    return model_identity(files) | of_hidden | ({RANK_KEY: [shard.rank, shard.size]} if shard else {})
 
 
 @dataclass(frozen=True)

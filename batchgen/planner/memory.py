@@ -150,7 +150,7 @@ def _weight_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
         device = "gpu" if held.on_gpu else "cpu"
         yield Item(device, "expanded weights", s.dequantized_slot_bytes + held.delegates * s.dequantized_slot_bytes)
     embeddings = (1 - held.embed_gpu) * s.embedding_bytes - held.embed_disk * s.embedding_table_bytes
-    head = held.head_cpu * s.head_bytes + held.head_disk * (s.head_bytes - s.output_matrix_bytes)
+    head = held.head_cpu * s.head_bytes + held.head_disk * (s.head_bytes - s.head_table_bytes)
     yield Item("cpu", "weights", embeddings + head)
     if held.on_gpu:
         yield Item("gpu", "weights", held.embed_gpu * s.embedding_bytes + held.head_gpu * s.head_bytes)
@@ -308,7 +308,7 @@ def state_slots(seqs: Mapping[str, Linear], share_prefixes: bool, draft_share: f
 def placement_bytes(s: CostInputs, at: Placement) -> dict[str, dict[str, float]]:
     """Weights, KV and activations between layers by tier: FlexGen's wg..hd in bytes."""
     held = _held_by_placement(s, at)
-    on_disk = [held.weights["disk"], held.head_disk * s.output_matrix_bytes, held.embed_disk * s.embedding_table_bytes]
+    on_disk = [held.weights["disk"], held.head_disk * s.head_table_bytes, held.embed_disk * s.embedding_table_bytes]
     weights: dict[str, list[Linear]] = {tier: [] for tier in TIERS} | {"disk": on_disk}
     for item in fixed_items(s, s, held):
         if item.part == "weights":

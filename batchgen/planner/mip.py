@@ -187,7 +187,7 @@ class _PlacementMIP(MIP):
             activation_batches=(self._count(batches if s.on_gpu else 0), self._count(batches)),
             head_on_gpu=self._count(1 if s.on_gpu else 0),
             # An accelerator's chunks come from host memory.
-            head_on_disk=self._count(1 if "disk" in tiers and s.output_matrix_bytes and not s.on_gpu else 0),
+            head_on_disk=self._count(1 if "disk" in tiers and s.head_table_bytes and not s.on_gpu else 0),
             embeddings_on_disk=self._count(1 if "disk" in tiers and s.embedding_table_bytes else 0),
         )
         for of_group in amounts.weight_layers.values():

@@ -138,6 +138,13 @@ class Sizes:
         """Bytes of the output matrix, or of the token embedding if that is tied; 0 where the model makes no logits."""
         return self.model.output_size * self.output_row_bytes if self.model.has_head else 0
 
+    @property
+    def head_table_bytes(self) -> int:
+        """Bytes of the table in `head_bytes`: the output matrix; where no logits are made, the embedding tied to it."""
+        if self.output_matrix_bytes or not self.model.tied_embeddings:
+            return self.output_matrix_bytes
+        return self.model.vocab_size * self.embedding_row_bytes
+
     @cached_property
     def embedding_row_bytes(self) -> int:
         """Bytes of a row of the embedding table; 0 where it is not here."""

@@ -36,12 +36,12 @@ def stages_of(path, device, stops, rng=None, **changes):
             residencies = [rng.choice(tiers) if rng else home for _ in range(first, stop)]
             layers[group] = tuple(residencies.count(tier) for tier in range(3))
         policy = replace(policy, weight_layers=layers)
-        if rng and device.accelerated:
-            on_host = rng.randint(0, policy.num_gpu_batches)
+        if rng:
+            on_host = rng.randint(0, policy.num_gpu_batches) if device.accelerated else policy.num_gpu_batches
             policy = replace(
                 policy,
-                head_tier=rng.choice(["gpu", "cpu"]),
-                embedding_tier=rng.choice(["gpu", "cpu"]),
+                head_tier=rng.choice(["gpu", "cpu"] if device.accelerated else ["cpu", "disk"]),
+                embedding_tier=rng.choice(["gpu", "cpu", "disk"] if device.accelerated else ["cpu", "disk"]),
                 activation_batches=(policy.num_gpu_batches - on_host, on_host),
             )
         found.append(Stage(first, stop, policy))

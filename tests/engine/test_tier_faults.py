@@ -346,6 +346,47 @@ def test_a_store_file_that_is_touched_or_removed_in_the_midst_of_a_job_does_no_h
     assert [done[index] for index in sorted(done)] == expected
 
 
+@pytest.mark.parametrize("which", ["embeddings", "head"])
+def test_a_table_on_disk_that_is_truncated_in_the_midst_of_a_job_ends_it(engine_of, damaged, expected, which):
+    """The message says how the store is repaired, and no row is of what is left of the table."""
+    store, _ = damaged
+    engine, done = engine_of(CPU, store=store, weight_format="float32"), {}
+    path = getattr(store, which).path
+
+    def cut(stats):
+        if stats.sweeps == 12:
+            os.truncate(path, path.stat().st_size // 2)
+            touch(path)
+
+    with pytest.raises(BatchgenError, match="convert the model again") as found:
+        for completion in engine.generate(itertools.islice(endless(), 200), on_sweep=cut):
+            done[completion.index] = completion.samples[0].token_ids
+    assert str(path) in str(found.value) and "\n" not in str(found.value)
+    assert done and all(expected[index % len(expected)] == tokens for index, tokens in done.items())
+
+
+@pytest.mark.parametrize("sweep", [0, 2])
+def test_tables_on_disk_that_are_touched_or_removed_in_the_midst_of_a_job_do_no_harm(
+    engine_of, damaged, expected, sweep
+):
+    """Nor is there harm when that happens before the first sweep."""
+    store, _ = damaged
+    engine, done = engine_of(CPU, store=store, weight_format="float32"), {}
+    paths = [store.embeddings.path, store.head.path]
+
+    def change(stats):
+        for path in paths:
+            if stats.sweeps == sweep:
+                touch(path)
+            if stats.sweeps == sweep + 2:
+                path.unlink()
+
+    change(engine.stats)
+    for completion in engine.generate(rows(), on_sweep=change):
+        done[completion.index] = completion.samples[0].token_ids
+    assert [done[index] for index in sorted(done)] == expected
+
+
 def test_an_engine_that_cannot_be_made_leaves_no_file_open(engine_of, stores, tmp_path):
     """Weights are there when KV finds no place."""
     folder = tmp_path / "offload"

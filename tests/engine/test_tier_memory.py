@@ -1,5 +1,6 @@
 """Budgets are kept: what the plan reserves bounds what is used, and what it refuses would not have fitted."""
 
+import contextlib
 import itertools
 import math
 import random
@@ -10,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from thorough import some_of
-from tiered import BUDGETS, CPU, EMULATED, everything_moves, make_parts, make_policy, make_requests, run
+from tiered import BUDGETS, CPU, EMULATED, everything_moves, make_parts, make_policy, make_request, make_requests, run
 from torch.profiler import ProfilerActivity, profile
 
 from batchgen.core.direct_io import ALIGNMENT
@@ -21,12 +22,15 @@ from batchgen.core.request import ScoreRequest
 from batchgen.core.units import parse_bytes
 from batchgen.engine import loader as loading
 from batchgen.engine.engine import Engine
+from batchgen.engine.loader import plan_load
 from batchgen.models.files import resolve_model
 from batchgen.models.kept_stores import find_or_convert
 from batchgen.planner.sizes import DEVICE_WORKSPACE_BYTES, WORKSPACE_BYTES
 from batchgen.runtime.memory.transfers import Arena
+from batchgen.runtime.memory.weights import Weights
 from batchgen.schedule.draft_proposer import Proposal
 from batchgen.schedule.drafting import Drafting
+from batchgen.schedule.residency import WeightResidency
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -276,6 +280,24 @@ def test_what_is_planned_is_what_is_allocated(tiny_models, tmp_path, family, kin
         assert parts.executor.kv_cache.disk_bytes == planned["disk"].get("KV", 0)
     finally:
         parts.executor.close()
+
+
+@pytest.mark.parametrize("part", ["whole", "first stage", "last stage", "hidden states"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_tables_on_disk_are_planned_and_held_in_no_memory(tiny_models, tmp_path, part, tied):
+    """Neither by a pipeline's stage, nor where no logits are made, of a store that has an output matrix."""
+    model = tiny_models("llama", vocab_size=4000, tie_word_embeddings=tied)[0]
+    request = make_request(model, CPU, make_policy(model, CPU, head_tier="disk", embedding_tier="disk"), tmp_path)
+    stop = request.config.num_layers
+    parts = {"first stage": (0, 1), "last stage": (1, stop)}
+    config = request.config.stage(*parts[part]) if part in parts else request.config
+    config = config.without_logits() if part == "hidden states" else config
+    layers = dict.fromkeys(config.layer_tensors, (0, config.num_layers, 0))
+    policy = replace(request.policy, weight_layers=layers)
+    planned = plan_load(replace(request, config=config, policy=policy)).parts["cpu"]["weights"]
+    residency = WeightResidency.of_policy(policy, config)
+    with contextlib.closing(Weights(config, residency, torch.float32, store=request.store)) as weights:
+        assert weights.num_bytes <= planned < 1.1 * weights.num_bytes
 
 
 @pytest.mark.parametrize("weight_format", ["float32", "int8", "int4"])

@@ -102,6 +102,25 @@ def test_vectors_of_a_decoder_are_those_of_transformers(family, pooling, tiny_mo
     assert np.abs(found - torch.stack(wanted).numpy()).max() < CLOSE
 
 
+@pytest.mark.parametrize("vectors_first", [True, False])
+def test_jobs_of_vectors_and_of_texts_find_stores_of_their_own(vectors_first, tiny_models, tmp_path):
+    """A model's output matrix is in no store of a job of vectors, which a job of texts must not take for its own."""
+    path, _ = tiny_models("llama")
+    rows, options = texts(4), {"weights": "int4"}
+
+    def answers(folder, *tasks):
+        options["offload_dir"] = tmp_path / folder
+        return {
+            task: vectors(run(path, rows, **options)).tolist()
+            if task == "embed"
+            else run(path, rows, task, max_tokens=4, **options)["gen_text"].to_pylist()
+            for task in tasks
+        }
+
+    tasks = ["embed", "generate"] if vectors_first else ["generate", "embed"]
+    assert answers("both", *tasks) == answers("texts", "generate") | answers("vectors", "embed")
+
+
 def test_a_model_in_a_folder_of_its_transformer_has_the_vectors_of_one_that_is_not(tmp_path):
     make_encoder("BertModel", tmp_path)
     write_modules(tmp_path, "cls_token", dense=(64, 24), prompts={"query": "query: "})

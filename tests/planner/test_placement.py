@@ -552,3 +552,22 @@ def test_embeddings_and_output_matrix_go_to_disk_where_memory_does_not_hold_them
         seconds.append(best.seconds)
     assert on_disk[0] == (1, 0 if tied else 1) and on_disk[-1] == (0, 0)
     assert all(later <= earlier * 1.01 for earlier, later in itertools.pairwise(seconds)), seconds
+
+
+@pytest.mark.parametrize("part", ["hidden states", "first stage"])
+def test_embeddings_go_to_disk_where_nothing_is_multiplied_by_them(part):
+    """There is a plan in less memory than they take, also where they are the output matrix of another stage."""
+    whole = replace(llama_8b(), vocab_size=1 << 19, tied_embeddings=True)
+    model = whole.without_logits() if part == "hidden states" else whole.stage(0, 16)
+    table = model.vocab_size * model.embed_size * 2
+    hardware, on_disk = cpu_box(), []
+    for memory in (0.6 * table, 30 * GIB):
+        best = search(
+            problem(
+                hardware, model, Workload.uniform(16, 64, 1), budgets={"cpu": memory, "disk": 400.0 * GIB},
+                max_num_seqs=16,
+            )
+        )  # fmt: skip
+        check_placement(best)
+        on_disk.append(best.counts.head_on_disk)
+    assert on_disk == [1, 0]

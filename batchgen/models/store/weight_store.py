@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from batchgen.core.file_version import FileVersion
     from batchgen.models.tensor_files.table_rows import FileRows
 
 _PIECE_BYTES = 4 << 20  # read, hashed and converted at a time
@@ -76,22 +75,25 @@ def open_store(path: Path | str) -> WeightStore:
     return store
 
 
-def open_rows(file: StoreFile, name: str, version: FileVersion | None = None) -> FileRows:
+def open_rows(file: StoreFile, name: str) -> FileRows:
     """A table of a store, whose rows are read one by one, without a checksum of each.
 
     Args:
         file: File of the store that has the table.
         name: Name of the table.
-        version: Version of the file that is read; it must not change. None: that is not checked.
     """
     from batchgen.models.tensor_files.table_rows import FileRows, unpack_numbers
     from batchgen.ops import cpp
 
     tensor = find_tensor(file, name)
-    info = TensorInfo(file.path, tensor.dtype, tensor.shape, tensor.offset, tensor.num_bytes, version)
-    if tensor.dtype in BLOCK_FORMATS:
-        return FileRows(tensor.name, info, lambda packed, out: cpp.unpack_blocks(tensor.dtype.upper(), packed, out))
-    return FileRows(tensor.name, info, unpack_numbers(SAFETENSORS_DTYPES[tensor.dtype]))
+    info = TensorInfo(file.path, tensor.dtype, tensor.shape, tensor.offset, tensor.num_bytes)
+
+    def unpack_rows(packed: Tensor, out: Tensor) -> None:
+        cpp.unpack_blocks(tensor.dtype.upper(), packed, out)
+
+    of_blocks = tensor.dtype in BLOCK_FORMATS
+    unpack = unpack_rows if of_blocks else unpack_numbers(SAFETENSORS_DTYPES[tensor.dtype])
+    return FileRows(tensor.name, info, unpack, REPAIR)
 
 
 def views(extent: Extent, buffer: Tensor) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from batchgen.core.errors import InputError
-from batchgen.core.file_version import version_of
+from batchgen.core.file_version import FileVersion, version_of
 from batchgen.models.tensor_files.headers import TensorInfo
 from batchgen.models.tensor_files.reading import NUMBERS, check_version
 
@@ -43,15 +43,16 @@ class TableRows(Protocol):
 class FileRows:
     """A table in a file, open while its rows are asked for."""
 
-    def __init__(self, name: str, info: TensorInfo, unpack: Unpack) -> None:
-        """Note where the table is; the file is opened when the first row is asked for.
+    def __init__(self, name: str, info: TensorInfo, unpack: Unpack, repair: str = "fetch it again") -> None:
+        """Note where the table is; the file is opened when its version or the first row is asked for.
 
         Args:
             name: Name of the table, for messages.
             info: Place of the table, whose shape is [rows, columns].
             unpack: Function that turns stored rows into numbers.
+            repair: Advice about a file that is short or cannot be read, for messages.
         """
-        self._name, self._info, self._unpack = name, info, unpack
+        self._name, self._info, self._unpack, self._repair = name, info, unpack, repair
         self._num_rows, self._columns = info.shape
         self._row_bytes = info.num_bytes // self._num_rows
         self._descriptor: int | None = None
@@ -67,6 +68,10 @@ class FileRows:
 
     def stored_rows(self, first: int, count: int) -> Tensor:
         return self._read([(first, count)])
+
+    def version(self) -> FileVersion:
+        """The version of the open file now. Raises OSError."""
+        return version_of(self._open())
 
     def close(self) -> None:
         if self._descriptor is not None:
@@ -85,11 +90,13 @@ class FileRows:
                 os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
             for offset, size in places:
                 if not _fill(descriptor, offset, target[:size]):
-                    raise InputError(f"{info.path} ends within tensor {self._name}: fetch it again")
+                    raise InputError(f"{info.path} ends within tensor {self._name}: {self._repair}")
                 target = target[size:]
             check_version(info, version_of(descriptor))
         except OSError as error:
-            raise InputError(f"cannot read tensor {self._name} from {info.path}: {error.strerror}") from error
+            raise InputError(
+                f"cannot read tensor {self._name} from {info.path}: {error.strerror}: check the disk, or {self._repair}"
+            ) from error
         return packed
 
     def _open(self) -> int:

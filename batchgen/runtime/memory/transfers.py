@@ -34,7 +34,8 @@ def untouched(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def tensor_over(memory: mmap.mmap, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A tensor at the start of the memory, which lives as long as the tensor or any view of it."""
-    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
+    count = math.prod(shape)
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape) if count else torch.empty(shape, dtype=dtype)
 
 
 class Prefault:

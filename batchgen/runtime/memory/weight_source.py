@@ -17,7 +17,7 @@ from batchgen.models.layouts import EMBEDDINGS, OUTPUT_MATRIX, PER_LAYER, Stored
 from batchgen.models.store.layout import StoreFile, WeightStore, layer_groups
 from batchgen.models.store.weight_store import open_rows, read_extent, read_tensors
 from batchgen.models.tensor_files.table_rows import TableRows
-from batchgen.runtime.memory.store_reader import StoreReader
+from batchgen.runtime.memory.store_reader import StoreReader, StoreRows
 from batchgen.schedule.residency import WeightResidency
 
 Tensors = dict[str, Tensor]  # as they are stored
@@ -85,18 +85,19 @@ class WeightSource:
         if self.store is None:
             return self._end("embeddings")
         on_disk = self._residency.tier_of_embeddings(self._config) == "disk"
-        return _all_but(self.store.embeddings, EMBEDDINGS if on_disk else None)
+        return self._all_but(self.store.embeddings, EMBEDDINGS if on_disk else None)
 
     def head(self) -> Tensors:
-        """The tensors after the layers, but for an output matrix that stays on disk."""
+        """The tensors after the layers, but for an output matrix that stays on disk, or that nobody asks for."""
         if self.store is None:
             return self._end("head")
-        return _all_but(self.store.head, OUTPUT_MATRIX if self._residency.head == "disk" else None)
+        in_memory = OUTPUT_MATRIX in self.stored("head", 0) and self._residency.head != "disk"
+        return self._all_but(self.store.head, None if in_memory else OUTPUT_MATRIX)
 
     def sinks(self) -> Tensors:
         """The attention sinks of all layers, for a stage of a pipeline that does not make logits."""
         if self.store is not None:
-            return {SINKS: _all_but(self.store.head)[SINKS]}
+            return {SINKS: self._all_but(self.store.head, OUTPUT_MATRIX)[SINKS]}
         return {SINKS: self._loader.load_sinks(self._dtype)}
 
     def per_layer_rows(self) -> TableRows | None:
@@ -108,12 +109,13 @@ class WeightSource:
         assert self.store.per_layer is not None, "the model has per-layer embeddings"
         return open_rows(self.store.per_layer, f"{PER_LAYER}.weight")
 
-    def embedding_rows(self) -> TableRows | None:
+    def embedding_rows(self) -> StoreRows | None:
         """The table of the input embeddings, where it stays on disk; else None. Raises BatchgenError."""
         if self._residency.tier_of_embeddings(self._config) != "disk" or not self._config.embeds:
             return None
         assert self.store is not None, "weights on disk are in a weight store"
-        return open_rows(self.store.embeddings, EMBEDDINGS, self.verified_version(self.store.embeddings))
+        file = self.store.embeddings
+        return StoreRows(file, self.verified_version(file), EMBEDDINGS)
 
     def verified_version(self, file: StoreFile) -> FileVersion:
         """The version of a file of the store that had its checksums, which are looked at once. Raises BatchgenError."""
@@ -154,11 +156,13 @@ class WeightSource:
             return self._loader.load_packed(which, 0, self._dtype, self._residency.weight_format)
         return self._loader.load(which, 0, self._dtype)
 
-
-def _all_but(file: StoreFile, left: str | None = None) -> Tensors:
-    """The tensors of a file with one group, or none. left: the name of one that is not read."""
-    if not file.extents:
-        return {}
-    (extent,) = file.extents.values()
-    names = [tensor.name for tensor in extent.tensors]
-    return read_extent(file, extent) if left not in names else read_tensors(file, {*names} - {left})
+    def _all_but(self, file: StoreFile, left: str | None) -> Tensors:
+        """The tensors of a file with one group, or none. left: the name of one that is not held in memory."""
+        if not file.extents:
+            return {}
+        (extent,) = file.extents.values()
+        names = [tensor.name for tensor in extent.tensors]
+        if left not in names:
+            return read_extent(file, extent)
+        self.verified_version(file)
+        return read_tensors(file, {*names} - {left})
