@@ -81,7 +81,7 @@ def large_vocabulary():
 
 
 def measure(files, store: Path) -> None:
-    """Prints the bytes that a loaded tokenizer takes, and the most beside it to save it and to bound a text's tokens."""
+    """Prints the bytes that a loaded tokenizer takes, and the most beside it to save it and to bound a text."""
     import batchgen.models.tokenizers.gguf_tokenizer  # noqa: F401
 
     loading._LARGE_PAIRS_BYTES = 1 << 20
