@@ -24,7 +24,7 @@ _BYTES_OF_UTF8 = [byte for byte in range(256) if byte not in (0xC0, 0xC1) and by
 
 
 def state_of(backend: Backend) -> dict[str, Any]:
-    """What `TokenBound` reads of a tokenizer's state, without its merges, which would take hundreds of MiB as JSON."""
+    """The parts of a tokenizer's state that `TokenBound` reads, without merges: as JSON they may take 100 MiB."""
     model = backend.model
     fields = ("byte_fallback", "unk_token", "fuse_unk")
     steps = {"normalizer": backend.normalizer, "pre_tokenizer": backend.pre_tokenizer}
