@@ -36,6 +36,7 @@ from batchgen.core.machine import (
     give_back_freed_memory,
     keep_freed_memory,
     resident_bytes,
+    trim_freed_memory,
 )
 from batchgen.core.plan import (
     DEFAULT_KV_BLOCK_SIZE,
@@ -148,7 +149,8 @@ def process_bytes() -> int:
     import batchgen.models.tokenizers.loading
     import batchgen.runtime.executor  # noqa: F401
 
-    if resident_bytes() > TYPICAL_PROCESS_BYTES:  # perhaps freed memory of an earlier model; trimming takes a while
+    trim_freed_memory()  # of imports and of the tokenizer; a few milliseconds
+    if resident_bytes() > TYPICAL_PROCESS_BYTES:  # perhaps an earlier model; collecting garbage takes a while
         give_back_freed_memory()
     here = resident_bytes()
     return here + _PROCESS_GROWTH_BYTES if here else TYPICAL_PROCESS_BYTES

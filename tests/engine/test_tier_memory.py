@@ -144,6 +144,16 @@ def test_what_is_reserved_bounds_what_scoring_makes(tiny_models, tmp_path, monke
     assert ATTENTION_BYTES < peak <= reserved + ATTENTION_BYTES
 
 
+def test_freed_memory_does_not_count_as_the_process(monkeypatch):
+    """What imports and a tokenizer have freed is too scattered for the system to have it back by itself."""
+    monkeypatch.setattr(loading, "TYPICAL_PROCESS_BYTES", 1 << 50)  # so that no garbage is collected
+    before = loading.process_bytes()
+    blocks = [bytes(60_000) for _ in range(2000)]
+    assert loading.process_bytes() > before + 80 * MIB
+    del blocks[:-1]
+    assert loading.process_bytes() < before + 20 * MIB
+
+
 class Guesses:
     """Drafts as many tokens as a sequence may have."""
 

@@ -69,6 +69,7 @@ WRITERS = {
     "lmeval/jobs.py": "run_directory, in folders whose names are checked",
     "models/convert.py": "weight_store",
     "models/downloads.py": "a download, which has a hash",
+    "models/tokenizers/gguf_process.py": "what transformers reads, for loading.py",
     "models/tokenizers/loading.py": "what transformers reads, kept by its version",
     "models/tokenizers/tokenizer_config.py": "what transformers reads, for loading.py",
     "output/answer_store.py": "answers that a job may do without: those of another version are not there",

@@ -10,7 +10,7 @@ import pytest
 from tiny_tokenizers import TEXT, make_tiny_sentencepiece_tokenizer, make_tiny_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from batchgen.models.tokenizers.token_bound import TokenBound
+from batchgen.models.tokenizers.token_bound import TokenBound, state_of
 
 NFC = normalizers.NFC()
 NORMALIZERS = {
@@ -40,7 +40,9 @@ def of_bytes(normalizer=None, *added):
 
 
 def bound_of(tokenizer):
-    return TokenBound(json.loads(tokenizer.to_str()))
+    bound, of_json = TokenBound(state_of(tokenizer)), TokenBound(json.loads(tokenizer.to_str()))
+    assert vars(bound) == vars(of_json)
+    return bound
 
 
 def texts(rng):

@@ -20,6 +20,7 @@ from tiny_tokenizers import SPECIAL_TOKENS, TEXT, make_tiny_sentencepiece_tokeni
 
 from batchgen.core.errors import InputError, RowError
 from batchgen.models.files import ModelFiles, resolve_model
+from batchgen.models.tokenizers import gguf_process
 from batchgen.models.tokenizers import loading as tokenizer_module
 from batchgen.models.tokenizers.loading import load_parts, load_tokenizer
 from batchgen.models.tokenizers.parts import TokenizerParts
@@ -297,7 +298,7 @@ def test_the_tokenizer_of_a_gguf_is_kept(gguf_files, tmp_path, monkeypatch):
     def taken_out_again(*args):
         raise AssertionError("the kept one is not used")
 
-    monkeypatch.setattr(tokenizer_module, "_taken_out", taken_out_again)
+    monkeypatch.setattr(gguf_process, "_taken_out", taken_out_again)
     again = load_tokenizer(gguf_files)
     assert again.identity() == ours.identity() and again.encode_batch(TEXTS) == ours.encode_batch(TEXTS)
     monkeypatch.undo()
@@ -533,6 +534,7 @@ def test_a_kept_tokenizer_that_another_user_may_have_written_is_made_anew(tmp_pa
     planted = json.loads((kept / "tokenizer.json").read_text())
     planted["model"]["merges"] = []
     (kept / "tokenizer.json").write_text(json.dumps(planted))
+    (kept / "sha256").write_text(tokenizer_module._digest_of(kept))
     assert load_tokenizer(files).encode_batch([TEXT]) != expected, "what this user alone may write is believed"
     kept.chmod(0o777)
     assert load_tokenizer(files).encode_batch([TEXT]) == expected

@@ -12,17 +12,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from batchgen.core.cache_folder import cache_dir, is_trusted
-from batchgen.core.digest import json_sha256
+from batchgen.core.digest import file_sha256, json_sha256
 from batchgen.core.errors import InputError, reason_of
 from batchgen.models.files import ModelFiles
-from batchgen.models.formats.gguf.header import gguf_pairs_sha256, read_gguf_header, read_gguf_vocabulary
+from batchgen.models.formats.gguf.header import gguf_pairs, read_gguf_header
+from batchgen.models.tokenizers.gguf_process import save_apart, save_here
+from batchgen.models.tokenizers.loading_errors import refusing
 from batchgen.models.tokenizers.parts import TokenizerParts
 from batchgen.models.tokenizers.tokenizer import Tokenizer
 from batchgen.models.tokenizers.tokenizer_config import (
     CONFIG,
     read_chat_template,
     read_special_tokens,
-    write_tokenizer_config,
 )
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
@@ -32,7 +33,10 @@ _COPIED_FILES = (
     "chat_template.jinja", "chat_template.json", "config.json", "generation_config.json",
 )  # fmt: skip
 _STORE_FOLDER = "tokenizer"  # folder of a weight store
-_CONVERSION = 3  # version of the conversion: tokenizers in the cache that have another are made again
+_CONVERSION = 4  # version of the conversion: tokenizers in the cache that have another are made again
+_DIGEST = "sha256"  # file of a kept tokenizer with the digest of the others
+# Key-value pairs of a GGUF with some 100,000 tokens: of larger ones another process builds the tokenizer.
+_LARGE_PAIRS_BYTES = 4 << 20
 
 
 def load_tokenizer(files: ModelFiles, special_tokens: str = "parse", chat_template: str | None = None) -> Tokenizer:
@@ -82,12 +86,11 @@ def save_tokenizer(files: ModelFiles, store: Path) -> None:
     scratch.mkdir(mode=0o755)
     if files.kind == "gguf":
         if "tokenizer.ggml.model" in read_gguf_header(files.path).metadata:
-            _save(_load_from_gguf(files), scratch)
+            # Copied, as loading it once more takes hundreds of MiB for a large vocabulary.
+            with _saved_from_gguf(files) as source:
+                _copy_files(source, scratch)
     else:
-        source = files.path / _STORE_FOLDER if files.kind == "store" else files.path
-        for name in _COPIED_FILES:
-            if (source / name).exists():
-                shutil.copyfile(source / name, scratch / name)
+        _copy_files(files.path / _STORE_FOLDER if files.kind == "store" else files.path, scratch)
     for path in scratch.iterdir():
         path.chmod(0o644)  # whatever the umask is, nobody else is to write to it
         with path.open("rb") as file:
@@ -95,10 +98,17 @@ def save_tokenizer(files: ModelFiles, store: Path) -> None:
     os.rename(scratch, folder)
 
 
+def _copy_files(source: Path, directory: Path) -> None:
+    """Copy the files of a tokenizer."""
+    for name in _COPIED_FILES:
+        if (source / name).exists():
+            shutil.copyfile(source / name, directory / name)
+
+
 def _load(directory: Path) -> TokenizerParts:
     """Load the tokenizer of a directory from its tokenizer.json, whatever class the other files name."""
     path = directory / "tokenizer.json"
-    with _refusing(path if path.exists() else directory):
+    with refusing(path if path.exists() else directory):
         if not path.exists():
             return _converted(directory)
         from tokenizers import Tokenizer as Backend
@@ -128,62 +138,64 @@ def _converted(directory: Path) -> TokenizerParts:
 
 
 def _load_from_gguf(files: ModelFiles) -> TokenizerParts:
-    """Load the tokenizer of a GGUF.
-
-    Building it takes seconds. So it is kept in the cache directory, under a digest of the file's key-value pairs.
-    """
-    key = json_sha256([_CONVERSION, gguf_pairs_sha256(files.path)])
-    cached = cache_dir() / "tokenizers" / key[:32]
-    if all(is_trusted(path, "the kept tokenizer") for path in (cached, *cached.glob("*"))):
-        try:
-            return _load(cached)
-        except InputError:  # damaged in any way: make it again
-            pass
-    shutil.rmtree(cached, ignore_errors=True)
-    with _refusing(files.path):
-        parts = _taken_out(files.path)
+    """Load the tokenizer of a GGUF."""
     try:
-        cached.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cached.parent) as scratch:
-            saved = Path(scratch, "saved")
-            saved.mkdir()
-            _save(parts, saved)
-            for path in (saved, *saved.iterdir()):  # whatever the umask is, nobody else is to write there
-                path.chmod(0o700 if path is saved else 0o600)
-            os.rename(saved, cached)  # fails where another process was first
-    except OSError:
-        pass  # only slower next time
-    return parts
-
-
-def _taken_out(path: Path) -> TokenizerParts:
-    """Build the tokenizer that a GGUF describes. Raises InputError."""
-    from batchgen.models.tokenizers.gguf_tokenizer import backend_of, names_of
-
-    pairs = read_gguf_vocabulary(path)
-    template = pairs.get("tokenizer.chat_template")
-    return TokenizerParts(backend_of(pairs), names_of(pairs), template if isinstance(template, str) else None)
-
-
-def _save(parts: TokenizerParts, directory: Path) -> None:
-    """Write the files of a tokenizer that `_load` reads. Raises OSError."""
-    write_tokenizer_config(directory, parts.special_tokens, parts.chat_template)
-    parts.backend.save(str(directory / "tokenizer.json"))
+        with _saved_from_gguf(files) as folder:
+            return _load(folder)
+    except OSError as error:
+        raise InputError(f"cannot save the tokenizer of {files.path}: {reason_of(error)}") from error
 
 
 @contextmanager
-def _refusing(path: Path) -> Iterator[None]:
-    """Within a `with` block, turn any error of reading tokenizer files into an InputError with a one-line message."""
+def _saved_from_gguf(files: ModelFiles) -> Iterator[Path]:
+    """Within a `with` block, a folder that has the tokenizer of a GGUF in the files that `_load` reads.
+
+    Building it takes seconds. So it is kept in the cache directory, under a digest of the file's key-value pairs.
+
+    Raises:
+        InputError: The tokenizer is broken.
+        OSError: Neither the cache directory nor that of temporary files can be written.
+    """
+    digest, num_bytes = gguf_pairs(files.path)
+    kept = cache_dir() / "tokenizers" / json_sha256([_CONVERSION, digest])[:32]
+    save = save_apart if num_bytes > _LARGE_PAIRS_BYTES else save_here
+    if not _is_intact(kept):
+        shutil.rmtree(kept, ignore_errors=True)
+        try:
+            kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
+                saved = Path(scratch, "saved")
+                saved.mkdir()
+                save(files.path, saved)
+                (saved / _DIGEST).write_text(_digest_of(saved))
+                for path in (saved, *saved.iterdir()):  # whatever the umask is, nobody else is to write there
+                    path.chmod(0o700 if path is saved else 0o600)
+                os.rename(saved, kept)  # fails where another process was first
+        except OSError:
+            pass  # only slower next time
+    if _is_intact(kept):
+        yield kept
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        save(files.path, Path(scratch))
+        yield Path(scratch)
+
+
+def _is_intact(kept: Path) -> bool:
+    """Tell whether a folder of the cache has a tokenizer that this user wrote, and that is not damaged."""
+    if not all(is_trusted(path, "the kept tokenizer") for path in (kept, *kept.glob("*"))):
+        return False
     try:
-        yield
-    except (KeyboardInterrupt, SystemExit, MemoryError):
-        raise
-    except BaseException as error:  # files broken in any way, packages that are not installed, panics of `tokenizers`
-        raise InputError(f"cannot load the tokenizer of {path}: {_reason(error)}") from error
+        return (kept / _DIGEST).read_text() == _digest_of(kept)
+    except (OSError, ValueError):
+        return False
 
 
-def _reason(error: BaseException) -> str:
-    """The first line of an error's text; if it has no text, the name of its class."""
-    if "trust_remote_code" in str(error):
-        return "it needs Python code of the model's directory, which is never run: save it as a tokenizer.json"
-    return reason_of(error)
+def _digest_of(folder: Path) -> str:
+    """The digest of the files of a folder, with their names."""
+    digests = {}
+    for path in folder.iterdir():
+        if path.name != _DIGEST:
+            with path.open("rb") as file:
+                digests[path.name] = file_sha256(file)
+    return json_sha256(digests)

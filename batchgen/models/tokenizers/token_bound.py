@@ -6,16 +6,41 @@ are all known.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable
 from functools import cache
-from typing import Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
 
 # Composed characters, and those that stand for others, have at least a quarter of the bytes that were there before.
 _COMPOSED = 4
 _KEEPING = {"Prepend": 1, "NFC": _COMPOSED, "NFD": _COMPOSED}  # normalizer -> times that a text may become shorter
 _CUTTING = {"ByteLevel", "Digits", "Metaspace", "UnicodeScripts", "FixedLength"}  # pre-tokenizers that lose nothing
 _BYTES_OF_UTF8 = [byte for byte in range(256) if byte not in (0xC0, 0xC1) and byte < 0xF5]
+
+
+def state_of(backend: Backend) -> dict[str, Any]:
+    """The parts of a tokenizer's state that `TokenBound` reads, without merges: as JSON they may take 100 MiB."""
+    model = backend.model
+    fields = ("byte_fallback", "unk_token", "fuse_unk")
+    steps = {"normalizer": backend.normalizer, "pre_tokenizer": backend.pre_tokenizer}
+    added = [
+        {"content": token.content, "lstrip": token.lstrip, "rstrip": token.rstrip}
+        for token in backend.get_added_tokens_decoder().values()
+    ]
+    return {
+        "added_tokens": added,
+        **{name: None if step is None else json.loads(step.__getstate__()) for name, step in steps.items()},
+        "model": {
+            "type": type(model).__name__,
+            "vocab": backend.get_vocab(with_added_tokens=False),
+            **{name: getattr(model, name, None) for name in fields},
+        },
+    }
 
 
 class TokenBound:
@@ -48,8 +73,7 @@ def _longest(state: dict[str, Any], added: Iterable[str]) -> int:
     """
     model = state["model"]
     vocabulary = model["vocab"]
-    tokens = list(vocabulary) if isinstance(vocabulary, dict) else [token for token, _ in vocabulary]
-    known = set(tokens)
+    known = vocabulary if isinstance(vocabulary, dict) else {token for token, _ in vocabulary}
     steps = _steps(state.get("pre_tokenizer"), "pretokenizers") + _steps(state.get("normalizer"), "normalizers")
     of_bytes = any(step.get("type") == "ByteLevel" for step in steps)
     if model.get("type") not in ("BPE", "Unigram"):
@@ -57,12 +81,12 @@ def _longest(state: dict[str, Any], added: Iterable[str]) -> int:
     if of_bytes:
         if not all(character in known for character in _byte_characters()):
             return 0
-        return max(max(map(len, tokens)), *(len(text.encode()) for text in added), 1)
+        return max(max(map(len, known)), *(len(text.encode()) for text in added), 1)
     has_bytes = model.get("byte_fallback") and all(f"<0x{byte:02X}>" in known for byte in _BYTES_OF_UTF8)
     unknown_apart = model["type"] == "BPE" and model.get("unk_token") and not model.get("fuse_unk")
     if not (has_bytes or unknown_apart):
         return 0
-    return max(4, *(len(token.encode()) for token in (*tokens, *added)))
+    return max(4, *(len(token.encode()) for token in chain(known, added)))
 
 
 @cache

@@ -14,7 +14,7 @@ from batchgen.core.request import PLAIN_CHAT, ChatOptions
 from batchgen.core.text import repair_surrogates
 from batchgen.models.tokenizers.chat_template import Chat, ChatTemplate
 from batchgen.models.tokenizers.parts import TokenizerParts
-from batchgen.models.tokenizers.token_bound import TokenBound
+from batchgen.models.tokenizers.token_bound import TokenBound, state_of
 
 _SHORT = 1 << 16  # characters that take a fraction of a second
 _TOGETHER = 1 << 20  # characters tokenized at once: each takes more than a hundred bytes meanwhile
@@ -235,7 +235,7 @@ class Tokenizer:
 
     @cached_property
     def _bound(self) -> TokenBound:
-        return TokenBound(json.loads(self._encoder.to_str()))
+        return TokenBound(state_of(self._encoder))
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         """The token ids of each text. The number of texts that are tokenized at once depends on the free memory."""

@@ -89,14 +89,14 @@ def stated_architecture(begin: bytes) -> str | None:
     return None
 
 
-def gguf_pairs_sha256(path: Path) -> str:
-    """sha256 of the bytes of all key-value pairs of a GGUF file. Raises InputError if it is corrupt."""
+def gguf_pairs(path: Path) -> tuple[str, int]:
+    """sha256 and number of the bytes of all key-value pairs of a GGUF file. Raises InputError if it is corrupt."""
 
-    def digest(parser: _GgufParser) -> str:
+    def digest(parser: _GgufParser) -> tuple[str, int]:
         start = parser.position
         parser.pairs(lambda key: False)
         with memoryview(parser.data) as data:
-            return hashlib.sha256(data[start : parser.position]).hexdigest()
+            return hashlib.sha256(data[start : parser.position]).hexdigest(), parser.position - start
 
     return _read_pairs(path, digest)
 
