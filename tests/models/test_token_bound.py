@@ -91,6 +91,15 @@ def test_nothing_is_said_where_text_may_vanish(normalizer):
     assert bound_of(of_bytes(LOSING[normalizer])).least(TEXT * 100) == 0
 
 
+def test_no_text_has_fewer_tokens_of_a_unigram_vocabulary_that_falls_back_to_bytes():
+    pieces = [("<unk>", 0.0), *((f"<0x{byte:02X}>", -9.0) for byte in range(256)), ("a", -1.0), ("abab", -1.0)]
+    tokenizer = Tokenizer(models.Unigram(pieces, 0, byte_fallback=True))
+    bound = bound_of(tokenizer)
+    for text in ("", "a", "é", "abab" * 9, "漢字" * 3):
+        assert bound.least(text) <= len(tokenizer.encode(text).ids), text
+    assert bound.least("abab" * 100) > 50
+
+
 def test_nothing_is_said_of_other_models():
     words = {"a": 0, "[UNK]": 1, "b": 2}
     for model in (

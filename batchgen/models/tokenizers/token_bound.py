@@ -26,7 +26,7 @@ _BYTES_OF_UTF8 = [byte for byte in range(256) if byte not in (0xC0, 0xC1) and by
 def state_of(backend: Backend) -> dict[str, Any]:
     """The parts of a tokenizer's state that `TokenBound` reads, without merges: as JSON they may take 100 MiB."""
     model = backend.model
-    fields = ("byte_fallback", "unk_token", "fuse_unk")
+    kind = type(model).__name__
     steps = {"normalizer": backend.normalizer, "pre_tokenizer": backend.pre_tokenizer}
     added = [
         {"content": token.content, "lstrip": token.lstrip, "rstrip": token.rstrip}
@@ -35,12 +35,15 @@ def state_of(backend: Backend) -> dict[str, Any]:
     return {
         "added_tokens": added,
         **{name: None if step is None else json.loads(step.__getstate__()) for name, step in steps.items()},
-        "model": {
-            "type": type(model).__name__,
-            "vocab": backend.get_vocab(with_added_tokens=False),
-            **{name: getattr(model, name, None) for name in fields},
-        },
+        "model": _state_of_bpe(backend) if kind == "BPE" else {"type": kind} | json.loads(model.__getstate__()),
     }
+
+
+def _state_of_bpe(backend: Backend) -> dict[str, Any]:
+    """The state of a model of the kind BPE, without its merges."""
+    fields = ("byte_fallback", "unk_token", "fuse_unk")
+    vocabulary = backend.get_vocab(with_added_tokens=False)
+    return {"type": "BPE", "vocab": vocabulary} | {name: getattr(backend.model, name) for name in fields}
 
 
 class TokenBound:
