@@ -45,13 +45,21 @@ inline void pack_panel(const Linear& args, int64_t panel, int64_t next, int64_t 
                 return unpack_panel<Mma, T>(args, panel, start, stop, out);
             }
         }
+        const auto row_of = [&](int64_t of_panel, int c) {
+            const int64_t row = weight_row(args, of_panel, c);
+            return row < args.n ? (const T*)args.w + row * args.w_stride : nullptr;
+        };
+        constexpr int64_t kLineWords = 64 / int64_t(sizeof(T)) / Mma::kPerWord;
         for (int c = 0; c < kPanelN; c += W) {
-            const T* rows[W];
-            for (int i = 0; i < W; i++) {
-                const int64_t row = weight_row(args, panel, c + i);
-                rows[i] = row < args.n ? (const T*)args.w + row * args.w_stride : nullptr;
-            }
+            const T *rows[W], *ahead[W];
+            for (int i = 0; i < W; i++) rows[i] = row_of(panel, c + i), ahead[i] = row_of(next, c + i);
             for (int64_t kk = start; kk < stop; kk += W) {
+                // Rows are short and many: what the processor itself foresees ends with each.
+                if ((kk - start) % kLineWords == 0) {
+#pragma GCC unroll 16
+                    for (int i = 0; i < W; i++)
+                        if (ahead[i]) __builtin_prefetch(ahead[i] + kk * Mma::kPerWord, 0, 2);
+                }
                 const int64_t count = smaller(W, stop - kk);
                 vi r[W];
                 gather_k<Mma>(rows, kk, smaller(count * Mma::kPerWord, args.k - kk * Mma::kPerWord), r);
