@@ -446,12 +446,14 @@ class Ladder:
         if "bound" in entry:
             return
         config = model.config()
-        rates = gemm_rates(config, _GEMM_TOKENS)
+        # A CPU without 16-bit products is at its best in float32.
+        rates = {dtype: gemm_rates(config, _GEMM_TOKENS, dtype=dtype) for dtype in ("bfloat16", "float32")}
+        best = max(rate for of_dtype in rates.values() for rate in of_dtype.values())
         disk = disk_read_rate(model.weight_files())
         memory = dram_read_rate(FULL)
         todo = work(Workload(model.rows), config)
         flops = todo["linear_flops"] + todo["logits_flops"] + todo["prefill_attention_flops"]
-        compute_s = flops / max(rates.values()) + todo["decode_kv_bytes"] / memory
+        compute_s = flops / best + todo["decode_kv_bytes"] / memory
         disk_s = model.weight_bytes / disk
         entry["bound"] = {
             "gemm_flops_per_s": rates,
@@ -470,7 +472,12 @@ class Ladder:
             return
         fp32 = load_fp32(model.form("directory"))
         for name in {cell["tokens"] for cell in cells}:
-            tokens = json.loads((self.args.work_dir / "outputs" / f"{name}.json").read_text())
+            outputs = self.args.work_dir / "outputs" / f"{name}.json"
+            if not outputs.exists():
+                raise SystemExit(
+                    f"{outputs} is not there: take its cells out of {self.args.output}, and run them again"
+                )
+            tokens = json.loads(outputs.read_text())
             judged = token_accuracy(fp32, model.rows, tokens)
             valid = judged.accuracy >= ACCURACY and judged.length >= LENGTH
             for cell in cells:

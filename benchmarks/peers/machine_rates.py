@@ -42,10 +42,12 @@ def provide_memory(num_bytes: int) -> None:
     subprocess.run([sys.executable, "-c", f"b'1' * {num_bytes}"], check=True)
 
 
-def gemm_rates(config: ModelConfig, token_counts: list[int], weight_format: str = "") -> dict[int, float]:
-    """FLOP/s of a layer's matrix products in bfloat16, for each number of tokens, weights coming from memory.
+def gemm_rates(
+    config: ModelConfig, token_counts: list[int], weight_format: str = "", dtype: str = "bfloat16"
+) -> dict[int, float]:
+    """FLOP/s of a layer's matrix products, for each number of tokens, weights coming from memory.
 
-    They are torch's, or of weights in a format of blocks batchgen's.
+    They are torch's in a dtype, or of weights in a format of blocks batchgen's in bfloat16.
     """
     import torch
     import torch.nn.functional as F
@@ -53,9 +55,11 @@ def gemm_rates(config: ModelConfig, token_counts: list[int], weight_format: str 
     from batchgen.core.dtypes import weight_row_bytes
     from batchgen.ops import cpp
 
+    number = getattr(torch, dtype)
+
     def weight(columns: int, depth: int) -> Any:
         if not weight_format:
-            return torch.randn(columns, depth).bfloat16()
+            return torch.randn(columns, depth).to(number)
         # Of these bytes a scale is a number that is neither tiny nor infinite.
         rows = torch.full((columns, weight_row_bytes(depth, weight_format)), 0x60, dtype=torch.uint8)
         return cpp.pack_blocks(cpp.BlockWeight(rows, weight_format), torch.bfloat16)
@@ -68,7 +72,7 @@ def gemm_rates(config: ModelConfig, token_counts: list[int], weight_format: str 
     rates = {}
     with torch.inference_mode():
         for tokens in token_counts:
-            inputs = {n: torch.randn(tokens, n).bfloat16() for _, n in shapes}
+            inputs = {n: torch.randn(tokens, n).to(number) for _, n in shapes}
             seconds: list[float] = []
             deadline = time.perf_counter() + _GEMM_SECONDS
             while len(seconds) < 4 or time.perf_counter() < deadline:
