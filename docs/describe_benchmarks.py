@@ -128,9 +128,9 @@ def ladder(name: str) -> Callable[[dict], str]:
                 of_engine = rates.setdefault(cell["engine"], {})
                 of_engine[cell["share"]] = max(of_engine.get(cell["share"], 0.0), tokens / cell["wall_s"])
         shown = [
-            f"{engine} {by_share[max(by_share)]:.0f} at {max(by_share):g}, {by_share[min(by_share)]:.0f} at"
-            f" {min(by_share):g}"
+            f"{engine} {' and '.join(f'{by_share[at]:.{int(by_share[at] < 10)}f} at {at:g}' for at in ends)}"
             for engine, by_share in rates.items()
+            for ends in [(max(by_share), min(by_share))]
         ]
         return f"generated tokens/s: {'; '.join(shown)}"
 
@@ -623,9 +623,14 @@ TABLES: dict[str, list[Row]] = {
             larger_than_memory,
         ),
         *(
-            Row(f"[a ladder of memory](ladder.md): {name}", path.stem, "ladder.py --work-dir DIR", ladder(name))
+            Row(
+                f"[a ladder of memory](ladder.md): {name}{', random weights' if model.get('random') else ''}",
+                path.stem,
+                f"ladder.py{f' --shapes {name}' if model.get('random') else ''} --work-dir DIR",
+                ladder(name),
+            )
             for path in sorted(RESULTS.glob("ladder-*.json"))
-            for name in read(path.stem)["models"]
+            for name, model in read(path.stem)["models"].items()
         ),
         Row(
             "[drafts](tiers.md#drafts) against none: a 3B shape within 3 GiB, 32 rows whose answers are spans of"

@@ -160,7 +160,7 @@ def _shown(cell: dict[str, Any] | None, result: dict[str, Any]) -> str:
     if "failed" in cell:
         return "memory" if cell["failed"] == "out of memory" else "time" if "not done in" in cell["failed"] else "no"
     value = rate(cell, result)
-    return f"{value:,.0f}" if value is not None else "inaccurate"
+    return f"{value:,.{int(value < 10)}f}" if value is not None else "inaccurate"
 
 
 def described() -> str:
