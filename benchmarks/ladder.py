@@ -122,7 +122,7 @@ ENGINES = {
 }
 # Form of the weights -> its name in a model's folder.
 FORMS = {
-    "gguf": "bfloat16.gguf",
+    "gguf": "model.gguf",
     "directory": "directory",
     "store": "store",
     OPENVINO: "openvino",

@@ -74,7 +74,6 @@ def load(job: Job) -> tuple[Generate, dict]:
     return generate, job.settings | {
         "sequences": sequences,
         "batch_tokens": batch_tokens,
-        "weights": "bfloat16 GGUF",
         "kv_cache": "float16",
         "kv_unified": bool(shared),
         "flash_attention": True,

@@ -145,7 +145,7 @@ def test_what_is_reserved_bounds_what_scoring_makes(tiny_models, tmp_path, monke
 
 
 def test_freed_memory_does_not_count_as_the_process(monkeypatch):
-    """What imports and a tokenizer have freed is too scattered for the system to have it back by itself."""
+    """Memory that imports and a tokenizer have freed is given back to the system before the process is counted."""
     monkeypatch.setattr(loading, "TYPICAL_PROCESS_BYTES", 1 << 50)  # so that no garbage is collected
     before = loading.process_bytes()
     blocks = [bytes(60_000) for _ in range(2000)]

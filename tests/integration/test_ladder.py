@@ -87,12 +87,10 @@ def test_a_shape_has_its_limits_of_the_gguf_random_rows_and_no_judge(tmp_path, m
     shape.make_rows(args.rows, args.prompt_tokens, args.output_tokens)
     assert shape.weight_bytes == shape.form("gguf").stat().st_size
     assert [len(ids) for ids, count in shape.rows if count == 16] == [32] * 32
-    cells = Ladder(args).cells_of(shape)
-    cells["batchgen/1"] = {"engine": "batchgen", "tokens": "none"}
-    held = Ladder(args)
-    held.result["models"]["llama-3.2-3b"] = {"cells": cells}
-    held.judge(shape)  # there is no file of these tokens
-    assert "accuracy" not in cells["batchgen/1"]
+    run = Ladder(args)
+    run.cells_of(shape)["batchgen/1"] = {"engine": "batchgen", "tokens": "none"}
+    run.judge(shape)  # there is no file of these tokens
+    assert "accuracy" not in run.cells_of(shape)["batchgen/1"]
 
 
 def test_models_and_shapes_are_two_jobs(monkeypatch, capsys):

@@ -159,7 +159,8 @@ def _saved_from_gguf(files: ModelFiles) -> Iterator[Path]:
     digest, num_bytes = gguf_pairs(files.path)
     kept = cache_dir() / "tokenizers" / json_sha256([_CONVERSION, digest])[:32]
     save = save_apart if num_bytes > _LARGE_PAIRS_BYTES else save_here
-    if not _is_intact(kept):
+    intact = _is_intact(kept)
+    if not intact:
         shutil.rmtree(kept, ignore_errors=True)
         try:
             kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -173,7 +174,8 @@ def _saved_from_gguf(files: ModelFiles) -> Iterator[Path]:
                 os.rename(saved, kept)  # fails where another process was first
         except OSError:
             pass  # only slower next time
-    if _is_intact(kept):
+        intact = _is_intact(kept)
+    if intact:
         yield kept
         return
     with tempfile.TemporaryDirectory() as scratch:
