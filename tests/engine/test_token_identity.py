@@ -143,7 +143,7 @@ def expected(tiny_models):
             prefix = [rng.randrange(4, 500) for _ in range(36)]
             lengths = (1, 3, 16, 17, 9, 30, 5, 2)
             prompts = [prefix * (i % 2) + [rng.randrange(4, 500) for _ in range(n)] for i, n in enumerate(lengths)]
-            made[name] = path, prompts, [greedy_tokens(model, prompt, MAX_TOKENS) for prompt in prompts]
+            made[name] = path, prompts, greedy_tokens(model, prompts, MAX_TOKENS)
         return made[name]
 
     return get
@@ -158,7 +158,7 @@ def expected_of_many(tiny_models):
         family, overrides = MODELS[name]
         path, model = tiny_models(family, **overrides)
         prompts = prompts_of(*(1 + i % 5 for i in range(_MANY)))
-        return path, prompts, [greedy_tokens(model, prompt, MAX_TOKENS) for prompt in prompts]
+        return path, prompts, greedy_tokens(model, prompts, MAX_TOKENS)
 
     return get
 
@@ -426,7 +426,7 @@ def test_a_gguf_gives_the_tokens_of_transformers(name, tensor_type, tmp_path):
     if "longrope" in name:  # of which 64 positions have factors of their own
         cases.append((128, prompts_of(70, 90)))
     for context, prompts in cases:
-        wanted = [greedy_tokens(model, prompt, MAX_TOKENS) for prompt in prompts]
+        wanted = greedy_tokens(model, prompts, MAX_TOKENS)
         assert len(set(wanted)) > 1
         for weight_format in (DTYPE,) if tensor_type == "F32" else (DTYPE, tensor_type.lower()):
             policy = policy_of(path, "memory", DTYPE, "continuous", 1, weight_format)
