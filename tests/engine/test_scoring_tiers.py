@@ -48,10 +48,11 @@ def score(parts, rows):
     return found, engine.stats
 
 
-def run_case(case, tiny_models, stores, monkeypatch, device=None, prepare=lambda parts: parts):
+def run_case(case, tiny_models, stores, monkeypatch, device=None, prepare=lambda parts: parts, few=False):
+    """few: requests are few, and logits are made of several rows at once: a played device takes its time for each."""
     path, model = tiny_models(case.family, **case.overrides)
     rng = random.Random(case.seed)
-    rows = rng.choice((1, 5, 300))
+    rows = max(rng.choice((1, 5, 300)), 5 if few else 1)
     monkeypatch.setattr("batchgen.planner.sizes.logit_rows", lambda *_: rows)
     device = device or (EMULATED if case.accelerated else CPU)
     parts = make_parts(
@@ -63,7 +64,7 @@ def run_case(case, tiny_models, stores, monkeypatch, device=None, prepare=lambda
     elif case.mode in ("uneven", "dedicated cores"):
         make_uneven(parts, case.seed)
     prepare(parts)
-    rows = requests(rng, rng.randint(1, 10))
+    rows = requests(rng, min(rng.randint(1, 10), 3 if few else 10))
     check(model, rows, score(parts, rows)[0])
 
 
@@ -91,7 +92,8 @@ def test_any_policy_on_a_device_with_streams(seed, tiny_models, stores, monkeypa
     as_on_a_device(monkeypatch)
     device = FakeDevice(*ORDERS[seed])
     case = accelerated_case((SEED, seed))
-    run_case(case, tiny_models, stores, monkeypatch, prepare=lambda parts: run_on(parts, device, monkeypatch))
+    on_streams = lambda parts: run_on(parts, device, monkeypatch)  # noqa: E731
+    run_case(case, tiny_models, stores, monkeypatch, prepare=on_streams, few=quick_or(True, False))
 
 
 @pytest.mark.gpu
