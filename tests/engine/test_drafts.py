@@ -1,5 +1,6 @@
 """Drafted tokens change no text, whoever drafts them, however many are wrong, and wherever weights and KV are."""
 
+import itertools
 from dataclasses import replace
 from functools import cache
 
@@ -10,7 +11,7 @@ from stages import make_pipeline
 from test_partials import SAMPLING, assert_same, prompts_of, requests_of, undisturbed
 from test_pipeline import stages_of
 from test_token_identity import SEQUENCES, TIERS, policy_of
-from thorough import rotating
+from thorough import covering, rotating
 from tiered import CPU, make_parts, make_policy
 from tiny_models import make_tiny_model
 
@@ -145,14 +146,19 @@ def test_accepted_drafts_save_sweeps(path, stores, wanted):
 LITERALS = {"enum": ["The first of two long texts", "Whatever is in the other one"]}
 
 
-@pytest.mark.parametrize(
-    "kind", [{}, {"temperature": 1.0, "n": 3}, {"stop": ("two",)}, {"max_tokens": 9}, {"logprobs": 1}]
-)
-@pytest.mark.parametrize(("family", "tier"), [("llama", "memory"), ("llama", "mixed"), ("qwen3_5", "streamed")])
-def test_forced_tokens_take_no_sweep_and_change_no_sample(family, tier, kind, tiny_models, stores, monkeypatch):
+FORCED = {
+    "greedy": {}, "samples": {"temperature": 1.0, "n": 3}, "stop": {"stop": ("two",)}, "short": {"max_tokens": 9},
+    "logprobs": {"logprobs": 1},
+}  # fmt: skip
+FORCED_IN = [("llama", "memory"), ("llama", "mixed"), ("qwen3_5", "streamed")]
+
+
+@pytest.mark.parametrize(("where", "kind"), covering(itertools.product(FORCED_IN, FORCED), 0, "forced tokens"), ids=str)
+def test_forced_tokens_take_no_sweep_and_change_no_sample(where, kind, tiny_models, stores, monkeypatch):
     pytest.importorskip("llguidance")
+    family, tier = where
     path, _ = tiny_models(family)
-    sampling = {"json_schema": LITERALS, "ignore_eos": False, "max_tokens": 60, **kind}
+    sampling = {"json_schema": LITERALS, "ignore_eos": False, "max_tokens": 60, **FORCED[kind]}
     requests = requests_of(prompts_of(), sampling)
     policy = policy_of(path, tier, "float32", "continuous", 2)
 

@@ -59,7 +59,7 @@ def generate(path, rows, **options):
     return found, engine
 
 
-@pytest.mark.parametrize("family", some_of(sorted(FAMILIES), 12, "chunks of tokens"))
+@pytest.mark.parametrize("family", some_of(sorted(FAMILIES), 6, "chunks of tokens"))
 def test_a_chunk_of_tokens_at_a_time_gives_the_same_tokens(tiny_models, family, monkeypatch):
     path, _ = tiny_models(family)
     rows = [Request(ids) for ids in prompts(12)]

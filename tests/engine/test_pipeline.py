@@ -113,7 +113,7 @@ def is_refused(path):
     return True
 
 
-@pytest.mark.parametrize("name", some_of(MODELS, 28, "two stages"))
+@pytest.mark.parametrize("name", some_of(MODELS, 14, "two stages"))
 def test_stages_give_the_tokens_of_one_engine(name, expected, stores):
     path, prompts, wanted = expected(name)
     if is_refused(path):
@@ -148,7 +148,7 @@ def stages_anywhere(path, device, kv_placement, rng):
 
 
 @pytest.mark.parametrize(
-    ("name", "where"), some_of([(name, where) for name in MODELS for where in _ANYWHERE], 10, "stages")
+    ("name", "where"), some_of([(name, where) for name in MODELS for where in _ANYWHERE], 6, "stages")
 )
 def test_stages_with_policies_of_their_own(name, where, expected, stores):
     """Weights, activations and ends of each stage anywhere, KV in every class, several micro-batches."""

@@ -3,9 +3,11 @@
 test_token_identity.py and test_tiers.py have models with state layers in all tiers under all policies.
 """
 
+import itertools
 import random
 
 import pytest
+from thorough import covering
 from tiered import CPU, EMULATED, make_parts, make_policy, make_requests, once_all_rows_are_there, run, shuffle_steps
 
 from batchgen.core.errors import InputError
@@ -92,9 +94,13 @@ def test_every_row_of_64_in_flight_gives_its_own_tokens(place, model, alone, sto
     run_rows(parts_at(model, place, stores), alone)
 
 
-@pytest.mark.parametrize("place", ["memory", "all"])
-@pytest.mark.parametrize(("admission", "max_tokens"), [("continuous", 7), ("static", 64), ("static", 1000)])
-def test_chunks_and_admissions_give_the_same_tokens(place, admission, max_tokens, model, alone, stores):
+@pytest.mark.parametrize(
+    ("place", "schedule"),
+    covering(itertools.product(("memory", "all"), (("continuous", 7), ("static", 64), ("static", 1000))), 0, "chunks"),
+    ids=str,
+)
+def test_chunks_and_admissions_give_the_same_tokens(place, schedule, model, alone, stores):
+    admission, max_tokens = schedule
     run_rows(parts_at(model, place, stores, admission=admission, max_num_batched_tokens=max_tokens), alone)
 
 

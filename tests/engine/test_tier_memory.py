@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from thorough import some_of
+from thorough import covering, some_of
 from tiered import BUDGETS, CPU, EMULATED, everything_moves, make_parts, make_policy, make_request, make_requests, run
 from torch.profiler import ProfilerActivity, profile
 
@@ -167,8 +167,9 @@ class Guesses:
         pass
 
 
-@pytest.mark.parametrize("what", ["drafts", "scored prompts"])
-@pytest.mark.parametrize("num_gpu_batches", [1, 2])
+@pytest.mark.parametrize(
+    ("what", "num_gpu_batches"), covering(itertools.product(("drafts", "scored prompts"), (1, 2)), 0, "held logits")
+)
 def test_what_is_reserved_bounds_logits_of_all_chunks_of_the_vocabulary(
     tiny_models, tmp_path, monkeypatch, what, num_gpu_batches
 ):
@@ -230,7 +231,7 @@ def tiered_policy(model, kind):
     return everything_moves(model) if changes is None else make_policy(model, EMULATED, **changes)
 
 
-@pytest.mark.parametrize(("family", "kind"), some_of(itertools.product(("opt", "llama"), TIERED), 4, "just enough"))
+@pytest.mark.parametrize(("family", "kind"), some_of(itertools.product(("opt", "llama"), TIERED), 2, "just enough"))
 def test_a_budget_that_is_just_enough(tiny_models, tmp_path, family, kind):
     """The smallest budget that is accepted carries a job of the longest rows it was made for.
 

@@ -168,7 +168,7 @@ def test_no_thread_reads_sizes_any_more_once_reading_is_stopped():
     assert not [thread for thread in threading.enumerate() if thread.name == "batchgen-sizes"]
 
 
-@pytest.mark.parametrize("kind", [*some_of(KINDS, 5, "kinds of jobs"), *SEVERAL_TOKENS])
+@pytest.mark.parametrize("kind", [*some_of(KINDS, 3, "kinds of jobs"), *SEVERAL_TOKENS])
 def test_the_time_left_is_within_a_quarter_from_the_tenth_part_on(kind):
     draws.seed(3)
     rows, limit, more = lengths(kind)
