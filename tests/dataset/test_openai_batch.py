@@ -20,6 +20,7 @@ from batchgen.dataset.openai_batch import (
     rows_to_requests,
 )
 from batchgen.dataset.openai_response import format_error, format_response
+from batchgen.dataset.readers import json as json_reader
 
 JOB = SamplingParams(max_tokens=33, seed=5, temperature=0.3, top_p=0.5, logprobs=3)
 MESSAGES = [{"role": "user", "content": "Hi é"}]
