@@ -32,6 +32,8 @@ _LIKE_PARTS = 0.05
 # A new prediction is told after so many sweeps that have taken so long, if as much time is left. A moment's sweeps are
 # those of the few rows that were read by then.
 _FIRST_SWEEPS, _FIRST_S, _WORTH_TELLING_S = 20, 3.0, 20.0
+# Points of a job's time that are kept; where there are more sweeps, a point stands for several of them.
+_MOST_POINTS = 1 << 13
 # 90 % of what sweeps of one kind say of those of another.
 _SPREAD_AFTER_SWEEPS = 0.1
 
@@ -55,13 +57,15 @@ class SweepTimes:
     """The times of a job's sweeps, by the tokens that have gone through the layers."""
 
     def __init__(self) -> None:
-        self._points: list[tuple[int, float]] = [(0, 0.0)]  # (tokens, seconds since the first sweep began)
+        # (tokens, seconds since the first sweep began, sweeps) so far, after every so many sweeps and after the last
+        self._points: list[tuple[int, float, int]] = [(0, 0.0, 0)]
+        self._sweeps_of_point = 1
         self._beside = Beside()
 
     @property
     def sweeps(self) -> int:
         """Number of sweeps so far."""
-        return len(self._points) - 1
+        return self._points[-1][2]
 
     def after_sweep(self, tokens: int, seconds: float) -> None:
         """Note the end of a sweep.
@@ -70,7 +74,14 @@ class SweepTimes:
             tokens: Tokens that have gone through the layers.
             seconds: Seconds since the first sweep began.
         """
-        self._points.append((tokens, seconds))
+        point = (tokens, seconds, self.sweeps + 1)
+        if self.sweeps % self._sweeps_of_point:
+            self._points[-1] = point
+            return
+        if len(self._points) > _MOST_POINTS:
+            self._points = self._points[::2]
+            self._sweeps_of_point *= 2
+        self._points.append(point)
 
     def shown(self, prediction: Prediction, expected: PlannedStages, seen: StageCounts) -> list[Shown]:
         """The measured times of the stages, or of the whole job where its outputs had other lengths.
@@ -105,16 +116,20 @@ class SweepTimes:
         """Seconds and sweeps of stages with so many tokens each."""
         ends = list(itertools.accumulate(tokens))
         for start, end in itertools.pairwise([0.0, *ends]):
-            first, last = (bisect.bisect_left(self._points, (at, -math.inf)) for at in (start, end))
+            first, last = (self._points[min(self._place(at), len(self._points) - 1)][2] for at in (start, end))
             yield self._seconds_at(end) - self._seconds_at(start), last - first
 
     def _seconds_at(self, tokens: float) -> float:
         """Seconds until so many tokens had gone through the layers."""
-        at = bisect.bisect_left(self._points, (tokens, -math.inf))
+        at = self._place(tokens)
         if at == 0 or at == len(self._points):
             return self._points[min(at, len(self._points) - 1)][1]
-        (before, start_s), (after, end_s) = self._points[at - 1], self._points[at]
+        (before, start_s, _), (after, end_s, _) = self._points[at - 1], self._points[at]
         return start_s + (end_s - start_s) * (tokens - before) / (after - before)
+
+    def _place(self, tokens: float) -> int:
+        """The first of the points by which so many tokens had gone through the layers."""
+        return bisect.bisect_left(self._points, (tokens, -math.inf, 0))
 
 
 def _alike(stages: Sequence[Stage]) -> list[Stage]:

@@ -12,6 +12,7 @@ import itertools
 import json
 import logging
 import shutil
+import sys
 import time
 from array import array
 from bisect import bisect_right
@@ -35,6 +36,7 @@ _CHUNK_BYTES, _CHUNK_ROWS = 32 << 10, 64  # of a run that is in memory while run
 _MOST_RUNS = 64  # that are merged at once
 _ROW_BYTES = 200  # about what a request has beside its text
 _MOST_SHARED = 64  # values that many requests have, which are kept once
+_ROWS_FILE = "rows"  # numbers of the rows in the last order, eight bytes each
 _FREE_BYTES = 1 << 30  # that stay free on the disk, for the output
 
 _SORT_S, _SORT_FRAC = 1e-4, 0.01  # of a row, read and sorted: CPU seconds, and the most of the job's time
@@ -64,7 +66,7 @@ class SortedRequests:
     """The requests of an input, on disk in the order of their prompts' texts.
 
     Attributes:
-        rows: Number of the row of each request, in their order.
+        rows: Number of the row of each request, in their order; they are in a file that is mapped.
         shared_part: The part of all bytes of the texts with which a text begins as the one before it, 0 to 1.
     """
 
@@ -87,7 +89,7 @@ class SortedRequests:
             NoSpace: The disk has no space for them.
             SortStopped: The job has ended.
         """
-        self.rows = array("q")
+        self.rows = np.zeros(0, np.int64)
         self.shared_part = 0.0
         self._folder, self._run_bytes, self._should_stop = folder, run_bytes, should_stop
         self._shared: list[Any] = []
@@ -100,7 +102,10 @@ class SortedRequests:
             while len(runs) > _MOST_RUNS:
                 groups = [runs[first : first + _MOST_RUNS] for first in range(0, len(runs), _MOST_RUNS)]
                 runs = [self._written(self._merged(group)) for group in groups]
-            self._path = self._written(self._counted(self._merged(runs)), is_last=True)
+            with (folder / _ROWS_FILE).open("wb") as rows_file:
+                self._path = self._written(self._counted(self._merged(runs), rows_file), is_last=True)
+            if rows_file_bytes := (folder / _ROWS_FILE).stat().st_size:
+                self.rows = np.memmap(folder / _ROWS_FILE, np.int64, "r", shape=(rows_file_bytes // 8,))
         except OSError as error:
             self.close()
             raise NoSpace(f"{folder}: {error.strerror or error}") from error
@@ -155,12 +160,12 @@ class SortedRequests:
                 file.close()
                 run.unlink(missing_ok=True)
 
-    def _counted(self, requests: Iterator[_Keyed]) -> Iterator[_Keyed]:
-        """Yield the requests in their last order, and note the rows and what texts have in common."""
+    def _counted(self, requests: Iterator[_Keyed], rows_file: BinaryIO) -> Iterator[_Keyed]:
+        """Yield the requests in their last order; write their rows to a file, and note what texts have in common."""
         before = b""
         shared = total = 0
         for keyed in requests:
-            self.rows.append(keyed.row)
+            rows_file.write(keyed.row.to_bytes(8, sys.byteorder))
             shared += _common_bytes(before, keyed.key)
             total += len(keyed.key)
             before = keyed.key

@@ -160,25 +160,24 @@ def _with_results(
                 regrouped = RegroupedResults(index, parts_dir)
                 stack.callback(regrouped.close)
                 read = regrouped.read
-        yield from _in_windows(dataset, index, read, per_row)
+        yield from _in_windows(dataset, read, index.window_rows, per_row)
 
 
 def _in_windows(
-    dataset: Dataset, index: PartIndex, read: Callable[[int, int], pa.RecordBatch], per_row: int
+    dataset: Dataset, read: Callable[[int, int], pa.RecordBatch], most_results: int, per_row: int
 ) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]:
     """Yield each batch of input rows together with its results.
 
     Args:
         dataset: The input.
-        index: Index of the part files.
-        read: Function that reads the results of rows (number of the first one, number of results).
+        read: Function that reads consecutive results (number of the first one, number of results).
+        most_results: The number of results from which on no further batch is read at once.
         per_row: Number of results of each row.
     """
     window: list[pa.RecordBatch] = []
     window_first = window_rows = window_bytes = 0
 
     def read_window() -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch]]:
-        index.check(window_first * per_row, window_rows * per_row)
         results = read(window_first * per_row, window_rows * per_row)
         offset = 0
         for batch in window:
@@ -188,7 +187,7 @@ def _in_windows(
     for first_row, batch in dataset.batches():
         if batch.num_rows == 0:
             continue
-        full = window_rows * per_row >= index.window_rows or window_bytes >= _WINDOW_INPUT_BYTES
+        full = window_rows * per_row >= most_results or window_bytes >= _WINDOW_INPUT_BYTES
         if window and (full or first_row != window_first + window_rows):
             yield from read_window()
             window, window_rows, window_bytes = [], 0, 0

@@ -204,16 +204,14 @@ def _damaged(path: Path, error: Exception) -> Exception:
 
 
 class PartIndex:
-    """An index of the part file that has the newest result of each row, in four bytes per row."""
+    """An index of the row groups of part files: the first and the last row of each, whatever the number of rows."""
 
     def __init__(self, parts_dir: Path) -> None:
         self._paths = part_paths(parts_dir)
-        self._part_of_row = RowMap(np.int32)  # position in _paths, plus 1
         groups, bytes_per_row = [], 1.0
         for part, path in enumerate(self._paths):
             for group in _reporting_damage(path, scan_part(path)):
-                self._part_of_row.put(group.rows, part + 1)
-                groups.append((part, group.number, group.rows[0], group.rows[-1]))
+                groups.append((part, group.number, int(group.rows[0]), int(group.rows[-1])))
                 bytes_per_row = max(bytes_per_row, group.size_bytes / len(group.rows))
         self._groups = np.array(groups, np.int64).reshape(-1, 4)  # part, row group, first row, last row
         self.window_rows = int(min(_WINDOW_ROWS, max(1024, _WINDOW_BYTES / bytes_per_row)))
@@ -226,28 +224,9 @@ class PartIndex:
         windows = self._groups[:, 2:] // self.window_rows
         return float((windows[:, 1] - windows[:, 0]).mean()) + 1.0
 
-    def newest(self) -> Iterator[pa.Table]:
-        """Yield the newest results of all rows in tables, in the order of the part files.
-
-        Raises:
-            BatchgenError: A part file is damaged.
-        """
-        for part, path in enumerate(self._paths):
-            numbers = self._groups[self._groups[:, 0] == part, 1].tolist()
-            for table in _reporting_damage(path, _read_groups(path, numbers)):
-                newest = self._part_of_row.at(table.column("row").to_numpy()) == part + 1
-                yield table if newest.all() else table.filter(pa.array(newest))
-
-    def check(self, first_row: int, count: int) -> np.ndarray[Any, Any]:
-        """The part of each of consecutive rows, counted from 1. Raises BatchgenError where a row has no result."""
-        part_of_row = self._part_of_row.get(first_row, count)
-        if not part_of_row.all():
-            missing = np.flatnonzero(part_of_row == 0)
-            raise BatchgenError(
-                f"{len(missing)} rows from row {first_row + missing[0]} on have no result yet: "
-                "run the same command again"
-            )
-        return part_of_row
+    def tables(self) -> Iterator[pa.Table]:
+        """Yield all results in tables, the oldest first. Raises BatchgenError where a part file is damaged."""
+        return self._tables(np.full(len(self._groups), True))
 
     def read(self, first_row: int, count: int) -> pa.RecordBatch:
         """Read the newest results of consecutive rows, in order.
@@ -259,28 +238,49 @@ class PartIndex:
         Raises:
             BatchgenError: A row has no result, or a part file is damaged.
         """
-        part_of_row = self.check(first_row, count)
         overlap = (self._groups[:, 2] < first_row + count) & (self._groups[:, 3] >= first_row)
-        overlap &= np.isin(self._groups[:, 0], np.unique(part_of_row) - 1)
-        wanted = self._groups[overlap]
         pieces = []
-        for part in np.unique(wanted[:, 0]):
+        for table in self._tables(overlap):
+            rows = table.column("row").to_numpy()
+            pieces.append(table.filter(pa.array((rows >= first_row) & (rows < first_row + count))))
+        return newest_of_all(pieces, first_row, count)
+
+    def _tables(self, wanted: np.ndarray[Any, Any]) -> Iterator[pa.Table]:
+        """Yield some row groups as tables, the oldest first. wanted: True for each of them, bool [groups]."""
+        groups = self._groups[wanted]
+        for part in np.unique(groups[:, 0]).tolist():
             path = self._paths[part]
-            numbers = wanted[wanted[:, 0] == part, 1].tolist()
-            for table in _reporting_damage(path, _read_groups(path, numbers)):
-                offsets = table.column("row").to_numpy() - first_row
-                inside = (offsets >= 0) & (offsets < count)
-                newest = np.zeros(len(offsets), bool)
-                newest[inside] = part_of_row[offsets[inside]] == part + 1
-                pieces.append(table.filter(pa.array(newest)))
-        return in_order_of_rows(pieces)
+            yield from _reporting_damage(path, _read_groups(path, groups[groups[:, 0] == part, 1].tolist()))
 
 
-def in_order_of_rows(tables: Sequence[pa.Table]) -> pa.RecordBatch:
-    """Put tables of results together, sorted by row; some may have reasoning, and others none."""
+def newest_in_order(tables: Sequence[pa.Table]) -> pa.RecordBatch:
+    """Put tables of results together, sorted by row; some may have reasoning, and others none.
+
+    Args:
+        tables: The tables, at least one, the oldest first. Of a row with several results the last one is taken.
+    """
     table = pa.concat_tables(tables, promote_options="default")
-    order = np.argsort(table.column("row").to_numpy(), kind="stable")
-    return table.take(pa.array(order)).combine_chunks().to_batches()[0]
+    rows = table.column("row").to_numpy()
+    order = np.argsort(rows, kind="stable")
+    is_newest = np.diff(rows[order], append=-1) != 0
+    return table.take(pa.array(order[is_newest])).combine_chunks().to_batches()[0]
+
+
+def newest_of_all(tables: Sequence[pa.Table], first_row: int, count: int) -> pa.RecordBatch:
+    """The newest results of consecutive rows, in order. Raises BatchgenError where a row has none.
+
+    Args:
+        tables: Results of some of these rows, the oldest first.
+        first_row: Index of the first row.
+        count: Number of rows.
+    """
+    filled = [table for table in tables if table.num_rows]
+    results = newest_in_order(filled) if filled else None
+    if results is not None and results.num_rows == count:
+        return results
+    rows = np.arange(first_row, first_row + count)
+    missing = np.setdiff1d(rows, [] if results is None else results.column("row").to_numpy())
+    raise BatchgenError(f"{len(missing)} rows from row {missing[0]} on have no result yet: run the same command again")
 
 
 def _read_groups(path: Path, numbers: list[int]) -> Iterator[pa.Table]:

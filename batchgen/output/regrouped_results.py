@@ -16,7 +16,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from batchgen.output.parts import PartIndex, in_order_of_rows
+from batchgen.output.parts import PartIndex, newest_in_order, newest_of_all
 
 _RUN_BYTES = 64 << 20  # of results that are sorted in memory at once
 _WORTH_IT = 4.0  # times that reading windows decodes each result, from which on they are regrouped
@@ -31,7 +31,7 @@ class _Piece(NamedTuple):
 
 
 class RegroupedResults:
-    """The newest results of all rows in an unnamed file, in spans of rows that are read at once."""
+    """The results of all rows in an unnamed file, in spans of rows that are read at once."""
 
     def __init__(self, index: PartIndex, folder: Path, run_bytes: int = _RUN_BYTES) -> None:
         """Write the results.
@@ -50,7 +50,7 @@ class RegroupedResults:
         self._spans: dict[int, pa.RecordBatch] = {}
         self._file: BinaryIO = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed by `close`
         try:
-            for run in _runs(index.newest(), run_bytes):
+            for run in _runs(index.tables(), run_bytes):
                 self._write(run)
             self._file.flush()
         except BaseException:
@@ -58,14 +58,16 @@ class RegroupedResults:
             raise
 
     def read(self, first_row: int, count: int) -> pa.RecordBatch:
-        """The results of consecutive rows that have some, in order."""
+        """The newest results of consecutive rows, in order. Raises BatchgenError where a row has none."""
         numbers = range(first_row // self._span_rows, (first_row + count - 1) // self._span_rows + 1)
         pieces = []
         for number in numbers:
+            if number not in self._pieces:
+                continue
             span = self._span(number)
             low, high = np.searchsorted(span.column("row").to_numpy(), [first_row, first_row + count])
-            pieces.append(span.slice(low, high - low))
-        return in_order_of_rows([pa.Table.from_batches([piece]) for piece in pieces])
+            pieces.append(pa.Table.from_batches([span.slice(low, high - low)]))
+        return newest_of_all(pieces, first_row, count)
 
     def close(self) -> None:
         """Remove the file."""
@@ -80,7 +82,7 @@ class RegroupedResults:
                 tables.append(pa.ipc.open_stream(self._file.read(piece.size)).read_all())
             while len(self._spans) >= _KEPT:
                 del self._spans[next(iter(self._spans))]
-            self._spans[number] = in_order_of_rows(tables)
+            self._spans[number] = newest_in_order(tables)
         return self._spans[number]
 
     def _write(self, run: pa.RecordBatch) -> None:
@@ -111,7 +113,7 @@ def _runs(tables: Iterator[pa.Table], run_bytes: int) -> Iterator[pa.RecordBatch
             run.append(table)
             size += table.nbytes
         if size >= run_bytes:
-            yield in_order_of_rows(run)
+            yield newest_in_order(run)
             run, size = [], 0
     if run:
-        yield in_order_of_rows(run)
+        yield newest_in_order(run)

@@ -1,20 +1,33 @@
-"""Compact numbers and flags for each row of an input, in arrays over row indices."""
+"""Compact numbers and flags for each row of an input, in memory that does not grow with rows that are all alike."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+# Rows of a chunk. Rows are done in about the order of the input, so few chunks at a time have rows of both kinds.
+_CHUNK_ROWS = 1 << 16
+
 
 class RowMap:
-    """A growing array that maps each row index to a number, 0 by default.
+    """A map from row indices to small numbers, 0 by default.
 
-    The array covers one span of row indices and grows at both ends. One thread may call `put` while others call `get`.
+    Rows are held in chunks of neighbours. A chunk whose rows all have the same number is held as that number, so a map
+    of rows that get theirs in about the order of the input takes the same memory for any number of rows. One thread may
+    call `put` while others read.
     """
 
     def __init__(self, dtype: type[Any]) -> None:
-        self._span = (0, np.zeros(0, dtype))  # first row, values; replaced as one
+        self._dtype = np.dtype(dtype)
+        # Numbers of a chunk's rows, by the chunk's number. Where all are equal, a view of one number that is repeated.
+        self._chunks: dict[int, np.ndarray[Any, Any]] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the numbers that are held."""
+        return sum(chunk.nbytes for chunk in list(self._chunks.values()) if chunk.flags.writeable)
 
     def put(self, rows: np.ndarray[Any, Any], values: np.ndarray[Any, Any] | int) -> None:
         """Set the numbers of some rows.
@@ -23,78 +36,70 @@ class RowMap:
             rows: Row indices, int64 [n].
             values: The numbers [n], or one number for all rows.
         """
-        if not len(rows):
-            return
-        first, held = self._span
-        low, end = int(rows.min()), int(rows.max()) + 1
-        if not len(held):
-            first = low
-        old_end = first + len(held)
-        if low < first or end > old_end:
-            new_first, new_end = min(low, first), max(end, old_end)
-            room = len(held) // 2  # on the side that grows, where more is likely to come
-            if low < first:
-                new_first = max(0, min(new_first, first - room))
-            if end > old_end:
-                new_end = max(new_end, old_end + room)
-            grown = np.zeros(new_end - new_first, held.dtype)
-            grown[first - new_first : old_end - new_first] = held
-            first, held = new_first, grown
-        held[rows - first] = values
-        self._span = (first, held)
-
-    def get(self, first_row: int, count: int) -> np.ndarray[Any, Any]:
-        """The numbers of consecutive rows, [count].
-
-        Args:
-            first_row: Index of the first row.
-            count: Number of rows.
-        """
-        first, held = self._span
-        low, end = max(first_row, first), min(first_row + count, first + len(held))
-        out = np.zeros(count, held.dtype)
-        if low < end:
-            out[low - first_row : end - first_row] = held[low - first : end - first]
-        return out
+        values = np.broadcast_to(values, len(rows))
+        for number, inside in _by_chunk(rows):
+            chunk = self._chunks.get(number)
+            if chunk is None:
+                chunk = np.zeros(_CHUNK_ROWS, self._dtype)
+            elif not chunk.flags.writeable:
+                chunk = chunk.copy()
+            chunk[rows[inside] - number * _CHUNK_ROWS] = values[inside]
+            self._chunks[number] = _compact(chunk)
 
     def at(self, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """The numbers of some rows, [n]. rows: Row indices in any order, int64 [n]."""
-        first, held = self._span
-        places = rows - first
-        inside = (places >= 0) & (places < len(held))
-        out = np.zeros(len(rows), held.dtype)
-        out[inside] = held[places[inside]]
+        out = np.zeros(len(rows), self._dtype)
+        for number, inside in _by_chunk(rows):
+            if (chunk := self._chunks.get(number)) is not None:
+                out[inside] = chunk[rows[inside] - number * _CHUNK_ROWS]
         return out
 
     def __getitem__(self, row: int) -> int:
-        first, held = self._span
-        return int(held[row - first]) if first <= row < first + len(held) else 0
+        number, offset = divmod(row, _CHUNK_ROWS)
+        chunk = self._chunks.get(number)
+        return 0 if chunk is None else int(chunk[offset])
 
     def count(self, value: int, last_of: int = 1) -> int:
-        """Count the rows with a number.
+        """Count the rows with a number that is not 0.
 
         Args:
             value: The number.
             last_of: Only every so many-th row index counts, the last of each group from 0.
         """
-        first, held = self._span
-        return int(np.count_nonzero(held[(last_of - 1 - first) % last_of :: last_of] == value))
+        chunks = list(self._chunks.items())
+        firsts = ((last_of - 1 - number * _CHUNK_ROWS) % last_of for number, _ in chunks)
+        counted = (chunk[first::last_of] == value for first, (_, chunk) in zip(firsts, chunks, strict=True))
+        return sum(int(np.count_nonzero(equal)) for equal in counted)
 
     def replace(self, old: int, new: int) -> None:
-        held = self._span[1]
-        held[held == old] = new
+        for number, chunk in self._chunks.items():
+            self._chunks[number] = _compact(np.where(chunk == old, self._dtype.type(new), chunk))
 
     def next_zero(self, row: int) -> int:
         """The first row index, from `row` on, whose number is 0."""
-        first, held = self._span
-        if not first <= row < first + len(held):
-            return row
-        zeros = np.flatnonzero(held[row - first :] == 0)[:1]
-        return row + int(zeros[0]) if len(zeros) else first + len(held)
+        while (chunk := self._chunks.get(row // _CHUNK_ROWS)) is not None:
+            offset = row % _CHUNK_ROWS
+            zeros = np.flatnonzero(chunk[offset:] == 0)[:1]
+            if len(zeros):
+                return row + int(zeros[0])
+            row += _CHUNK_ROWS - offset
+        return row
+
+
+def _by_chunk(rows: np.ndarray[Any, Any]) -> Iterator[tuple[int, np.ndarray[Any, Any]]]:
+    """Yield the number of each chunk that has some of the rows, and the mask of these, bool [n]."""
+    numbers = rows // _CHUNK_ROWS
+    for number in np.unique(numbers).tolist():
+        yield number, numbers == number
+
+
+def _compact(chunk: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A chunk as it is held."""
+    return np.broadcast_to(chunk[:1].copy(), _CHUNK_ROWS) if (chunk == chunk[0]).all() else chunk
 
 
 class DoneRows:
-    """The set of results that need no more work, in one byte per result.
+    """The set of results that need no more work, in one byte per result where neighbours differ (`RowMap`).
 
     It supports `number in done` for the number of a result, which is `row * results_per_row + step`. `len(done)`,
     `done.ok` and `done.failed` count rows: all, those without and those with an error. The last result of a row counts,

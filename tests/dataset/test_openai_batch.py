@@ -20,6 +20,7 @@ from batchgen.dataset.openai_batch import (
     rows_to_requests,
 )
 from batchgen.dataset.openai_response import format_error, format_response
+from batchgen.dataset.readers import json as json_reader
 
 JOB = SamplingParams(max_tokens=33, seed=5, temperature=0.3, top_p=0.5, logprobs=3)
 MESSAGES = [{"role": "user", "content": "Hi é"}]
@@ -304,6 +305,16 @@ def test_bad_lines_fail_alone(tmp_path):
     # A later start finds the same duplicate.
     ((first, batch),) = dataset.batches(start_row=3, batch_rows=1000)
     assert next(rows_to_requests(batch, first, JOB, dataset.duplicate_rows)).error == errors[3]
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 1 << 20])
+def test_duplicates_are_found_however_few_ids_are_compared_at_once(tmp_path, monkeypatch, at_once):
+    monkeypatch.setattr(json_reader, "_DIGESTS_AT_ONCE", at_once)
+    ids = [f"id {i * 7 % 13}" if i % 5 else ... for i in range(60)]
+    path = tmp_path / "batch.jsonl"
+    path.write_text("".join(json.dumps(line(custom_id)) + "\n" for custom_id in ids), encoding="utf-8")
+    expected = {i for i, custom_id in enumerate(ids) if custom_id is not ... and custom_id in ids[:i]}
+    assert open_dataset(path).duplicate_rows == expected
 
 
 def test_line_to_row_is_text_throughout():

@@ -11,10 +11,12 @@ import random
 import subprocess
 import sys
 import tempfile
+import tracemalloc
 from decimal import Decimal
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -26,9 +28,11 @@ from thorough import quick_or
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.output import formats, parts, regrouped_results
 from batchgen.output.columns import ONE_SAMPLE, SampleColumns, ScoreColumns
+from batchgen.output.embed_result import EMBED_SCHEMA
 from batchgen.output.formats import check_writable, output_format
 from batchgen.output.join import join, join_formatted, output_schema
-from batchgen.output.parts import write_part
+from batchgen.output.parts import PartIndex, write_part
+from batchgen.output.regrouped_results import RegroupedResults
 from batchgen.output.row_result import RowResult
 
 
@@ -363,6 +367,34 @@ def test_a_million_rows_join_in_flat_memory(tmp_path):
         result = result_of((777_700 + offset) % 1000, fail_every=13)
         expected = {"id": f"id-{777_700 + offset}", "text": result.text[0] if result.text else None}
         assert row == expected | {"error": result.error}
+
+
+@pytest.mark.parametrize("regroups", [False, True])
+def test_a_join_holds_nothing_of_each_row(tmp_path, monkeypatch, regroups):
+    """Rows are short, so that a few bytes held of each would be more than all else that grows."""
+    monkeypatch.setattr(parts, "_WINDOW_ROWS", 4096)
+    monkeypatch.setattr(regrouped_results, "_RUN_BYTES", 1 << 20)
+    monkeypatch.setattr(regrouped_results, "_WORTH_IT", 0.0 if regroups else 1e9)
+    peaks = []
+    for count in (20_000, 40_000, 400_000):  # the first one warms up
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        order = np.argsort(np.arange(count) + np.random.default_rng(0).integers(0, 3000, count), kind="stable")
+        for number, first in enumerate(range(0, count, 20_000)):
+            rows = np.sort(order[first : first + 20_000])
+            offsets = np.arange(len(rows) + 1, dtype=np.int32)
+            vectors = pa.ListArray.from_arrays(offsets, rows.astype(np.float32))
+            columns = [pa.array(rows), vectors, pa.array(rows.astype(np.int32)), pa.nulls(len(rows), pa.string())]
+            table = pa.Table.from_arrays(columns, schema=EMBED_SCHEMA)
+            pq.write_table(table, folder / f"part-{number:06d}.parquet", row_group_size=4096)
+        tracemalloc.start()
+        index = PartIndex(folder)
+        read = RegroupedResults(index, folder).read if regroups else index.read
+        for first in range(0, count, 4096):
+            assert read(first, min(4096, count - first)).column("row")[0].as_py() == first
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[2] - peaks[1] < 360_000, peaks  # a byte a row
 
 
 # ---- rows that were not run in the order of the input

@@ -62,6 +62,11 @@ def test_ranges_cover_all_rows_the_larger_ones_first(rows):
     assert sizes[:-1] == sorted(sizes[:-1], reverse=True) and len(ranges) < 400
 
 
+def test_a_range_of_many_rows_fits_in_memory():
+    ranges = row_ranges(100_000_000)
+    assert max(map(len, ranges)) == 1 << 16 and sum(map(len, ranges)) == 100_000_000 and len(ranges) < 2000
+
+
 def test_a_worker_takes_no_more_than_its_share_of_what_is_left():
     assert may_claim(outstanding=0, unclaimed=10, workers=50, ahead=320)
     assert may_claim(outstanding=100, unclaimed=1000, workers=2, ahead=320)

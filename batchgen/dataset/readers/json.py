@@ -11,10 +11,12 @@ import io
 import itertools
 import json
 import re
+from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+import numpy as np
 import pyarrow as pa
 
 from batchgen.core.errors import InputError, one_line
@@ -31,6 +33,7 @@ from batchgen.dataset.storage import open_bytes
 
 # How a file begins that is one array of objects, after a byte order mark. A line that is another array is no row.
 _ARRAY = re.compile(rb"\s*\[\s*[{\]]")
+_DIGESTS_AT_ONCE = 1 << 20
 
 
 def json_source(paths: list[str], limit: int | None, on_bad_line: str, partitions: Partitions) -> Source:
@@ -84,7 +87,7 @@ def openai_source(paths: list[str], limit: int | None, on_bad_line: str) -> Sour
         limit: The most rows to read.
         on_bad_line: "fail" raises InputError for an invalid line; "skip" makes it a row that fails.
     """
-    seen, duplicates, total = set(), set(), 0
+    digests = array("Q")  # of each row's id; 0: it has none
     files = InputFiles(paths, may_get_lines=True)
 
     def rows_from(start_row: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -93,12 +96,10 @@ def openai_source(paths: list[str], limit: int | None, on_bad_line: str) -> Sour
 
     for _, row in itertools.islice(rows_from(0), limit):
         custom_id = row.get("custom_id")
-        if custom_id is not None:
-            digest = hashlib.blake2b(custom_id.encode(), digest_size=8).digest()  # ids may be long
-            if digest in seen:
-                duplicates.add(total)
-            seen.add(digest)
-        total += 1
+        digest = b"" if custom_id is None else hashlib.blake2b(custom_id.encode(), digest_size=8).digest()
+        digests.append(int.from_bytes(digest, "little"))
+    total, duplicates = len(digests), _repeated(digests)
+    del digests
     schema = pa.schema([(name, pa.string()) for name in COLUMNS])
     read = row_reader(rows_from, schema, total, files.check)
     return Source(
@@ -107,10 +108,22 @@ def openai_source(paths: list[str], limit: int | None, on_bad_line: str) -> Sour
         total,
         read,
         files.identity,
-        frozenset(duplicates),
+        duplicates,
         begins_with=files.begin_with,
         check=files.check_all,
     )
+
+
+def _repeated(digests: array[int]) -> frozenset[int]:
+    """Rows whose digest an earlier row has, looked for among some of the digests at a time. 0 is no digest."""
+    values = np.frombuffer(digests, np.uint64)
+    times = len(values) // _DIGESTS_AT_ONCE + 1
+    repeated: list[int] = []
+    for residue in range(times):
+        rows = np.flatnonzero((values != 0) & (values % np.uint64(times) == residue))
+        rows = rows[np.argsort(values[rows], kind="stable")]
+        repeated += rows[1:][values[rows[1:]] == values[rows[:-1]]].tolist()
+    return frozenset(repeated)
 
 
 def looks_like_openai(path: str, on_bad_line: str) -> bool:

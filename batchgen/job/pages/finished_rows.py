@@ -78,8 +78,7 @@ def finished_rows(parts_dir: Path, source: RequestSource, task: str) -> Finished
     for path in reversed(part_paths(parts_dir)):
         with contextlib.suppress(DamagedPart):
             rows = part_columns(path, ["row"]).column(0).to_numpy()
-            first = int(rows.min())
-            newest = seen.get(first, int(rows.max()) + 1 - first)[rows - first] == 0
+            newest = seen.at(rows) == 0
             seen.put(rows, 1)
             lengths = part_columns(path, counted).filter(newest)
             fine = lengths.filter(lengths.column("error").is_null())
