@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _CLASSIFIES = "ForSequenceClassification"
 _CROSS_ENCODER = "CrossEncoder"  # model_type in config_sentence_transformers.json
-# Family of a decoder -> its padding token in transformers, where a config.json states none; of the others there is none.
+# Family of a decoder -> its padding token in transformers, where a config.json states none; others have none then.
 _USUAL_PADDING = {
     **dict.fromkeys(("opt", "seed_oss", "olmo2", "olmo3"), 1),
     **dict.fromkeys(("gemma2", "gemma3"), 0),

@@ -6,7 +6,7 @@ states something is refused: it may be other mathematics, and nobody would notic
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ _OUTPUTS: dict[Purpose, tuple[str, str]] = {
 }
 OF_TEXT = "sentence_embedding"  # the vector that modules after a Pooling take and give
 # Kind of a module -> keys that are read, or that change no vector.
-_KNOWN = {
+_KNOWN: dict[str, set[str]] = {
     "Transformer": {"max_seq_length", "do_lower_case", "unpad_inputs"},
     "Pooling": {
         *("word_embedding_dimension", "embedding_dimension", "pooling_mode", "include_prompt"),
@@ -50,17 +50,18 @@ _OF_MODEL, _OF_TOKENIZER, _OF_CONFIG = (
     ("tokenizer_args", "processor_kwargs"),
     ("config_args", "config_kwargs"),
 )
-_LOADING = {"trust_remote_code", "revision", "code_revision", "token", "cache_dir", "local_files_only"}
+_LOADING = frozenset(("trust_remote_code", "revision", "code_revision", "token", "cache_dir", "local_files_only"))
 _ARGUMENTS = {
     **dict.fromkeys(
         _OF_MODEL,
-        {
-            *_LOADING, "dtype", "torch_dtype", "attn_implementation", "add_pooling_layer", "low_cpu_mem_usage",
+        _LOADING
+        | {
+            "dtype", "torch_dtype", "attn_implementation", "add_pooling_layer", "low_cpu_mem_usage",
             "use_safetensors", "device_map", "unpad_inputs", "use_memory_efficient_attention",
         },
     ),
-    **dict.fromkeys(_OF_TOKENIZER, {*_LOADING, "model_max_length", "padding_side", "use_fast"}),
-    **dict.fromkeys(_OF_CONFIG, {*_LOADING, "use_cache", "unpad_inputs", "use_memory_efficient_attention"}),
+    **dict.fromkeys(_OF_TOKENIZER, _LOADING | {"model_max_length", "padding_side", "use_fast"}),
+    **dict.fromkeys(_OF_CONFIG, _LOADING | {"use_cache", "unpad_inputs", "use_memory_efficient_attention"}),
 }  # fmt: skip
 _FILES_OF_TEXTS = tuple(
     f"sentence_{name}_config.json" for name in ("bert", "roberta", "distilbert", "camembert", "xlm-roberta")
@@ -135,7 +136,7 @@ def _object(path: Path, name: str, value: Any) -> Mapping[str, Any]:
     return value
 
 
-def _check(path: Path, stated: Mapping[str, Any], known: set[str], fixed: Mapping[str, tuple[Any, ...]]) -> None:
+def _check(path: Path, stated: Mapping[str, Any], known: Set[str], fixed: Mapping[str, tuple[Any, ...]]) -> None:
     """Raise InputError for a key that is not known and states something, and for a value that is not supported."""
     for name, value in stated.items():
         if name in fixed and value not in fixed[name]:

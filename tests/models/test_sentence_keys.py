@@ -1,4 +1,4 @@
-"""What the files of sentence-transformers' modules state is computed, or refused by its name: nothing is passed over."""
+"""What the files of sentence-transformers' modules state is computed, or refused by its name."""
 
 import json
 import shutil
@@ -15,7 +15,6 @@ from batchgen import InputError
 from batchgen.models.classifiers import _padding, read_classifier, read_reranker
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.pooling import read_head
-
 
 CLOSE = 1e-4
 
