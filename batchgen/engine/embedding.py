@@ -202,8 +202,10 @@ def prompted(request: Request, head: VectorSpec) -> Request:
     if head.pair_texts is not None and request.pair is not None:
         before, between, after = head.pair_texts
         return replace(request, prompt=f"{before}{request.prompt}{between}{request.pair}{after}", pair=None)
-    text = head.prompt + request.prompt
-    return replace(request, prompt=text.lower() if head.lowercases else text)
+    text, pair = head.prompt + request.prompt, request.pair
+    if head.lowercases:
+        text, pair = text.lower(), pair and pair.lower()
+    return replace(request, prompt=text, pair=pair)
 
 
 def num_pooled(head: VectorSpec, num_tokens: int) -> int:

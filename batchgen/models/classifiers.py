@@ -21,9 +21,12 @@ from batchgen.models.pooling import (
     LabelFunction,
     Pooling,
     VectorSpec,
+    default_prompt,
     longest_text,
     stated_by_sentence_transformers,
 )
+from batchgen.models.sentence_keys import Purpose, read_module, read_transformer, refuse_foreign
+from batchgen.models.sentence_modules import MODULES, read_routes
 from batchgen.models.stated_numbers import is_index, shown
 from batchgen.models.tensor_files.headers import TensorInfo, read_safetensors_header
 
@@ -31,6 +34,15 @@ if TYPE_CHECKING:
     from batchgen.models.tokenizers.tokenizer import Tokenizer
 
 _CLASSIFIES = "ForSequenceClassification"
+_CROSS_ENCODER = "CrossEncoder"  # model_type in config_sentence_transformers.json
+# Family of a decoder -> its padding token in transformers, where a config.json states none; others have none then.
+_USUAL_PADDING = {
+    **dict.fromkeys(("opt", "seed_oss", "olmo2", "olmo3"), 1),
+    **dict.fromkeys(("gemma2", "gemma3"), 0),
+    "phi3": 32000,
+    "smollm3": 128004,
+    "ministral3": 11,
+}
 # Family of an encoder -> (prefix of a linear layer over the first token, activation after it), in order.
 _ENCODER_HEADS = {
     **{
@@ -90,6 +102,7 @@ def read_classifier(files: ModelFiles, config: ModelConfig) -> VectorSpec:
         dense = tuple(adapted(layer, adapter) for layer in dense)
     if modern:
         dense = (replace(dense[0], norm="head.norm.", norm_eps=config.norm_eps), *dense[1:])
+    most, lowercases = _of_cross_encoder(files, "sequence-classification", ["Transformer"])
     last = dense[-1]
     rows = read_safetensors_header(last.weights)[f"{last.prefix}weight"].shape[0]
     if rows != len(labels):
@@ -100,10 +113,48 @@ def read_classifier(files: ModelFiles, config: ModelConfig) -> VectorSpec:
         normalize=False,
         size=len(labels),
         labels=labels,
-        of_labels=_function(files.path, stated, len(labels)),
-        padding=None if modern or encoder or not is_index(pad := stated.get("pad_token_id")) else pad,
+        of_labels=_function(files.modules or files.path, stated, len(labels)),
+        prompt=default_prompt(_stated_of_cross_encoder(files)),
+        max_tokens=most,
+        lowercases=lowercases,
+        padding=None if modern or encoder else _padding(stated, config.family),
         pair_offset=config.vocab_size if config.family in TYPED_PAIRS and config.token_types > 1 else 0,
     )
+
+
+def _padding(stated: Mapping[str, Any], family: str) -> int | None:
+    """The token id of a decoder's padding that its `config.json` states, or transformers' default; None: none."""
+    token = stated.get("pad_token_id", _USUAL_PADDING.get(family))
+    return token if is_index(token) else None
+
+
+def _stated_of_cross_encoder(files: ModelFiles) -> Mapping[str, Any]:
+    """The values of config_sentence_transformers.json, where it is a cross-encoder's; empty: it is not."""
+    stated = stated_by_sentence_transformers(files.modules or files.path)
+    return stated if stated.get("model_type") == _CROSS_ENCODER else {}
+
+
+def _of_cross_encoder(files: ModelFiles, purpose: Purpose, kinds: list[str]) -> tuple[int | None, bool]:
+    """The most tokens of a text, or None, and whether texts are put in lower case, by a cross-encoder's modules.
+
+    Args:
+        files: The model's files.
+        purpose: Purpose of its Transformer.
+        kinds: Kinds of the modules that are supported, in order.
+
+    Raises:
+        InputError: The modules are others.
+    """
+    folder = files.modules or files.path
+    if not _stated_of_cross_encoder(files) or not (folder / MODULES).exists():
+        return None, False
+    modules = read_routes(folder).of(None)
+    refuse_foreign(folder, modules)
+    if (stated := [module.kind for module in modules]) != kinds:
+        raise InputError(
+            f"{folder / MODULES} has {', '.join(stated) or 'no modules'}; supported for this model: {', '.join(kinds)}"
+        )
+    return read_transformer(modules[0].place, purpose)
 
 
 def adapted(layer: Dense, adapter: Lora) -> Dense:
@@ -160,16 +211,17 @@ def read_reranker(
         spec = read_classifier(files, config)
         if len(spec.labels) > 1:
             raise InputError(f"{files.name} has {len(spec.labels)} labels: give --task classify, a reranker has one")
-        return replace(spec, max_tokens=longest_text(files.path))
+        return replace(spec, max_tokens=spec.max_tokens or longest_text(files.path))
     ids = [tokenizer().token_id(word) for word in NO_YES]
     if files.kind != "hf" or not config.causal or None in ids or tokenizer().token_id("<|im_start|>") is None:
         raise InputError(f"{files.name} is neither a cross-encoder nor a Qwen3-Reranker in safetensors")
+    rows = tuple(token for token in ids if token is not None)
+    stated = _instruction_of_files(files, rows)
     tensors = weight_tensors(files)
     ends = ("lm_head.", "model.embed_tokens.", "embed_tokens.")
     prefix = next((end for end in ends if f"{end}weight" in tensors), ends[1])
-    rows = tuple(token for token in ids if token is not None)
     dense = Dense(_path(tensors, f"{prefix}weight", files), prefix, rows=rows)
-    before = _BEFORE.format(instruction or _USUAL_INSTRUCTION)
+    before = _BEFORE.format(instruction or stated or _USUAL_INSTRUCTION)
     return VectorSpec(
         "last",
         (dense,),
@@ -179,6 +231,28 @@ def read_reranker(
         of_labels="softmax",
         pair_texts=(before, _BETWEEN, _AFTER),
     )
+
+
+def _instruction_of_files(files: ModelFiles, rows: tuple[int, ...]) -> str:
+    """The instruction that the files of a decoder as a cross-encoder state; empty: they state none.
+
+    Args:
+        files: The model's files.
+        rows: Token ids of "no" and "yes".
+
+    Raises:
+        InputError: The files state another score than one of "yes" against "no".
+    """
+    folder = files.modules or files.path
+    if _stated_of_cross_encoder(files) and (folder / MODULES).exists():
+        _of_cross_encoder(files, "text-generation", ["Transformer", "LogitScore"])
+        score = read_module(read_routes(folder).of(None)[1])
+        if (score.get("false_token_id"), score.get("true_token_id")) != rows:
+            raise InputError(
+                f"{folder / MODULES}: a LogitScore of other tokens than {' and '.join(NO_YES)} is not supported: give a"
+                " Qwen3-Reranker"
+            )
+    return default_prompt(_stated_of_cross_encoder(files))
 
 
 def _stated(files: ModelFiles) -> Mapping[str, Any]:
@@ -209,7 +283,7 @@ def _function(folder: Path, stated: Mapping[str, Any], count: int) -> LabelFunct
     stating = [each for each in (of_file, nested) if isinstance(each, Mapping)]
     named = next((each["activation_fn"] for each in stating if each.get("activation_fn")), None)
     named = str(named or stated.get("sbert_ce_default_activation_function") or "").rpartition(".")[2]
-    if not named and (nested in stating or of_file.get("model_type") == "CrossEncoder"):
+    if not named and (nested in stating or of_file.get("model_type") == _CROSS_ENCODER):
         return "sigmoid"
     if named not in ("", "Identity", "Sigmoid"):
         raise InputError(f"{folder}: activation {named} of the label is not supported; supported: Identity, Sigmoid")

@@ -18,6 +18,7 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles
 from batchgen.models.hf.config_files import read_json_object
 from batchgen.models.lora import Delta
+from batchgen.models.sentence_keys import read_module, read_transformer, refuse_foreign
 from batchgen.models.sentence_modules import MODULES, Module, read_routes
 from batchgen.models.stated_numbers import is_count
 from batchgen.models.tensor_files.headers import read_safetensors_header
@@ -144,7 +145,8 @@ def read_head(
     if folder is not None:
         if (folder / MODULES).exists():
             found = read_routes(folder)
-            head, routes = _of_modules(folder / MODULES, found.of(prompt_name), head), found.by_name
+            routes = found.by_name
+            head = _of_modules(folder / MODULES, found.of(prompt_name), head, pools=pooling is None)
         stated = stated_by_sentence_transformers(folder)
         head = replace(head, max_tokens=head.max_tokens or longest_text(files.path))
     head = replace(head, prompt=_prompt(stated, prompt_name, instruction, routes))
@@ -176,29 +178,35 @@ def stated_by_sentence_transformers(folder: Path) -> Mapping[str, Any]:
     return read_json_object(path) if path.exists() else {}
 
 
-def _of_modules(path: Path, modules: Sequence[Module], head: VectorSpec) -> VectorSpec:
+def _of_modules(path: Path, modules: Sequence[Module], head: VectorSpec, *, pools: bool) -> VectorSpec:
     """The head that modules describe. Raises InputError.
 
     Args:
         path: The modules.json, for messages.
         modules: The modules in order.
         head: The head as far as it is known without them.
+        pools: Whether a Pooling has to be among them.
     """
     head = replace(head, normalize=False)
+    refuse_foreign(path.parent, modules)
+    if pools and not any(module.kind == "Pooling" for module in modules):
+        raise InputError(f"{path} has no Pooling, so it gives no vector of a text: give another model, or --pooling")
     for module in modules:
-        kind, place = module.kind, module.place
+        kind = module.kind
         if kind == "Transformer":
-            stated = _of_texts(place)
-            most, lowercases = stated.get("max_seq_length"), stated.get("do_lower_case") is True
-            head = replace(head, max_tokens=most if is_count(most) else None, lowercases=lowercases)
+            most, lowercases = read_transformer(module.place, "feature-extraction")
+            head = replace(head, max_tokens=most, lowercases=lowercases)
         elif kind == "Pooling":
-            head = replace(head, pooling=_pooling(place / "config.json"))
+            if head.normalize or head.dense:
+                raise InputError(f"{path}: a Pooling after Dense or Normalize is not supported: give another model")
+            head = replace(head, pooling=_pooling(module))
         elif kind == "Normalize":
+            read_module(module)
             head = replace(head, normalize=True)
         elif kind == "Dense":
             if head.normalize:
                 raise InputError(f"{path}: a Dense module after Normalize is not supported")
-            dense, size = _dense(place, head.size)
+            dense, size = _dense(module, head.size)
             head = replace(head, dense=(*head.dense, dense), size=size)
         elif kind != "Dropout":
             raise InputError(
@@ -208,15 +216,8 @@ def _of_modules(path: Path, modules: Sequence[Module], head: VectorSpec) -> Vect
     return head
 
 
-def _of_texts(place: Path) -> Mapping[str, Any]:
-    """A Transformer module's configuration of texts; empty: there is none."""
-    names = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_xlm-roberta_config.json")
-    path = next((place / name for name in names if (place / name).exists()), None)
-    return {} if path is None else read_json_object(path)
-
-
-def _pooling(path: Path) -> Pooling:
-    stated = read_json_object(path)
+def _pooling(module: Module) -> Pooling:
+    stated, path = read_module(module), module.place / "config.json"
     modes = stated.get("pooling_mode")
     if modes is None:
         modes = [mode for flag, mode in _FLAGS.items() if stated.get(f"pooling_mode_{flag}")]
@@ -228,11 +229,10 @@ def _pooling(path: Path) -> Pooling:
     return _MODES[modes[0]]
 
 
-def _dense(place: Path, taken: int) -> tuple[Dense, int]:
+def _dense(module: Module, taken: int) -> tuple[Dense, int]:
     """A Dense module that takes `taken` values, and the number of values that it gives."""
-    stated, weights = read_json_object(place / "config.json"), place / "model.safetensors"
-    if (of := stated.get("module_input_name") or "sentence_embedding") != "sentence_embedding":
-        raise InputError(f"{place / 'config.json'}: Dense modules over {of} are not supported")
+    place = module.place
+    stated, weights = read_module(module), place / "model.safetensors"
     activation = str(stated.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
     if activation not in _ACTIVATIONS:
         raise InputError(f"{place / 'config.json'}: activation {activation} is not supported")
@@ -241,10 +241,17 @@ def _dense(place: Path, taken: int) -> tuple[Dense, int]:
     size = stated.get("out_features")
     if not isinstance(size, int) or size < 1:
         raise InputError(f"{place / 'config.json'} has no out_features: fetch it again")
-    stored = read_safetensors_header(weights).get("linear.weight")
-    if stored is None or stored.shape != (size, taken):
+    tensors = read_safetensors_header(weights)
+    if (stored := tensors.get("linear.weight")) is None or stored.shape != (size, taken):
         raise InputError(f"{weights} has no linear.weight of {size} rows and {taken} columns: fetch the model again")
+    if (stated.get("bias", True) is True) != ("linear.bias" in tensors):
+        raise InputError(f"{weights} and the bias that {place / 'config.json'} states differ: fetch the model again")
     return Dense(weights, activation=activation), size
+
+
+def default_prompt(stated: Mapping[str, Any]) -> str:
+    """The text that a model's files put before each text without being asked. Raises InputError."""
+    return _prompt(stated, None, None, ())
 
 
 def _prompt(stated: Mapping[str, Any], name: str | None, instruction: str | None, routes: Collection[str]) -> str:

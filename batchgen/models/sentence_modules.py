@@ -23,12 +23,17 @@ class Module:
     """A module of a model of sentence-transformers.
 
     Attributes:
-        kind: Last part of the name of its class, such as "Pooling".
+        type: Name of its class with its module.
         place: Directory of its files.
     """
 
-    kind: str
+    type: str
     place: Path
+
+    @property
+    def kind(self) -> str:
+        """Last part of the name of its class, such as "Pooling"."""
+        return self.type.rpartition(".")[2]
 
 
 @dataclass(frozen=True)
@@ -130,7 +135,7 @@ def _module(folder: Path, kind: Any, path: Any) -> Module:
     place = PurePosixPath(str(path or ""))
     if place.is_absolute() or ".." in place.parts:
         raise InputError(f"{folder} has a module in {one_line(str(place))}, outside of it: fetch it again")
-    return Module(str(kind or "").rpartition(".")[2], folder / place)
+    return Module(str(kind or ""), folder / place)
 
 
 def _listed(path: Path) -> list[dict[str, Any]]:

@@ -680,14 +680,6 @@ def test_a_dense_module_of_another_size_is_refused(stated, sizes, tmp_path):
         run(tmp_path, ["a"])
 
 
-def test_a_dense_module_over_tokens_is_refused(tmp_path):
-    make_encoder("BertModel", tmp_path)
-    write_modules(tmp_path, "mean_tokens", dense=(64, 24))
-    edit_json(tmp_path / "2_Dense" / "config.json", module_input_name="token_embeddings")
-    with pytest.raises(InputError, match="Dense modules over token_embeddings are not supported"):
-        run(tmp_path, ["a"])
-
-
 def test_texts_are_in_lower_case_where_the_files_say_so(tmp_path):
     model = make_encoder("BertModel", tmp_path)
     write_modules(tmp_path, "mean_tokens")
