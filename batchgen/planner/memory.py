@@ -32,7 +32,6 @@ from batchgen.planner.placement import WHOLE_NUMBERS, Placement, passing_seqs, s
 from batchgen.planner.problem import CostInputs
 from batchgen.planner.sizes import (
     DEVICE_WORKSPACE_BYTES,
-    WORKSPACE_BYTES,
     Batches,
     Sizes,
     activation_bytes,
@@ -44,6 +43,7 @@ from batchgen.planner.sizes import (
     most_captured_tokens,
     planned_logit_rows,
     sent_bytes,
+    workspace_bytes,
 )
 from batchgen.schedule.step_graph import EXCHANGE_SLOTS, HEAD_SLOTS, HIDDEN_SLOTS, KV_SLOTS, WEIGHT_SLOTS
 
@@ -73,6 +73,7 @@ class Held:
         on_gpu: true if there is an accelerator.
         task: "generate", "score", or None for either.
         process_bytes: host memory that the process takes before any of the model's.
+        longest_tokens: tokens of the longest sequence.
         weights: tier -> stored bytes of layers.
         stream_buffer: bytes of one accelerator buffer for a layer's weights that live elsewhere.
         read_buffer: bytes of one host buffer for a layer's weights from disk.
@@ -94,6 +95,7 @@ class Held:
     on_gpu: bool
     task: str | None
     process_bytes: int
+    longest_tokens: int
     weights: Mapping[str, Linear]
     stream_buffer: Linear
     read_buffer: Linear
@@ -179,8 +181,9 @@ def _activation_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
         share_prefixes=batches.share_prefixes,
     )
     hidden, waiting = batches.batch_tokens * int(s.hidden_bytes), _waiting_bytes(s, batches)
+    workspace = workspace_bytes(held.longest_tokens)
     if not held.on_gpu:
-        yield Item("cpu", "activations", work + WORKSPACE_BYTES + (batches.num_gpu_batches - 1) * waiting)
+        yield Item("cpu", "activations", work + workspace + (batches.num_gpu_batches - 1) * waiting)
         yield Item("cpu", "activations", held.head_disk * -_spared_by_chunks(s, rows))
         return
     yield Item("gpu", "activations", work + DEVICE_WORKSPACE_BYTES, "compute")
@@ -188,7 +191,7 @@ def _activation_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
     yield Item("gpu", "activations", held.acts_wait * (HIDDEN_SLOTS * hidden))
     yield Item("gpu", "activations", held.delegates * sent_bytes(model, element, batches.batch_seqs), "d2h")
     exchanged = batches.batch_seqs * exchanged_values(model, kv=True) * element
-    yield Item("cpu", "activations", WORKSPACE_BYTES + PINNED_BYTES)
+    yield Item("cpu", "activations", workspace + PINNED_BYTES)
     other_stages = (not model.embeds) + (not model.has_head)
     yield Item("cpu", "activations", other_stages * batches.num_gpu_batches * hidden)
     yield Item("cpu", "activations", held.act_cpu * waiting + held.delegates * (EXCHANGE_SLOTS * exchanged))
@@ -259,6 +262,7 @@ def _held_by_placement(s: CostInputs, at: Placement) -> Held:
         on_gpu=s.on_gpu,
         task=s.workload.task,
         process_bytes=s.process_bytes,
+        longest_tokens=s.longest_seq_len,
         weights={"gpu": at.w_gpu * weights, "cpu": at.w_cpu * weights, "disk": at.w_disk * weights},
         stream_buffer=at.streamed_peak * sum(s.slot_group_bytes.values()),
         read_buffer=at.disk_peak * sum(s.disk_group_bytes.values()),
@@ -438,6 +442,7 @@ def _held_by_policy(s: Sizes, policy: Policy, demand: Demand, *, on_gpu: bool, p
         on_gpu=on_gpu,
         task=demand.task,
         process_bytes=process_bytes,
+        longest_tokens=demand.longest_tokens,
         weights=weights,
         stream_buffer=stream_buffer,
         read_buffer=read_buffer,

@@ -239,10 +239,15 @@ class CostInputs(Sizes):
         """Bytes of host memory for the summaries of one sequence's pages on disk."""
         return self.disk_seq_blocks * self.layers.summary_block
 
+    @property
+    def longest_seq_len(self) -> int:
+        """Tokens of the longest sequence that buffers must hold."""
+        return self.longest_tokens or self.workload.max_seq_len
+
     @cached_property
     def longest_blocks(self) -> int:
         """KV blocks of the longest sequence that staging buffers must hold."""
-        return self.kv_blocks(self.longest_tokens or self.workload.max_seq_len)
+        return self.kv_blocks(self.longest_seq_len)
 
 
 @dataclass(frozen=True)

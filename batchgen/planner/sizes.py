@@ -26,8 +26,9 @@ from batchgen.models.store.layout import layer_groups
 from batchgen.ops.state_chunks import prepared_bytes
 from batchgen.planner.layer_sizes import LayerSizes, sizes_of_layers
 
-# Attention gathers and score tiles, allocator slack, tokenizer and writer buffers.
-WORKSPACE_BYTES = 192 << 20
+# Host memory for attention gathers and score tiles, allocator slack, tokenizer and writer buffers: what every job takes,
+# what a token of the longest sequence adds, and the most.
+_LEAST_WORKSPACE_BYTES, _WORKSPACE_TOKEN_BYTES, _MOST_WORKSPACE_BYTES = 128 << 20, 2 << 10, 192 << 20
 # Partial results of attention to long contexts, which are cut for an accelerator's programs (ops/triton/plan.py), and
 # allocator slack.
 DEVICE_WORKSPACE_BYTES = 32 << 20
@@ -39,6 +40,15 @@ _GPU_CHUNK_TOKENS = 4096
 _LOGITS_BYTES, _FEWEST_LOGIT_ROWS = 160 << 20, 32
 # Drafts of each sequence whose logits are held with those of the sequences.
 _HELD_DRAFTS = 4
+
+
+def workspace_bytes(longest_tokens: int) -> int:
+    """Host memory for attention gathers, allocator slack, and buffers of the tokenizer and the writer.
+
+    Args:
+        longest_tokens: Tokens of the longest sequence.
+    """
+    return min(_MOST_WORKSPACE_BYTES, _LEAST_WORKSPACE_BYTES + longest_tokens * _WORKSPACE_TOKEN_BYTES)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from batchgen.engine.engine import Engine
 from batchgen.engine.loader import plan_load
 from batchgen.models.files import resolve_model
 from batchgen.models.kept_stores import find_or_convert
-from batchgen.planner.sizes import DEVICE_WORKSPACE_BYTES, WORKSPACE_BYTES
+from batchgen.planner.sizes import DEVICE_WORKSPACE_BYTES, workspace_bytes
 from batchgen.runtime.memory.transfers import Arena
 from batchgen.runtime.memory.weights import Weights
 from batchgen.schedule.draft_proposer import Proposal
@@ -111,7 +111,7 @@ def test_what_is_reserved_bounds_what_a_sweep_makes(tiny_models, tmp_path, monke
         assert engine.stats.generated_tokens == sum(r.sampling.max_tokens for r in rows)
         peak += parts.executor.context.activations.num_bytes
     reserved = parts.memory.parts["gpu"]["activations"] - DEVICE_WORKSPACE_BYTES
-    reserved += parts.memory.parts["cpu"]["activations"] - WORKSPACE_BYTES - PINNED_BYTES
+    reserved += parts.memory.parts["cpu"]["activations"] - workspace_bytes(128) - PINNED_BYTES
     reserved += parts.memory.parts["gpu"].get("logits", 0)
     assert peak <= reserved + ATTENTION_BYTES
     assert peak > (1 if chunk else 2) * ATTENTION_BYTES, "too small to tell"
@@ -139,7 +139,7 @@ def test_what_is_reserved_bounds_what_scoring_makes(tiny_models, tmp_path, monke
         assert engine.stats.scored_tokens == 120 * len(rows)
         peak += parts.executor.context.activations.num_bytes
     reserved = parts.memory.parts["gpu"]["activations"] - DEVICE_WORKSPACE_BYTES
-    reserved += parts.memory.parts["cpu"]["activations"] - WORKSPACE_BYTES - PINNED_BYTES
+    reserved += parts.memory.parts["cpu"]["activations"] - workspace_bytes(128) - PINNED_BYTES
     assert "logits" not in parts.memory.parts["gpu"] and parts.memory.logit_rows == 200
     assert ATTENTION_BYTES < peak <= reserved + ATTENTION_BYTES
 

@@ -14,7 +14,7 @@ from tiny_models import make_tiny_model
 
 from batchgen.models.files import read_config, resolve_model
 from batchgen.models.kept_stores import find_or_convert
-from batchgen.planner.sizes import WORKSPACE_BYTES
+from batchgen.planner.sizes import workspace_bytes
 
 MIB = 1 << 20
 ROWS = 300
@@ -128,7 +128,7 @@ def test_the_peak_is_within_the_budget(heavy, job, tiny_models, folder, tmp_path
     ]  # fmt: skip
     process_bytes = peak_of(["-m", tiny_models("llama")[0], *common], tmp_path / "log")
     for models, streams in quick_or([(0.5, True)], [(0.5, True), (2.0, False)]):
-        budget = process_bytes + WORKSPACE_BYTES + int(models * model_bytes)
+        budget = process_bytes + workspace_bytes(128) + int(models * model_bytes)
         peak = peak_of(["-m", heavy, *common, "--cpu-memory", budget], tmp_path / "log")
         values = json.loads(report.read_text())
         assert peak <= budget

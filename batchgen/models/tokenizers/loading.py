@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -113,11 +114,13 @@ def _load(directory: Path) -> TokenizerParts:
             return _converted(directory)
         from tokenizers import Tokenizer as Backend
 
-        backend = Backend.from_file(str(path))
+        text = path.read_bytes()
+        backend = Backend.from_buffer(text)
         # A file may ask for both; prompts are cut or refused elsewhere, and never padded.
         backend.no_truncation()
         backend.no_padding()
-        return TokenizerParts(backend, read_special_tokens(directory), read_chat_template(directory))
+        names, template = read_special_tokens(directory), read_chat_template(directory)
+        return TokenizerParts(backend, names, template, digest=hashlib.sha256(text).hexdigest())
 
 
 def _converted(directory: Path) -> TokenizerParts:

@@ -19,12 +19,14 @@ class TokenizerParts:
         special_tokens: Texts of the special tokens that have a name, such as "bos_token".
         chat_template: The chat template, or templates by name; None: the model has none.
         prepare: Function that changes a text before it is tokenized; None: texts are not changed.
+        digest: SHA-256 of the file that the backend was loaded from; None: it was made of several files.
     """
 
     backend: Backend
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     chat_template: str | dict[str, str] | None = None
     prepare: Callable[[str], str] | None = None
+    digest: str | None = None
 
     def special_id(self, name: str) -> int | None:
         """The id of the special token of a name, such as "eos_token"; None: the tokenizer has no such token.

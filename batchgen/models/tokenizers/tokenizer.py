@@ -227,7 +227,9 @@ class Tokenizer:
         """sha256 of everything that determines how text becomes tokens, and of the chat template."""
         template = json.dumps(self._parts.chat_template, sort_keys=True)
         mode = "special tokens as text" if self._as_text else ""
-        return hashlib.sha256((self.to_json() + template + mode).encode()).hexdigest()
+        # JSON of a large vocabulary takes a second, and three times its size in memory.
+        backend = self._parts.digest or self.to_json()
+        return hashlib.sha256((backend + template + mode).encode()).hexdigest()
 
     def least_tokens(self, text: str) -> int:
         """A lower bound of the number of a text's tokens. 0: no bound is known, or tokenizing the text is quick."""
