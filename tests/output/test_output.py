@@ -373,8 +373,6 @@ def test_a_million_rows_join_in_flat_memory(tmp_path):
 def test_a_join_holds_nothing_of_each_row(tmp_path, monkeypatch, regroups):
     """Rows are short, so that a few bytes held of each would be more than all else that grows."""
     monkeypatch.setattr(parts, "_WINDOW_ROWS", 4096)
-    monkeypatch.setattr(regrouped_results, "_RUN_BYTES", 1 << 20)
-    monkeypatch.setattr(regrouped_results, "_WORTH_IT", 0.0 if regroups else 1e9)
     peaks = []
     for count in (20_000, 40_000, 400_000):  # the first one warms up
         folder = tmp_path / str(count)
@@ -389,7 +387,7 @@ def test_a_join_holds_nothing_of_each_row(tmp_path, monkeypatch, regroups):
             pq.write_table(table, folder / f"part-{number:06d}.parquet", row_group_size=4096)
         tracemalloc.start()
         index = PartIndex(folder)
-        read = RegroupedResults(index, folder).read if regroups else index.read
+        read = RegroupedResults(index, folder, 1 << 20).read if regroups else index.read
         for first in range(0, count, 4096):
             assert read(first, min(4096, count - first)).column("row")[0].as_py() == first
         peaks.append(tracemalloc.get_traced_memory()[1])

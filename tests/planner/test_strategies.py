@@ -188,7 +188,7 @@ MACHINES = {
     "GPU that does not": (slow_cpu(10, gpu_memory_bytes=int(0.15 * GIB)), {}, {"FlexGen"}),
     "CPU": (cpu_box(), {}, {"in memory"}),
     "CPU with little memory": (
-        cpu_box(cpu_memory_bytes=int(0.6 * GIB)), {"disk_memory": 4 * GIB}, {"streamed"},
+        cpu_box(cpu_memory_bytes=int(0.55 * GIB)), {"disk_memory": 4 * GIB}, {"streamed"},
     ),
 }  # fmt: skip
 JOB = replace(DECODING, num_seqs=48)
