@@ -37,7 +37,12 @@ def model_identity(files: ModelFiles) -> dict[str, Any]:
     identity = _identity_without_lora(files)
     if files.lora is None:
         return identity
-    return identity | {"lora": [_content_sha256(path, version_of(path), ()) for path in lora_files(files.lora)]}
+    return identity | {"lora": [content_identity(path) for path in lora_files(files.lora)]}
+
+
+def content_identity(path: Path) -> str:
+    """The identity of the content of a file: its SHA-256, or of more than 64 MiB that of parts of it."""
+    return _content_sha256(path, version_of(path), ())
 
 
 def _identity_without_lora(files: ModelFiles) -> dict[str, Any]:

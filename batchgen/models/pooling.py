@@ -17,6 +17,7 @@ from batchgen.core.errors import InputError
 from batchgen.models.config import ModelConfig
 from batchgen.models.files import ModelFiles
 from batchgen.models.hf.config_files import read_json_object
+from batchgen.models.identity import content_identity
 from batchgen.models.lora import Delta
 from batchgen.models.sentence_keys import read_module, read_transformer, refuse_foreign
 from batchgen.models.sentence_modules import MODULES, Module, read_routes
@@ -102,7 +103,7 @@ class VectorSpec:
 
     def identity(self) -> dict[str, Any]:
         """All that decides vectors beside the model's layers, as JSON values."""
-        dense = [[str(module.weights.parent.name), module.activation] for module in self.dense]
+        dense = [[content_identity(module.weights), module.activation] for module in self.dense]
         pooled = {"pooling": self.pooling, "dense": dense, "normalize": self.normalize}
         head = {**pooled, "dimensions": self.dimensions, "prompt": self.prompt, "lowercases": self.lowercases}
         head |= {"truncated": True} if self.truncated else {}

@@ -1,7 +1,9 @@
 """Whole jobs with weights and KV on disk: stopped, killed, on a disk that is too small, and within their budgets."""
 
 import json
+import os
 import random
+import shutil
 import sys
 from pathlib import Path
 
@@ -71,6 +73,27 @@ def test_the_job_is_what_it_is_in_memory(job, whole, folder):
     assert pq.read_table(folder / "same.parquet").equals(whole)
     moved = json.loads(report.read_text())["bytes_moved"]
     assert moved["disk_read"] > 0 and moved["disk_write"] > 0
+
+
+def test_a_damaged_store_is_mended_by_what_the_error_says(job, whole, folder, tmp_path):
+    """A store that a job has made, and a byte of it that is another, as a bad disk gives it."""
+    offload = tmp_path / "offload"
+    shutil.copytree(folder / "offload", offload)
+    damaged = max(offload.rglob("layer-*.safetensors"))
+    with damaged.open("r+b") as file:
+        file.seek(damaged.stat().st_size - 100)
+        (byte,) = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    arguments, log = job(tmp_path / "out.parquet", offload_dir=offload), tmp_path / "log"
+    assert batchgen(arguments, log) == 1
+    said = read(log).splitlines()[-1]
+    assert f"{damaged} is damaged" in said
+    assert "delete this file" in said and "the command that made the store again" in said
+    assert batchgen(arguments, log) == 1  # and it stays so
+    damaged.unlink()
+    assert batchgen(arguments, log) == 0, read(log)
+    assert pq.read_table(tmp_path / "out.parquet").equals(whole)
 
 
 def test_a_disk_too_small_for_the_weights(job, whole, small_disk, tmp_path):

@@ -559,6 +559,18 @@ def test_a_pair_whose_template_would_be_cut_fails():
         tokens_to_embed(Letters(), spec, request, LengthLimit.of(6, "truncate-right"), "truncate-right")
 
 
+def test_a_job_does_not_go_on_with_another_weight_after_the_pooling(tmp_path):
+    make_encoder("BertModel", tmp_path)
+    write_modules(tmp_path, "mean_tokens", dense=(64, 24))
+    source, output = tmp_path / "in.parquet", tmp_path / "out.parquet"
+    pq.write_table(pa.table({"text": texts(3)}), source)
+    batchgen.run(str(tmp_path), source, output, task="embed", dtype="float32")
+    file = tmp_path / "2_Dense" / "model.safetensors"
+    save_file({name: 2 * tensor for name, tensor in load_file(file).items()}, file)
+    with pytest.raises(batchgen.BatchgenError, match="made with other settings"):
+        batchgen.run(str(tmp_path), source, output, task="embed", dtype="float32")
+
+
 def edit_json(path, **values):
     stated = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(stated | values))

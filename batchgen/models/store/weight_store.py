@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from batchgen.models.tensor_files.table_rows import FileRows
 
 _PIECE_BYTES = 4 << 20  # read, hashed and converted at a time
-REPAIR = "convert the model again, which makes anew what is missing or damaged"
+# A job makes anew what is missing in a store of its own, but does not look for what is damaged.
+REPAIR = "delete this file, if it is there, and give the command that made the store again, batchgen convert or run"
 
 
 def open_store(path: Path | str) -> WeightStore:

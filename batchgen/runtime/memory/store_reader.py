@@ -32,7 +32,7 @@ class StoreReader:
         try:
             self._direct = DirectFile(file.path)
         except OSError as error:
-            raise BatchgenError(f"cannot read {file.path}: {error.strerror}: convert the model again") from error
+            raise BatchgenError(f"cannot read {file.path}: {error.strerror}: {REPAIR}") from error
 
     def version(self) -> FileVersion:
         """The version of the file now. Raises BatchgenError."""
@@ -56,7 +56,7 @@ class StoreReader:
         except OSError as error:
             raise self.unreadable(error) from error
         if count < sum(stop - start for _, start, stop in pieces):  # what it held before must not pass for weights
-            raise BatchgenError(f"{self._file.path} is shorter than it was: convert the model again")
+            raise BatchgenError(f"{self._file.path} is shorter than it was: {REPAIR}")
         return count
 
     def fetch_part(self, buffer: Tensor, pieces: Sequence[Piece]) -> int:
@@ -90,10 +90,7 @@ class StoreReader:
         if version == self.verified:
             return True
         if self.version() != version or not self._has_checksums():
-            raise BatchgenError(
-                f"{self._file.path} was changed while the job ran:"
-                " convert the model again, and run the same command again"
-            )
+            raise BatchgenError(f"{self._file.path} was changed while the job ran: {REPAIR}")
         self.verified = version
         return False
 
