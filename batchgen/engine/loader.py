@@ -424,6 +424,12 @@ class LoadRequest:
     reduce: Reduce | None = None
     drafts: int | None = 0
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that is expected: at most the context."""
+        context = self.policy.max_model_len
+        return min(context, self.longest_tokens or context)
+
 
 def load_parts(
     request: LoadRequest,
@@ -635,7 +641,7 @@ def plan_load(request: LoadRequest) -> MemoryPlan:
         process_bytes=held_bytes,
         demand=Demand(
             min_tokens=min(request.min_output_len + 1, context),
-            longest_tokens=min(context, request.longest_tokens or context),
+            longest_tokens=request.longest,
             most_kv_tokens=request.most_kv_tokens,
             task=request.task,
         ),
@@ -723,6 +729,7 @@ def _make_executor(
     config, policy, accelerated = request.config, request.policy, request.device.accelerated
     options = SweepOptions(
         max_positions=policy.max_model_len,
+        rotary_positions=None if accelerated else request.longest,
         attention_budget=policy.attention_budget,
         batches_on_host=policy.activation_batches[1] if accelerated else 0,
         batch_tokens=memory.batch_tokens,

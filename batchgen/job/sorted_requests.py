@@ -131,7 +131,7 @@ class SortedRequests:
     @property
     def digest(self) -> str:
         """Digest of the order of the rows."""
-        return blake2b(self.rows, digest_size=16).hexdigest()
+        return blake2b(self.rows.data, digest_size=16).hexdigest()
 
     def close(self) -> None:
         """Remove the files."""

@@ -418,6 +418,16 @@ class ModelConfig:
             return NO_ROPE
         return self.rope if self.windows[layer] is None or self.local_rope is None else self.local_rope
 
+    @property
+    def rotary_shapes(self) -> frozenset[tuple[RopeConfig | None, int]]:
+        """Rotary positions and values of a head, of every kind of layer that attends."""
+        return frozenset((self.rope_of(j), self.attention_of(j).head_dim) for j in self.attention_layers)
+
+    @property
+    def rotary_position_bytes(self) -> int:
+        """Bytes of a position in rotary tables: cos and sin in fp32 of each pair of a head's values."""
+        return sum(2 * 4 * (head_dim // 2) for rope, head_dim in self.rotary_shapes if rope is not None)
+
     def has_state(self, layer: int) -> bool:
         """True where layer number `layer` keeps a state for each sequence, and has no attention."""
         return layer in self.state_layers

@@ -54,16 +54,24 @@ def norm(config: ModelConfig, weights: Weights, name: str, x: Tensor, out: Tenso
     return ops.norm(x, weights[f"{name}.weight"], bias, config.norm_eps, out)
 
 
-def rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> Rope:
+def rope_table(rope: RopeConfig, head_dim: int, num_positions: int, context: int | None = None) -> Rope:
     """Tables of cos and sin for rotary embedding, each fp32 [num_positions, head_dim / 2].
 
     Both are multiplied by the attention scaling of `rope`. Pairs of values that are not rotated have cos 1 and sin 0.
+
+    Args:
+        rope: Rotary positions of a layer.
+        head_dim: Number of values in one head.
+        num_positions: Positions of the tables.
+        context: Longest context of the sequences, in tokens, on which some tables depend; None: `num_positions`.
     """
-    inv_freq = torch.tensor(rope.inv_freq(head_dim, num_positions), dtype=torch.float32)
+    inv_freq = torch.tensor(rope.inv_freq(head_dim, context or num_positions), dtype=torch.float32)
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inv_freq
-    scaling = rope.attention_scaling()
-    rest = (0, head_dim // 2 - len(inv_freq))
-    return F.pad(angles.cos() * scaling, rest, value=1.0), F.pad(angles.sin() * scaling, rest)
+    scaling, rotated = rope.attention_scaling(), len(inv_freq)
+    cos, sin = torch.ones(num_positions, head_dim // 2), torch.zeros(num_positions, head_dim // 2)
+    cos[:, :rotated] = angles.cos().mul_(scaling)
+    sin[:, :rotated] = angles.sin_().mul_(scaling)
+    return cos, sin
 
 
 def query_growth_table(config: ModelConfig, num_positions: int) -> Tensor | None:

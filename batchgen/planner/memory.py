@@ -74,6 +74,7 @@ class Held:
         task: "generate", "score", or None for either.
         process_bytes: host memory that the process takes before any of the model's.
         longest_tokens: tokens of the longest sequence.
+        rotary_positions: positions of the rotary tables of the compute device.
         weights: tier -> stored bytes of layers.
         stream_buffer: bytes of one accelerator buffer for a layer's weights that live elsewhere.
         read_buffer: bytes of one host buffer for a layer's weights from disk.
@@ -96,6 +97,7 @@ class Held:
     task: str | None
     process_bytes: int
     longest_tokens: int
+    rotary_positions: int
     weights: Mapping[str, Linear]
     stream_buffer: Linear
     read_buffer: Linear
@@ -182,6 +184,7 @@ def _activation_items(s: Sizes, batches: Batches, held: Held) -> Iterator[Item]:
     )
     hidden, waiting = batches.batch_tokens * int(s.hidden_bytes), _waiting_bytes(s, batches)
     workspace = workspace_bytes(held.longest_tokens)
+    yield Item("gpu" if held.on_gpu else "cpu", "activations", held.rotary_positions * model.rotary_position_bytes)
     if not held.on_gpu:
         yield Item("cpu", "activations", work + workspace + (batches.num_gpu_batches - 1) * waiting)
         yield Item("cpu", "activations", held.head_disk * -_spared_by_chunks(s, rows))
@@ -263,6 +266,7 @@ def _held_by_placement(s: CostInputs, at: Placement) -> Held:
         task=s.workload.task,
         process_bytes=s.process_bytes,
         longest_tokens=s.longest_seq_len,
+        rotary_positions=(s.max_model_len if s.on_gpu else None) or s.longest_seq_len,
         weights={"gpu": at.w_gpu * weights, "cpu": at.w_cpu * weights, "disk": at.w_disk * weights},
         stream_buffer=at.streamed_peak * sum(s.slot_group_bytes.values()),
         read_buffer=at.disk_peak * sum(s.disk_group_bytes.values()),
@@ -443,6 +447,7 @@ def _held_by_policy(s: Sizes, policy: Policy, demand: Demand, *, on_gpu: bool, p
         task=demand.task,
         process_bytes=process_bytes,
         longest_tokens=demand.longest_tokens,
+        rotary_positions=policy.max_model_len if on_gpu else demand.longest_tokens,
         weights=weights,
         stream_buffer=stream_buffer,
         read_buffer=read_buffer,

@@ -69,6 +69,7 @@ class CostInputs(Sizes):
         budgets: tier -> bytes; without "gpu" where there is none.
         process_bytes: host memory the process takes before any of the model's.
         longest_tokens: tokens of a sequence that staging buffers must hold; None: those of the workload's longest.
+        max_model_len: longest prompt plus output, in tokens; None: that of the workload.
         deferral: sequences in flight whose attention is deferred; None: there are none.
         balance: division of sweeps into unequal micro-batches; None: they are equal.
         share_prefixes: field of `core.plan.Policy`.
@@ -84,6 +85,7 @@ class CostInputs(Sizes):
     budgets: Mapping[str, int]
     process_bytes: int
     longest_tokens: int | None = None
+    max_model_len: int | None = None
     batch_order: str = "even"
     deferral: Deferral | None = None
     balance: Balance | None = None

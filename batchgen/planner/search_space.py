@@ -53,6 +53,7 @@ def search_space(problem: Problem) -> Iterator[tuple[CostInputs, tuple[Phase, ..
                     budgets=problem.budgets,
                     process_bytes=problem.process_bytes,
                     longest_tokens=problem.longest_tokens,
+                    max_model_len=problem.max_model_len,
                     state_dtype=problem.state_dtype,
                     attention_budget=problem.attention_budget,
                     share_prefixes=problem.share_prefixes,

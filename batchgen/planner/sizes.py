@@ -26,9 +26,9 @@ from batchgen.models.store.layout import layer_groups
 from batchgen.ops.state_chunks import prepared_bytes
 from batchgen.planner.layer_sizes import LayerSizes, sizes_of_layers
 
-# Host memory for attention gathers and score tiles, allocator slack, tokenizer and writer buffers: what every job takes,
-# what a token of the longest sequence adds, and the most.
-_LEAST_WORKSPACE_BYTES, _WORKSPACE_TOKEN_BYTES, _MOST_WORKSPACE_BYTES = 128 << 20, 2 << 10, 192 << 20
+# Host memory for attention gathers and score tiles, allocator slack, tokenizer and writer buffers: what every job
+# takes, what a token of the longest sequence adds, and the most.
+_LEAST_WORKSPACE_BYTES, _WORKSPACE_TOKEN_BYTES, _MOST_WORKSPACE_BYTES = 112 << 20, 2 << 10, 192 << 20
 # Partial results of attention to long contexts, which are cut for an accelerator's programs (ops/triton/plan.py), and
 # allocator slack.
 DEVICE_WORKSPACE_BYTES = 32 << 20

@@ -212,6 +212,7 @@ class Executor:
         graph, deferred_batches = sweeps_of_layers(context, layers), DeferredBatches()
         with self.lanes.one_by_one(), kernels_alone(), self._computing():
             for batches in sweeps:
+                context.reserve_positions(batches)
                 to_run = batches
                 while to_run:
                     prepared: list[BatchState] = []
@@ -234,6 +235,7 @@ class Executor:
     ) -> Callable[[], None] | None:
         batches = batches or [empty_batch()]
         context, prepared = self.context, list[BatchState]()
+        context.reserve_positions(batches)
         if len(batches) == 1 and (sweep := self._graph_sweep(batches[0])) is not None:
             prepared.append(prepare_for_graph(sweep))
         else:

@@ -52,6 +52,8 @@ class SweepOptions:
 
     Attributes:
         max_positions: most tokens of a sequence.
+        rotary_positions: positions for which there are rotary tables from the start; None: `max_positions`. The host's
+            grow as sequences are longer; on an accelerator, whose work may be under way, they cannot.
         attention_budget: tokens that a decoding token attends to (`core.attention_budget`).
         batches_on_host: micro-batches, the last ones of a sweep, whose activations wait in host memory between layers.
         batch_tokens: most tokens of a micro-batch.
@@ -72,6 +74,7 @@ class SweepOptions:
     """
 
     max_positions: int
+    rotary_positions: int | None = None
     attention_budget: str = ALL
     batches_on_host: int = 0
     batch_tokens: int = 0

@@ -66,7 +66,7 @@ def test_two_batches_give_way_to_deferred_attention_as_the_cpu_gets_slower(ratio
 def test_attention_is_deferred_for_fewer_sequences_where_the_gpu_has_no_memory_for_all_that_host_memory_holds():
     """More host memory took deferred attention away: of the sequences that it holds either all fitted or none did."""
     seconds = []
-    for host in (0.8, 4):
+    for host in (0.725, 4):
         box = slow_cpu(10, gpu_memory_bytes=int(0.21 * GIB), cpu_memory_bytes=int(host * GIB))
         problem = planning(box)
         alone = search(replace(problem, num_gpu_batches=1, allowed=Allowed(kv_placements=("gpu",))))
@@ -188,7 +188,7 @@ MACHINES = {
     "GPU that does not": (slow_cpu(10, gpu_memory_bytes=int(0.15 * GIB)), {}, {"FlexGen"}),
     "CPU": (cpu_box(), {}, {"in memory"}),
     "CPU with little memory": (
-        cpu_box(cpu_memory_bytes=int(0.55 * GIB)), {"disk_memory": 4 * GIB}, {"streamed"},
+        cpu_box(cpu_memory_bytes=int(0.53 * GIB)), {"disk_memory": 4 * GIB}, {"streamed"},
     ),
 }  # fmt: skip
 JOB = replace(DECODING, num_seqs=48)

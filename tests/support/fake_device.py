@@ -550,7 +550,7 @@ def _give_memory(executor, device):
         *(pool for cache in caches for layer, pool in cache.pools.get("cpu", {}).items() if stays.get(layer)),
         *(buffer for cache in caches for buffer in cache._staging),
         *weights.output_matrix.buffers,
-        *(table for rope in executor.context.ropes.values() for table in rope or ()),
+        *(table for layer in executor.config.attention_layers for table in executor.context.ropes.of(layer) or ()),
     ]
     held += [*filter(torch.is_tensor, executor.kv_cache._passing), *executor.context.activations.on_device]
     tensors = [*weights._resident, *weights.slots.buffers, *weights.dequantized.buffers]

@@ -17,7 +17,7 @@ from batchgen.models.tokenizers.parts import TokenizerParts
 from batchgen.models.tokenizers.token_bound import TokenBound, state_of
 
 _SHORT = 1 << 16  # characters that take a fraction of a second
-_TOGETHER = 1 << 20  # characters tokenized at once: each takes more than a hundred bytes meanwhile
+_TOGETHER = 1 << 18  # characters tokenized at once: each takes more than a hundred bytes meanwhile
 
 
 class Tokenizer:

@@ -14,7 +14,6 @@ from batchgen.core.attention_budget import CHOSEN_PAGES, AttentionBudget
 from batchgen.core.routing import RoutingCounts
 from batchgen.models import layers
 from batchgen.models.config import ModelConfig
-from batchgen.models.rope import RopeConfig
 from batchgen.ops import dispatch as ops
 from batchgen.ops.attention_operands import AttentionOperands
 from batchgen.ops.chosen_attention import PreparedPlan, paged_attention
@@ -29,8 +28,10 @@ from batchgen.runtime.memory.state_cache import StateCache
 from batchgen.runtime.memory.tiers import Tiers
 from batchgen.runtime.memory.weight_packing import Tensors
 from batchgen.runtime.memory.weights import Weights
+from batchgen.runtime.steps.rope_tables import RopeTables
 from batchgen.runtime.sweep_options import Largest, OnLogits, SweepOptions
 from batchgen.runtime.token_table import TokenTable, places_of_rows
+from batchgen.schedule.packed_batch import PackedBatch
 from batchgen.schedule.sequence import LogitsRow
 from batchgen.schedule.step_graph import Step
 
@@ -92,7 +93,8 @@ class StepContext:
         self.routing = RoutingCounts(config.num_experts, config.experts_per_token, config.expert_layers)
         self.windows = config.layer_windows(chooses=AttentionBudget.of(options.attention_budget) is not None)
         self.attended_windows = frozenset(self.windows[layer] for layer in config.attention_layers)
-        self.ropes = rope_tables(config, options.max_positions, self.device)
+        positions = options.max_positions if options.rotary_positions is None else options.rotary_positions
+        self.ropes = RopeTables(config, positions, options.max_positions, self.device)
         growth = layers.query_growth_table(config, options.max_positions)
         self.query_growth = None if growth is None else growth.to(self.device)
         self.layer_steps: Callable[[int], Sequence[tuple[Handler, Step]]] = lambda num_tokens: ()
@@ -148,8 +150,12 @@ class StepContext:
         """Options of the rotary embedding in a Step's layer."""
         config, layer = self.config, step.layer
         tensors = self.layer(step) if config.qk_norm else {}
-        rope = self.ropes[config.rope_of(layer), config.attention_of(layer).head_dim]
-        return layers.rotary_options(config, layer, tensors, rope, positions, self.query_growth)
+        return layers.rotary_options(config, layer, tensors, self.ropes.of(layer), positions, self.query_growth)
+
+    def reserve_positions(self, batches: Sequence[PackedBatch]) -> None:
+        """Have the host's rotary tables hold the positions of a sweep's tokens."""
+        if self.options.rotary_positions is not None:
+            self.ropes.reserve(1 + max((int(batch.positions.max(initial=-1)) for batch in batches), default=-1))
 
     def _softmax(self, step: Step, device: torch.device) -> dict[str, Any]:
         """Options of `ops.paged_attention` in a Step's layer, on the device that attends."""
@@ -202,19 +208,6 @@ class StepContext:
 
 # The work of a kind of Step, on the Step's micro-batch.
 Handler = Callable[[StepContext, Step, BatchState], None]
-
-
-def rope_tables(
-    config: ModelConfig, max_positions: int, device: torch.device
-) -> dict[tuple[RopeConfig | None, int], layers.Rope | None]:
-    """The (cos, sin) tables by rotary embedding and size of a head, on the device that computes; None has none."""
-    ropes: dict[tuple[RopeConfig | None, int], layers.Rope | None] = {}
-    for rope, head_dim in {(config.rope_of(j), config.attention_of(j).head_dim) for j in config.attention_layers}:
-        ropes[rope, head_dim] = None
-        if rope is not None:
-            cos, sin = layers.rope_table(rope, head_dim, max_positions)
-            ropes[rope, head_dim] = cos.to(device), sin.to(device)
-    return ropes
 
 
 def nobody_takes_logits(rows: Sequence[LogitsRow], logits: Tensor, start: int) -> None:
