@@ -46,7 +46,7 @@ def reference(model, ids, max_tokens=MAX_TOKENS):
 
 @functools.cache  # many tests ask for the same rows
 def _greedy(model, ids, max_tokens):
-    return greedy_tokens(model, list(ids), max_tokens)
+    return greedy_tokens(model, [list(ids)], max_tokens)[0]
 
 
 def generate(path, rows, **options):

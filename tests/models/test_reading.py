@@ -64,7 +64,7 @@ def test_what_is_not_cached_does_not_get_there(tensor, loads):
     """It would take the place of what is used again, as the page cache counts against memory limits."""
     info, expected = tensor
     forget(info.path)
-    if is_cached(info.path):
+    if any(is_cached(info.path, piece) for piece in range(3)):
         pytest.skip("this file system keeps files in memory")
     for _ in range(loads):
         read_by_threads("weight", info, memoryview(np.zeros_like(expected)))
