@@ -71,9 +71,9 @@ def test_a_prompt_that_takes_many_sweeps_says_how_much_slower_all_of_them_are():
 
 def test_a_long_job_keeps_few_points_and_says_the_same(monkeypatch):
     every, seen = ran((1.5, 2.0))
-    monkeypatch.setattr(learning, "_MOST_POINTS", 8)
+    monkeypatch.setattr(learning, "_MOST_POINTS", 32)
     few, _ = ran((1.5, 2.0))
-    assert few.sweeps == every.sweeps > 8 >= len(few._points) - 1
+    assert few.sweeps == every.sweeps > 32 >= len(few._points) - 1
     for a, b in zip(every.shown(Plan, EXPECTED, seen), few.shown(Plan, EXPECTED, seen), strict=True):
         assert a.logarithm == pytest.approx(b.logarithm, abs=0.1) and a.parts == b.parts
 
