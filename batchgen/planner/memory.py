@@ -266,7 +266,7 @@ def _held_by_placement(s: CostInputs, at: Placement) -> Held:
         task=s.workload.task,
         process_bytes=s.process_bytes,
         longest_tokens=s.longest_seq_len,
-        rotary_positions=(s.max_model_len if s.on_gpu else None) or s.longest_seq_len,
+        rotary_positions=(s.max_model_len or s.longest_seq_len) if s.on_gpu else s.longest_seq_len,
         weights={"gpu": at.w_gpu * weights, "cpu": at.w_cpu * weights, "disk": at.w_disk * weights},
         stream_buffer=at.streamed_peak * sum(s.slot_group_bytes.values()),
         read_buffer=at.disk_peak * sum(s.disk_group_bytes.values()),

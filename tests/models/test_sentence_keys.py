@@ -1,4 +1,4 @@
-"""What the files of sentence-transformers' modules state is computed, or refused by its name."""
+"""Every key that a module of sentence-transformers states is computed with, or refused by its name."""
 
 import json
 import shutil

@@ -37,7 +37,7 @@ def test_sequences_that_are_longer_than_expected_have_their_tokens(tmp_path):
 
 
 def test_rotary_tables_are_planned_as_long_as_the_longest_sequence(tmp_path):
-    """Those of the whole context would be more than all else that grows with the sequences."""
+    """Tables for a context of a million tokens would be more than all else that grows with the sequences."""
     make_tiny_model("llama", tmp_path, max_position_embeddings=1 << 20)
     policy = replace(make_policy(tmp_path, CPU), max_model_len=1 << 20)
     requests = [make_request(tmp_path, CPU, policy, tmp_path, longest_tokens=n) for n in (100_000, 200_000)]
