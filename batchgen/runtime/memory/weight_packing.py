@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -16,10 +18,12 @@ from batchgen.models.state import CONVOLUTION
 from batchgen.models.tensor_files.block_packer import BlockPacker
 from batchgen.models.tensor_files.rows_in_file import RowsInFile
 from batchgen.ops import dispatch as ops
-from batchgen.ops.cpp import BlockWeight, PackedWeight
+from batchgen.ops.cpp import BlockWeight, BoundWeight
 from batchgen.runtime.memory.tiers import Tiers
 
 Tensors = dict[str, ops.Weight]
+# Most bytes of a buffer between tensors and after the last one, of alignment.
+_PADDING_BYTES = 16 << 10
 
 
 class WeightPacker:
@@ -64,16 +68,14 @@ class WeightPacker:
     def pack(self, tensors: Tensors, blocks: BlockPacker) -> Tensors:
         """Tensors with matrices prepacked.
 
-        Tensors are taken out of `tensors`, so that no more than one is in memory twice. Vectors are copied: they may be
-        views of memory in which what is packed now was read, and would keep all of it.
+        Tensors are taken out of `tensors`, so that no more than one is in memory twice.
         """
-        return {name: self._packed(name, tensors.pop(name), blocks) for name in list(tensors)}
+        return self._apart({name: self._packed(name, tensors.pop(name), blocks) for name in list(tensors)})
 
     def pack_table(self, embeddings: Tensors, table: str, blocks: BlockPacker) -> Tensors:
         """Embeddings with their token table prepacked; the table is also the output matrix.
 
-        Embeddings are looked up in the prepacked table too. The table is taken out of `embeddings`, and tensors beside
-        it may be copied, for the reasons given at `pack`.
+        Embeddings are looked up in the prepacked table too. The table is taken out of `embeddings`.
 
         Args:
             embeddings: Tensors before the layers, by name.
@@ -81,8 +83,7 @@ class WeightPacker:
             blocks: Packs matrices whose rows are still in the file.
         """
         packed = self._packed(table, embeddings.pop(table), blocks)
-        rest = {name: _copied(t) if isinstance(packed, PackedWeight) else t for name, t in embeddings.items()}
-        return {table: packed, **rest}
+        return self._apart({table: packed, **embeddings})
 
     def bind(self, weight: ops.Weight, shape: tuple[int, int] | None = None) -> ops.Weight:
         """A matrix that is not prepacked, bound to the instruction set of its shape.
@@ -96,6 +97,29 @@ class WeightPacker:
         if isinstance(weight, BlockWeight):
             return self._bind_blocks(weight)
         return ops.bind_weight(weight, self._isa(shape or weight.shape, weight.dtype)) if _is_matrix(weight) else weight
+
+    def _apart(self, weights: Tensors) -> Tensors:
+        """The weights; those are copied that are views of a buffer a part of which nothing else uses any more.
+
+        What is read together lies in one buffer, which is held as long as any view of it: a router that is left as it
+        is would keep the experts as they were read, beside those that are prepacked.
+        """
+        if self.tiers.device.type != "cpu":
+            return weights
+        used: Counter[int] = Counter()
+
+        def count(tensor: Tensor) -> Tensor:
+            used[tensor.untyped_storage().data_ptr()] += tensor.nbytes
+            return tensor
+
+        def apart(tensor: Tensor) -> Tensor:
+            buffer = tensor.untyped_storage()
+            idle = buffer.nbytes() - used[buffer.data_ptr()]
+            return tensor.clone() if idle > _PADDING_BYTES else tensor
+
+        for weight in weights.values():
+            _with_tensors(weight, count)
+        return {name: _with_tensors(weight, apart) for name, weight in weights.items()}
 
     def _bind_blocks(self, weight: BlockWeight) -> BlockWeight:
         dtype = str(self._dtype).removeprefix("torch.")
@@ -112,13 +136,17 @@ class WeightPacker:
         if isinstance(weight, BlockWeight):
             return ops.pack_blocks(self._bind_blocks(weight), self._dtype, gated=is_gated(name))
         if not isinstance(weight, Tensor) or not _is_matrix(weight) or name == CONVOLUTION:
-            return _copied(weight) if len(weight.shape) == 1 or name == CONVOLUTION else weight
+            return weight
         return ops.pack_weight(weight, gated=is_gated(name), isa=self._isa(weight.shape, weight.dtype))
 
 
-def _copied(weight: ops.Weight) -> ops.Weight:
-    """A vector in memory of its own."""
-    return weight.clone() if isinstance(weight, Tensor) else weight
+def _with_tensors(weight: ops.Weight, change: Callable[[Tensor], Tensor]) -> ops.Weight:
+    """A weight with another tensor in place of each that it has as it was read; one that is prepacked has none."""
+    if isinstance(weight, ops.SplitWeight):
+        return ops.SplitWeight(tuple(_with_tensors(part, change) for part in weight.parts))
+    if isinstance(weight, BoundWeight | BlockWeight):
+        return replace(weight, data=change(weight.data)) if isinstance(weight.data, Tensor) else weight
+    return change(weight) if isinstance(weight, Tensor) else weight
 
 
 def _is_matrix(weight: ops.Weight) -> bool:

@@ -9,9 +9,11 @@ from model_tables import MIXED_SIZES
 from tiny_gguf import mixed_types, write_tiny_gguf
 from tiny_models import make_tiny_model
 
+from batchgen.core.kernel_choice import TORCH, KernelChoice, Measured, linear_key
 from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.files import read_config, resolve_model, resolve_weights
 from batchgen.models.formats.gguf import tensors as gguf_tensors
+from batchgen.models.kept_stores import find_or_convert
 from batchgen.models.tensor_files import block_packer
 from batchgen.ops import dispatch as ops
 from batchgen.runtime.memory.weights import Weights
@@ -54,6 +56,30 @@ def test_matrices_are_given_back_as_they_are_packed(tmp_path, monkeypatch, famil
 def tensors_of(weight):
     parts = weight.parts if isinstance(weight, ops.SplitWeight) else [weight]
     return [part if isinstance(part, torch.Tensor) else part.data for part in parts]
+
+
+@pytest.mark.parametrize("weight_format", ["native", "int8", "dequantized"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_layers_of_a_store_keep_no_memory_beside_their_weights(tmp_path, family, weight_format):
+    """Also where some matrices of what was read together are prepacked, and others are left as they were read."""
+    if weight_format == "native":
+        make(tmp_path, family)
+    else:
+        make_tiny_model(family, tmp_path, hidden_size=256)
+    files = resolve_model(str(tmp_path / "model.gguf" if weight_format == "native" else tmp_path))
+    config = read_config(files)
+    store = find_or_convert(files, tmp_path / "offload", "bfloat16", weight_format)
+    kept = "bfloat16" if weight_format == "dequantized" else resolve_weights(files, weight_format)
+    shapes = {tuple(t.shape) for layer in store.layers for e in layer.extents.values() for t in e.tensors}
+    some = sorted(shape for shape in shapes if len(shape) == 2)[::2]
+    for bound in ([], some):
+        kernels = KernelChoice(linear={linear_key(*shape, "bfloat16"): Measured(TORCH) for shape in bound})
+        residency = WeightResidency.in_memory(config, kept)
+        weights = Weights(config, residency, torch.bfloat16, store=store, kernels=kernels)
+        of_layers = [w for layer in range(config.num_layers) for w in weights.layer(layer).values()]
+        buffers = {t.untyped_storage().data_ptr(): t.untyped_storage() for w in of_layers for t in tensors_of(w)}
+        assert sum(b.nbytes() for b in buffers.values()) <= 1.1 * sum(map(ops.weight_bytes, of_layers))
+        weights.close()
 
 
 @pytest.mark.parametrize("tied", [False, True])
