@@ -27,7 +27,9 @@ from batchgen.output.run_directory import errors_path, run_directory
 logger = logging.getLogger(__name__)
 
 ENDED = ("completed", "failed", "cancelled")
+WITHOUT_JOB = ("completed", "cancelled")  # batches that need what their jobs have written no longer
 _KEY = "api_key"
+_OUTPUT = "batch_output"  # purpose of a file that a batch has written
 _FILE_ID, _BATCH_ID = re.compile("file-[0-9a-f]{24}"), re.compile("batch_[0-9a-f]{24}")
 
 
@@ -155,9 +157,7 @@ class Storage:
         self._ended: dict[str, Batch] = {}  # which change no more, and are not read again and again
         for stale in self.chats.iterdir():
             shutil.rmtree(stale, ignore_errors=True)
-        for content in (directory / "files").glob("*.jsonl"):
-            if not self._of_file(content.stem).exists():  # the server was killed while it came
-                content.unlink()
+        self._remove_remains()
 
     def close(self) -> None:
         """Let another server have the directory."""
@@ -213,9 +213,14 @@ class Storage:
     ) -> Batch:
         """Make a batch, which waits for its turn."""
         batch_id = f"batch_{_new_digits()}"
-        (self._directory / "batches" / batch_id).mkdir(mode=0o700)
+        folder = self._directory / "batches" / batch_id
+        folder.mkdir(mode=0o700)
         batch = Batch(batch_id, input_file_id, endpoint, completion_window, time.time_ns() // 10**9, metadata)
-        self.put(batch)
+        try:
+            self.put(batch)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         return batch
 
     def put(self, batch: Batch) -> None:
@@ -247,16 +252,34 @@ class Storage:
         return self._directory / "batches" / batch_id / "output.jsonl"
 
     def keep_outputs(self, batch: Batch) -> Batch:
-        """Make files of what the job of a batch has written; returns the batch with their ids."""
+        """Make files of what the job of a batch has written; returns the batch with their ids.
+
+        Those of an attempt that a kill or a full disk has ended are removed first.
+        """
+        self._remove_outputs(batch.id)
         output = self.output_path(batch.id)
         ids: dict[str, Any] = {}
         for name, path in (("output_file_id", output), ("error_file_id", errors_path(output))):
             if path.exists() and path.stat().st_size:
                 file_id, target = self.new_file_path()
-                _link_or_copy(path, target)  # not moved: killed here, the job of the batch is found complete again
-                self.add_file(file_id, f"{batch.id}_{path.name}", "batch_output")
+                try:
+                    _link_or_copy(path, target)  # not moved: killed here, the job of the batch is found complete again
+                    self.add_file(file_id, f"{batch.id}_{path.name}", _OUTPUT)
+                except BaseException:
+                    self.remove_file(file_id)
+                    raise
                 ids[name] = file_id
         return replace(batch, **ids)
+
+    def discard(self, batch_id: str) -> None:
+        """Remove all that a batch has written."""
+        self._remove_outputs(batch_id)
+        self.remove_job(batch_id)
+
+    def _remove_outputs(self, batch_id: str) -> None:
+        for file in self.files():
+            if file.purpose == _OUTPUT and file.filename.startswith(f"{batch_id}_"):
+                self.remove_file(file.id)
 
     def remove_job(self, batch_id: str) -> None:
         """Remove what the job of a batch has written, which its files keep or nobody wants."""
@@ -264,6 +287,21 @@ class Storage:
         for path in (output, errors_path(output)):
             path.unlink(missing_ok=True)
         shutil.rmtree(run_directory(output), ignore_errors=True)
+
+    def _remove_remains(self) -> None:
+        """Remove what a server that was killed has left of what it was writing or removing."""
+        files, batches = self._directory / "files", self._directory / "batches"
+        for unfinished in (*files.glob("*.tmp"), *batches.glob("*/batch.json.tmp")):
+            unfinished.unlink()
+        for content in files.glob("*.jsonl"):
+            if not self._of_file(content.stem).exists():
+                content.unlink()
+        for folder in batches.iterdir():
+            if not self._of_batch(folder.name).exists():
+                shutil.rmtree(folder, ignore_errors=True)
+        for batch in self.batches():
+            if batch.status in WITHOUT_JOB:
+                self.remove_job(batch.id)
 
     def _read(self, path: Path, kind: type) -> Any:
         """The value of a file of the directory; None: it is not there, or is broken and left alone."""

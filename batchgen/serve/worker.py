@@ -28,7 +28,7 @@ from batchgen.job.run import run_job
 from batchgen.job.session import Session
 from batchgen.job.snapshot import SNAPSHOT_FILE
 from batchgen.output.run_directory import errors_path, run_directory
-from batchgen.serve.storage import ENDED, Batch, Storage
+from batchgen.serve.storage import ENDED, WITHOUT_JOB, Batch, Storage
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +86,7 @@ class Worker:
         self._newest_s = self._oldest_s = 0.0  # time.monotonic of the newest and the oldest waiting chat
         self._cancelled: set[str] = set()
         self._of_other_settings: set[str] = set()  # batches that only a server with those goes on with
+        self._running: str | None = None  # id of the batch that runs
         self._batches_from_s = 0.0  # time.monotonic before which no batch is run
         self._closed = False
 
@@ -117,10 +118,18 @@ class Worker:
             if batch.status in (*ENDED, "cancelling"):
                 return batch
             batch = batch.becomes("cancelling")
+            if batch.id != self._running:
+                self._end_cancelled(batch)
+                return batch
             self._storage.put(batch)
             self._cancelled.add(batch.id)
             self._changed.notify()
         return batch
+
+    def _end_cancelled(self, batch: Batch) -> None:
+        """End a cancelled batch that does not run: first its files, which may be what fills the disk."""
+        self._storage.discard(batch.id)
+        self._put(batch.becomes("cancelled"))
 
     def progress(self, batch: Batch) -> Batch:
         """A batch with the numbers of its requests as its job last told."""
@@ -170,12 +179,13 @@ class Worker:
                     continue
                 due = time.monotonic() >= self._batches_from_s
                 if due and (batch := next(filter(self._can_run, self._storage.waiting()), None)) is not None:
+                    self._running = batch.id
                     return [], batch
                 self._changed.wait(1.0)  # and not for ever: signals are seen between
             return [], None
 
     def _can_run(self, batch: Batch) -> bool:
-        return batch.id not in self._of_other_settings or batch.status == "cancelling"
+        return batch.id not in self._of_other_settings
 
     def _run_chats(self, chats: list[Chat]) -> None:
         """Run chats as one job, and answer them. Where one of them lets the job be refused, the others are run."""
@@ -229,11 +239,14 @@ class Worker:
         except OSError as error:
             logger.warning("%s waits, and is tried again every %.0f s: %s", batch.id, _RETRY_S, reason_of(error))
             self._batches_from_s = time.monotonic() + _RETRY_S
+        finally:
+            with self._changed:
+                self._running = None
 
     def _run_batch(self, batch: Batch) -> None:
         """Run a batch, until it ends or makes way for chats."""
-        if batch.status == "cancelling":
-            self._put(batch.becomes("cancelled"))
+        if batch.status == "cancelling":  # it ran meanwhile, or in a server that was killed
+            self._end_cancelled(batch)
             return
         if batch.status != "in_progress":
             batch = batch.becomes("in_progress")
@@ -293,7 +306,7 @@ class Worker:
                 batch = replace(batch, times={**stored.times, **batch.times})
             self._storage.put(batch)
             self._cancelled.discard(batch.id)
-        if batch.status in ("completed", "cancelled"):
+        if batch.status in WITHOUT_JOB:
             self._storage.remove_job(batch.id)
 
 

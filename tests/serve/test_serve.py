@@ -27,6 +27,7 @@ from batchgen.core.atomic_file import storage_error
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.job import run as run_module
 from batchgen.output import part_writer
+from batchgen.serve import storage as storage_module
 from batchgen.serve import worker as work
 from batchgen.serve.endpoint import Endpoint
 from batchgen.serve.storage import Storage
@@ -385,6 +386,86 @@ def test_a_full_disk_within_a_job_of_a_batch_lets_it_wait(server, monkeypatch):
     monkeypatch.setattr(part_writer, "write_part", full)
     batch = server.ended(server.batch(server.upload([line(1)])).id)
     assert batch.status == "completed" and len(tries) > 1
+
+
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("full", ["_output.jsonl", "_output.errors.jsonl", '"status": "completed"'])
+def test_a_disk_that_is_full_while_a_batch_ends_leaves_no_second_copy_of_its_outputs(server, monkeypatch, full, links):
+    write, failed = storage_module.write_atomically, []
+
+    def fails_twice(path, content, **more):
+        if full.encode() in content and len(failed) < 2:
+            failed.append(path)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, content, **more)
+
+    def refuses(*_):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    if not links:
+        monkeypatch.setattr(os, "link", refuses)
+    monkeypatch.setattr(work, "_RETRY_S", 0.05)
+    monkeypatch.setattr(storage_module, "write_atomically", fails_twice)
+    file_id = server.upload([line(1), {**line(2), "body": {}}])
+    batch = server.ended(server.batch(file_id).id)
+    assert len(failed) == 2
+    ids = {file_id, batch.output_file_id, batch.error_file_id}
+    assert {one.id for one in server.client.files.list()} == ids
+    assert {path.stem for path in (server.storage.key_path.parent / "files").iterdir()} == ids
+
+
+def test_a_batch_that_waits_for_a_full_disk_can_be_cancelled_and_frees_its_space(server, monkeypatch):
+    write, folder = storage_module.write_atomically, server.storage.key_path.parent / "batches"
+
+    def full(path, content, **more):
+        if list(folder.glob("*/output.jsonl")):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, content, **more)
+
+    monkeypatch.setattr(storage_module, "write_atomically", full)
+    batch = server.batch(server.upload([line(1)]))
+    while server.worker._batches_from_s == 0:
+        time.sleep(0.01)
+    assert server.client.batches.cancel(batch.id).status == "cancelling"
+    assert server.ended(batch.id).status == "cancelled"
+    assert [path.name for path in (folder / batch.id).iterdir()] == ["batch.json"]
+    assert [one.purpose for one in server.client.files.list()] == ["batch"]
+
+
+def test_a_batch_that_waits_for_another_one_is_cancelled_at_once(server, monkeypatch):
+    run, may_run = server.worker._run_job, threading.Event()
+    monkeypatch.setattr(server.worker, "_run_job", lambda *given: (may_run.wait(), run(*given))[1])
+    first, second = (server.batch(server.upload([line(1)])).id for _ in range(2))
+    asked = server.client.batches.cancel(second), server.client.batches.retrieve(second)
+    may_run.set()
+    assert [batch.status for batch in asked] == ["cancelling", "cancelled"]
+    assert server.ended(first).status == "completed"
+
+
+def test_a_batch_for_which_there_is_no_space_leaves_nothing(server, monkeypatch):
+    file_id = server.upload([line(1)])
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(storage_module, "write_atomically", full)
+    with pytest.raises(openai.InternalServerError, match="No space left"):
+        server.batch(file_id)
+    assert not list((server.storage.key_path.parent / "batches").iterdir())
+
+
+def test_what_a_kill_left_of_a_batch_that_ended_or_was_being_made_is_removed_at_the_next_start(model, tmp_path):
+    folder = tmp_path / "served"
+    with serving(model, folder) as server:
+        ended = server.ended(server.batch(server.upload([line(1)])).id).id
+    wanted = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.name != "lock")
+    job = folder / "batches" / ended / "output.jsonl.batchgen"
+    unmade = folder / "batches" / f"batch_{'1' * 24}"
+    for path in (job / "parts" / "a.parquet", job.with_suffix(""), unmade / "batch.json.tmp", folder / "files" / "a.tmp"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    with serving(model, folder):
+        assert sorted(path.relative_to(folder) for path in folder.rglob("*") if path.name != "lock") == wanted
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", '{"prompt": "a"}\n', "no json\n", "\xff"])
