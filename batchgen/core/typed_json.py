@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+MOST_NESTED = 300  # lists and objects within each other, in a row of JSON
 _LARGEST = 2**53  # of integers: what JSON readers and floating point agree on
 
 
@@ -18,6 +19,34 @@ def parse_json(text: str | bytes, object_pairs_hook: Callable[[list[tuple[str, A
         return json.loads(text, object_pairs_hook=object_pairs_hook)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def check_nesting(value: Any, text: str | bytes) -> None:
+    """Check that a decoded JSON value is not nested too deeply to be read and written anywhere in the program.
+
+    Python's own limit is that of its stack: it lets a value pass in one place, and not in another.
+
+    Args:
+        value: The decoded JSON value.
+        text: The JSON text, in which few brackets make a look at the value needless.
+
+    Raises:
+        ValueError: More than `MOST_NESTED` lists and objects are within each other.
+    """
+    opening = ("[", "{") if isinstance(text, str) else (b"[", b"{")
+    if sum(map(text.count, opening)) <= MOST_NESTED:  # type: ignore[arg-type]  # of the text's own type
+        return
+    level = [value]
+    for _ in range(MOST_NESTED):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, (dict, list))
+        ]
+        if not level:
+            return
+    raise ValueError(f"it is nested too deeply: {MOST_NESTED} lists and objects within each other are the most")
 
 
 def read_typed(kind: Any, value: Any, where: str = "it") -> Any:

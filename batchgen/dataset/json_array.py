@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 from batchgen.core.text import repair_surrogates
+from batchgen.core.typed_json import check_nesting
 
 _BLOCK_CHARS = 1 << 20
 # A token that the end of what is held may have cut, such as half of an escaped surrogate pair, is no longer.
@@ -78,7 +79,9 @@ class _Window:
                 raise ValueError(error.msg) from error
             if end == len(self._held) and self._read_on():  # a number may go on
                 continue
-            value = repair_surrogates(value) if "\\u" in self._held[self.at : end] else value
+            source = self._held[self.at : end]
+            check_nesting(value, source)
+            value = repair_surrogates(value) if "\\u" in source else value
             self.at = end
             return value
 

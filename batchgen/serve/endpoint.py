@@ -18,6 +18,7 @@ from typing import Any
 from aiohttp import BodyPartReader, web
 
 from batchgen.core.errors import InputError, one_line
+from batchgen.core.typed_json import check_nesting
 from batchgen.dataset.openai_batch import CHAT_URL, COMPLETIONS_URL
 from batchgen.serve.storage import Batch, Storage
 from batchgen.serve.worker import Chat, Worker, refusal
@@ -250,9 +251,11 @@ class _Refused(Exception):
 
 async def _json(request: web.Request) -> dict[str, Any]:
     try:
-        body = json.loads(await request.text())
-    except _UNREADABLE:
-        raise _Refused(400, "the body is not valid JSON") from None
+        text = await request.text()
+        body = json.loads(text)
+        check_nesting({"body": body}, text)  # as the line of a batch has it
+    except _UNREADABLE as error:
+        raise _Refused(400, f"the body cannot be read: {one_line(error)}") from None
     if not isinstance(body, dict):
         raise _Refused(400, "the body is not a JSON object")
     return body

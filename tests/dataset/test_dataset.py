@@ -879,3 +879,21 @@ def test_what_cannot_grow(tmp_path):
     assert not open_dataset(table).may_grow
     assert open_dataset(path, limit=1).may_grow and open_dataset(table, limit=1).may_grow
     assert begins(table, open_dataset(table, limit=1).identity())
+
+
+@pytest.mark.parametrize("escaped", ["", "\\u00e9"])
+def test_how_deep_a_row_may_be_nested_does_not_depend_on_who_reads_it(tmp_path, escaped):
+    depths = [1, 150, 299, 300, 301, 480, 500, 900, *range(940, 1000, 5), 100_000]
+    body = '{"custom_id": "r%d", "method": "POST", "url": "/v1/completions", "body": %s}\n'
+    path = tmp_path / "a.jsonl"
+    lines = [body % (depth, "[" * (depth - 1) + f'"{escaped}"' + "]" * (depth - 1)) for depth in depths]
+    path.write_text("".join(lines))
+    dataset = open_dataset(path, on_bad_line="skip")
+
+    def bad_rows(frames: int) -> set[int]:
+        return bad_rows(frames - 1) if frames else {row for _, batch in dataset.batches() for row in bad_lines(batch)}
+
+    too_deep = {row for row, depth in enumerate(depths) if depth > 300}
+    assert bad_rows(0) == bad_rows(150) == too_deep
+    (tmp_path / "b.json").write_text('[{"a": ' + "[" * 400 + "]" * 400 + "}]")
+    assert "nested too deeply" in error_of(tmp_path / "b.json")

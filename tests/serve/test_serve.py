@@ -98,6 +98,16 @@ def test_a_chat_that_cannot_be_run_is_refused_with_the_reason_and_others_are_ans
         server.client.chat.completions.create(model="any", messages=[{"role": "user", "content": "a"}], stream=True)
 
 
+@pytest.mark.parametrize("depth", [298, 299, 400, *range(955, 985, 5)])
+def test_a_chat_that_is_nested_deeply_is_answered_or_refused_alone(server, monkeypatch, depth):
+    monkeypatch.setattr(work, "_SETTLED_S", 0.3)
+    nested = json.dumps(CHAT)[:-1] + ', "metadata": ' + "[" * depth + "]" * depth + "}"
+    with ThreadPoolExecutor(2) as clients:
+        good = clients.submit(server.chat, "row 1")
+        assert server.request(CHAT_URL, "POST", nested.encode())[0] == (200 if depth <= 298 else 400)
+        assert isinstance(good.result(), str)
+
+
 def test_a_seed_gives_the_same_answer_again_and_none_gives_others(server):
     how = {"temperature": 1.5, "max_tokens": 12}
     assert server.chat("row", seed=7, **how) == server.chat("row", seed=7, **how)

@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from batchgen.core.errors import InputError, one_line
 from batchgen.core.text import repair_surrogates
+from batchgen.core.typed_json import check_nesting
 from batchgen.dataset.bad_lines import BadLine
 from batchgen.dataset.identity import InputFiles
 from batchgen.dataset.json_array import array_elements
@@ -210,6 +211,7 @@ def _parse_line(where: str, line: bytes) -> Any:
         raise InputError(f"{where} is an array: write one object a line, as jq -c '.[]' does")
     try:
         value = json.loads(line.decode())
+        check_nesting(value, line)
         return repair_surrogates(value) if b"\\u" in line else value
     except (ValueError, RecursionError) as error:
         at = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
