@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from batchgen.core.dtypes import FORMAT_BYTES, INT4
+from batchgen.core.dtypes import INT4
 from batchgen.core.errors import InputError
 from batchgen.core.hardware import HardwareProfile
 from batchgen.core.units import format_at_least, format_bytes
-from batchgen.models.layouts import main_format
 from batchgen.planner.kv_memory import TIER_FLAGS
 from batchgen.planner.mip import shortfall_bytes
 from batchgen.planner.problem import CostInputs, Problem
@@ -63,7 +63,7 @@ def explain_infeasible(problem: Problem) -> str:
     changes += [_remedies(problem, short_bytes)] if short_bytes else []
     if not changes:
         changes = ["no single budget can make up for it, raise several"]
-    hint = _int4_hint(problem) if short_bytes and not smaller else ""
+    hint = _int4_hint(problem, short_bytes) if short_bytes and not smaller else ""
     return f"no plan fits{fixed}: {_least_use(problem, inputs)}; {', or '.join(changes)}{hint}"
 
 
@@ -123,9 +123,10 @@ def _shortfalls(problem: Problem) -> dict[str, float]:
     return least
 
 
-def _least_weight_bytes(problem: Problem) -> float:
-    """Bytes of a weight in the smallest format that the problem allows."""
-    return min(FORMAT_BYTES[main_format(problem.model, name)] for name in problem.weight_formats)
+def _least_weight_bytes(problem: Problem, inputs: CostInputs) -> float:
+    """Bytes of all weights in the smallest format that the problem allows."""
+    in_formats = (replace(inputs, weight_format=name) for name in problem.weight_formats)
+    return min(s.model.num_layers * s.layer_bytes + s.embedding_bytes + s.head_bytes for s in in_formats)
 
 
 def _least_use(problem: Problem, inputs: CostInputs) -> str:
@@ -136,7 +137,7 @@ def _least_use(problem: Problem, inputs: CostInputs) -> str:
         inputs: Inputs with the smallest batch.
     """
     whose = "the model's" if problem.sharing == 1 else "one process's"
-    weights = problem.model.held_params * _least_weight_bytes(problem)
+    weights = _least_weight_bytes(problem, inputs)
     process = f", the process {format_bytes(problem.process_bytes)}" if problem.process_bytes else ""
     seqs = inputs.max_num_seqs
     sizes = {"KV": seqs * inputs.seq_kv_bytes, "states": seqs * inputs.seq_state_bytes}
@@ -168,9 +169,17 @@ def _remedies(problem: Problem, short_bytes: Mapping[str, float]) -> str:
     return f"it takes a machine with at least {larger} ({problem.hardware.name} has less)"
 
 
-def _int4_hint(problem: Problem) -> str:
-    """The format that would need less; none where only one tier is allowed, as the caller offers no formats then."""
-    open_choice = problem.offers_int4 and len(problem.allowed.weight_tiers) > 1
-    return (
-        "; --weights int4 would need less" if open_choice and FORMAT_BYTES[INT4] < _least_weight_bytes(problem) else ""
-    )
+def _int4_hint(problem: Problem, short_bytes: Mapping[str, float]) -> str:
+    """What int4 weights would need, where that is less; embeddings and output matrix stay as they are.
+
+    There is none where only one tier is allowed, as the caller offers no formats then.
+    """
+    if not problem.offers_int4 or len(problem.allowed.weight_tiers) < 2 or INT4 in problem.weight_formats:
+        return ""
+    packed = replace(problem, weight_formats=(INT4,))
+    if _fits(packed):
+        return "; with --weights int4 it fits"
+    still_short = _shortfalls(_smallest_batch(packed))
+    if not any(short < short_bytes.get(tier, math.inf) for tier, short in still_short.items()):
+        return ""
+    return f"; with --weights int4, {_remedies(packed, still_short)}"

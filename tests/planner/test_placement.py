@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from planner_cases import GIB, budgets, cpu_box, gpu_box, llama_8b, opt
 from thorough import quick_or, some_of
 
+from batchgen.core.dtypes import INT4
 from batchgen.core.errors import InputError
 from batchgen.core.plan import Plan, spread_layers
 from batchgen.core.units import parse_bytes
@@ -533,6 +534,30 @@ def test_four_bits_are_advised_where_they_can_be_asked_for():
         with pytest.raises(InputError) as refused:
             search(replace(small, offers_int4=offers))
         assert ("--weights int4" in str(refused.value)) == offers
+
+
+@pytest.mark.parametrize("vocab_size", [50_272, 1_000_000])
+def test_what_four_bits_would_need_is_told_and_suffices_also_where_tables_are_most_of_a_model(vocab_size):
+    box = cpu_box(cpu_memory_bytes=64 * GIB)
+    model = replace(OPT_13B, vocab_size=vocab_size)
+    small = problem(box, model=model, budgets={"cpu": GIB / 4, "disk": 64 * GIB})
+    with pytest.raises(InputError) as refused:
+        search(small)
+    text, least = str(refused.value), r"--cpu-memory ([0-9.]+ [KMGT]iB)"
+    weights, needed, packed = (
+        parse_bytes(re.search(pattern, text)[1].replace(" ", ""))
+        for pattern in (r"weights take ([0-9.]+ [KMGT]iB)", least, f"with --weights int4, give at least {least}")
+    )
+    assert weights == pytest.approx(2 * model.held_params, rel=0.01)
+    assert GIB / 4 < packed < needed
+    in_4_bits = replace(small, weight_formats=(INT4,))
+    check_placement(search(replace(in_4_bits, budgets=small.budgets | {"cpu": packed})))
+    with pytest.raises(InputError, match="no plan fits") as refused:
+        search(replace(in_4_bits, budgets=small.budgets | {"cpu": packed * 0.8}))
+    weights = parse_bytes(re.search(r"weights take ([0-9.]+ [KMGT]iB)", str(refused.value))[1].replace(" ", ""))
+    tables = 1 if model.tied_embeddings else 2
+    assert weights > tables * 2 * model.vocab_size * model.hidden_size
+
 
 
 @pytest.mark.parametrize("tied", [True, False])
