@@ -142,15 +142,17 @@ def read_head(
     folder = (files.modules or files.path) if files.kind == "hf" else None
     head = VectorSpec("last" if config.causal else "mean", size=config.embed_size)
     stated: Mapping[str, Any] = {}
-    routes: Collection[str] = ()
+    routes = modules = None
     if folder is not None:
         if (folder / MODULES).exists():
-            found = read_routes(folder)
-            routes = found.by_name
-            head = _of_modules(folder / MODULES, found.of(prompt_name), head, pools=pooling is None)
+            routes = read_routes(folder)
+            modules = routes.of(prompt_name)
         stated = stated_by_sentence_transformers(folder)
+    head = replace(head, prompt=_prompt(stated, prompt_name, instruction, routes.by_name if routes else ()))
+    if folder is not None:
+        if modules is not None:
+            head = _of_modules(folder / MODULES, modules, head, pools=pooling is None)
         head = replace(head, max_tokens=head.max_tokens or longest_text(files.path))
-    head = replace(head, prompt=_prompt(stated, prompt_name, instruction, routes))
     if pooling is not None:
         if pooling not in POOLINGS:
             raise InputError(f"--pooling must be one of {', '.join(POOLINGS)}, not {pooling!r}")
@@ -200,7 +202,7 @@ def _of_modules(path: Path, modules: Sequence[Module], head: VectorSpec, *, pool
         elif kind == "Pooling":
             if head.normalize or head.dense:
                 raise InputError(f"{path}: a Pooling after Dense or Normalize is not supported: give another model")
-            head = replace(head, pooling=_pooling(module))
+            head = replace(head, pooling=_pooling(module, head.prompt))
         elif kind == "Normalize":
             read_module(module)
             head = replace(head, normalize=True)
@@ -217,7 +219,7 @@ def _of_modules(path: Path, modules: Sequence[Module], head: VectorSpec, *, pool
     return head
 
 
-def _pooling(module: Module) -> Pooling:
+def _pooling(module: Module, prompt: str) -> Pooling:
     stated, path = read_module(module), module.place / "config.json"
     modes = stated.get("pooling_mode")
     if modes is None:
@@ -225,8 +227,11 @@ def _pooling(module: Module) -> Pooling:
     modes = [modes] if isinstance(modes, str) else modes
     if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in _MODES:
         raise InputError(f"{path}: pooling {modes!r} is not supported; supported: {', '.join(_MODES)}")
-    if stated.get("include_prompt") is False:
-        raise InputError(f"{path}: prompts that are left out of the pooling are not supported")
+    if prompt and stated.get("include_prompt") is False:
+        raise InputError(
+            f"{path}: a prompt that is left out of the pooling is not supported: leave out --prompt-name and"
+            " --instruction, or give another model"
+        )
     return _MODES[modes[0]]
 
 

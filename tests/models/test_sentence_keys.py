@@ -114,6 +114,22 @@ def test_keys_of_modules_that_mean_another_vector_are_refused(file, values, mess
     assert "\n" not in str(refused.value)
 
 
+def test_a_prompt_that_is_not_pooled_is_refused_only_where_there_is_one(encoder):
+    before = head_of(encoder)
+    edit(encoder / "1_Pooling/config.json", include_prompt=False)
+    named = {"query": "query: ", "document": ""}
+    (encoder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": named}))
+    for asked in ({}, {"prompt_name": "document"}):
+        assert head_of(encoder, **asked).identity() == before.identity()
+    for asked in ({"prompt_name": "query"}, {"instruction": "Find answers"}):
+        with pytest.raises(InputError, match="left out of the pooling"):
+            head_of(encoder, **asked)
+    stated = {"prompts": named, "default_prompt_name": "query"}
+    (encoder / "config_sentence_transformers.json").write_text(json.dumps(stated))
+    with pytest.raises(InputError, match="left out of the pooling"):
+        head_of(encoder)
+
+
 @pytest.mark.parametrize(("types", "message"), REFUSED_LISTS)
 def test_modules_that_give_no_known_vector_are_refused(types, message, encoder):
     (encoder / LISTED).write_text(json.dumps(listed(*types)))

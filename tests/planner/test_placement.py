@@ -559,7 +559,6 @@ def test_what_four_bits_would_need_is_told_and_suffices_also_where_tables_are_mo
     assert weights > tables * 2 * model.vocab_size * model.hidden_size
 
 
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_embeddings_and_output_matrix_go_to_disk_where_memory_does_not_hold_them(tied):
     """There is a plan within a budget that is smaller than they are, and more memory makes no plan slower."""

@@ -471,7 +471,8 @@ def test_what_a_kill_left_of_a_batch_that_ended_or_was_being_made_is_removed_at_
     wanted = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.name != "lock")
     job = folder / "batches" / ended / "output.jsonl.batchgen"
     unmade = folder / "batches" / f"batch_{'1' * 24}"
-    for path in (job / "parts" / "a.parquet", job.with_suffix(""), unmade / "batch.json.tmp", folder / "files" / "a.tmp"):
+    left = job / "parts" / "a.parquet", job.with_suffix(""), unmade / "batch.json.tmp", folder / "files" / "a.tmp"
+    for path in left:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("")
     with serving(model, folder):
