@@ -170,7 +170,7 @@ def _remedies(problem: Problem, short_bytes: Mapping[str, float]) -> str:
 
 
 def _int4_hint(problem: Problem, short_bytes: Mapping[str, float]) -> str:
-    """What int4 weights would need, where that is less; embeddings and output matrix stay as they are.
+    """A hint at what int4 weights would need, where that is less; embeddings and output matrix stay as they are.
 
     There is none where only one tier is allowed, as the caller offers no formats then.
     """
