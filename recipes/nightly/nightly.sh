@@ -57,6 +57,7 @@ for input in "$inbox"/*; do
     done
     job=
     [ -z "$stopped" ] || [ "$code" -eq 0 ] || exit 130
+    case $code in 1 | 2 | 4) echo "nightly: the job of $input ended with exit code $code" >&2 ;; esac
     case $code in
     0) rm -f "$output.failed" ;;
     3) time_is_over ;;

@@ -161,8 +161,9 @@ def test_a_file_that_fails_does_not_stop_the_others(home, script, codes, code):
 
 def test_a_file_with_failed_rows_ends_every_night_with_4_until_its_job_succeeds(home, script):
     failing = f"{DONE}; exit 4"
-    assert finish(script([failing, DONE])) == (4, "")
-    assert finish(script([failing, "exit 1"])) == (4, "") and called(home) == NAMES[:1]
+    said = f"nightly: the job of {home}/nightly/inbox/{NAMES[0]} ended with exit code 4\n"
+    assert finish(script([failing, DONE])) == (4, said)
+    assert finish(script([failing, "exit 1"])) == (4, said) and called(home) == NAMES[:1]
     assert finish(script([DONE, "exit 1"])) == (0, "") and called(home) == NAMES[:1]
     assert finish(script(["exit 1", "exit 1"])) == (0, "") and called(home) == [], "nothing was left to do"
 
