@@ -25,7 +25,7 @@ from tiny_encoders import (
     write_modules,
     write_router,
 )
-from tiny_tokenizers import TEXT, make_tiny_tokenizer
+from tiny_tokenizers import SPECIAL_TOKENS, TEXT, make_tiny_tokenizer
 from tokenizers import Tokenizer
 
 import batchgen
@@ -75,6 +75,14 @@ def kind_of(table):
 def encoder(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
     return path, make_encoder(request.param, path)
+
+
+def test_padding_that_a_text_names_has_the_positions_of_transformers(encoder):
+    path, model = encoder
+    pad = SPECIAL_TOKENS[model.config.pad_token_id]
+    rows = [f"the sea {pad} was flat", f"{pad}{pad} the sea", f"the sea {pad}", pad, f"a {pad} b{pad}{pad} c", *texts(8)]
+    wanted = torch.stack([F.normalize(hidden_of(model, path, text).mean(0), dim=0) for text in rows])
+    assert np.abs(vectors(run(path, rows, pooling="mean", normalize=True)) - wanted.numpy()).max() < CLOSE
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
