@@ -1,5 +1,7 @@
 """Adapters as a column: each row has the answer of its own adapter, and no row is lost."""
 
+import json
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -125,3 +127,15 @@ def test_a_store_with_an_adapter_gives_the_texts_of_the_model_with_it(adapted, r
     batchgen.run(str(tmp_path / "store"), rows, tmp_path / "out.parquet", **OPTIONS)
     texts = pq.read_table(tmp_path / "out.parquet")["text"].to_pylist()
     assert texts == alone(adapted, rows, tmp_path)[first]
+
+
+@pytest.mark.parametrize("options", [{}, {"limit": 5}, {"shard": "1/2"}])
+def test_a_line_that_is_no_row_fails_and_is_not_answered(adapted, tmp_path, options):
+    base, first, _ = adapted
+    lines = [json.dumps({"question": f"Is it {i}?", "adapter": first if i % 2 else None}) for i in range(6)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(["{broken", *lines[:3], "[]", *lines[3:]]))
+    options = {"prompt_template": "Row: {{ question }}", "max_tokens": 2, "on_bad_line": "skip", **options}
+    batchgen.run(base, tmp_path / "rows.jsonl", tmp_path / "alone.parquet", **options)
+    batchgen.run(base, tmp_path / "rows.jsonl", tmp_path / "out.parquet", lora_column="adapter", **options)
+    alone, output = (pq.read_table(tmp_path / f"{name}.parquet")["error"].to_pylist() for name in ("alone", "out"))
+    assert output == alone and any(output) and not all(output)
