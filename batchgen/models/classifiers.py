@@ -65,6 +65,11 @@ _BETWEEN = "\n<Document>: "
 _AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 _USUAL_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 NO_YES = ("no", "yes")
+_RERANKS = "qwen3"  # family of Qwen3-Reranker, whose files are those of a chat model
+_MAYBE_NO_RERANKER = (
+    "neither the model's files nor its name say that it is a reranker: the scores are its probability of 'yes' after"
+    " Qwen3-Reranker's template, and mean little if it was not trained for that"
+)
 
 
 def is_classifier(files: ModelFiles) -> bool:
@@ -213,8 +218,8 @@ def read_reranker(
             raise InputError(f"{files.name} has {len(spec.labels)} labels: give --task classify, a reranker has one")
         return replace(spec, max_tokens=spec.max_tokens or longest_text(files.path))
     ids = [tokenizer().token_id(word) for word in NO_YES]
-    if files.kind != "hf" or not config.causal or None in ids or tokenizer().token_id("<|im_start|>") is None:
-        raise InputError(f"{files.name} is neither a cross-encoder nor a Qwen3-Reranker in safetensors")
+    if files.kind != "hf" or config.family != _RERANKS or None in ids or tokenizer().token_id("<|im_start|>") is None:
+        raise InputError(f"{files.name} is neither a cross-encoder nor a Qwen3-Reranker in safetensors: give one")
     rows = tuple(token for token in ids if token is not None)
     stated = _instruction_of_files(files, rows)
     tensors = weight_tensors(files)
@@ -230,6 +235,7 @@ def read_reranker(
         labels=NO_YES,
         of_labels="softmax",
         pair_texts=(before, _BETWEEN, _AFTER),
+        notice="" if "rerank" in files.name.lower() or _stated_of_cross_encoder(files) else _MAYBE_NO_RERANKER,
     )
 
 

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
+from command_line import invoke
 from lora_adapters import save_adapter
 from safetensors.torch import load_file, save_file
 from tiny_encoders import (
@@ -461,14 +462,15 @@ def test_a_cross_encoder_scores_queries_with_documents(name, file, stated, tmp_p
     assert "the context holds 8" in error.as_py()
 
 
-def test_a_decoder_reranks_by_its_answers_yes_and_no(tiny_models, tmp_path):
+def make_reranker(model, folder):
+    """Copy a tiny decoder to a folder, with words of its tokenizer for the answers; returns their token ids."""
     from batchgen.models.classifiers import NO_YES
 
-    path, model = tiny_models("qwen3")
-    for file in Path(path).iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    folder.mkdir(exist_ok=True)
+    for file in Path(model).iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
     # The tiny vocabulary has neither word whole: two of its tokens stand for them.
-    file = tmp_path / "tokenizer.json"
+    file = folder / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     vocab = tokenizer["model"]["vocab"]
     ids = dict(zip(NO_YES, sorted(vocab.values())[-2:], strict=True))
@@ -478,6 +480,33 @@ def test_a_decoder_reranks_by_its_answers_yes_and_no(tiny_models, tmp_path):
     pairs = [pair if isinstance(pair, list) else pair.split(" ") for pair in tokenizer["model"]["merges"]]
     tokenizer["model"]["merges"] = [pair for pair in pairs if {*pair, "".join(pair)} <= kept]
     file.write_text(json.dumps(tokenizer))
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("name", "stated", "is_told"),
+    [("chat", {}, True), ("My-Reranker", {}, False), ("chat", {"model_type": "CrossEncoder"}, False)],
+)
+def test_a_decoder_that_does_not_say_that_it_is_a_reranker_gets_one_line(tiny_models, tmp_path, name, stated, is_told):
+    make_reranker(tiny_models("qwen3")[0], tmp_path / name)
+    edit_json(tmp_path / name / "config_sentence_transformers.json", **stated)
+    pq.write_table(pa.table({"query": ["Which day?"], "document": ["Monday."]}), tmp_path / "rows.parquet")
+    command = ["run", "-m", tmp_path / name, "-i", tmp_path / "rows.parquet", "--task", "rerank", "--progress", "plain"]
+    code, *said = invoke(*command, "--dry-run")
+    assert code == 0 and ("say that it is a reranker" in "".join(said)) == is_told
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_decoder_of_another_family_is_no_reranker(tiny_models, tmp_path, family):
+    make_reranker(tiny_models(family)[0], tmp_path)
+    with pytest.raises(InputError, match="is neither a cross-encoder nor a Qwen3-Reranker in safetensors: give one"):
+        run(tmp_path, {"query": ["Which day?"], "document": ["Monday."]}, "rerank")
+
+
+def test_a_decoder_reranks_by_its_answers_yes_and_no(tiny_models, tmp_path):
+    path, model = tiny_models("qwen3")
+    ids = make_reranker(path, tmp_path)
+    file = tmp_path / "tokenizer.json"
     table = run(tmp_path, {"query": ["Which day?", "Fish?"], "document": ["Monday.", "Onions."]}, "rerank")
     for query, document, score in zip(
         *(table[name].to_pylist() for name in ("query", "document", "score")), strict=True
