@@ -119,6 +119,20 @@ def test_a_wrong_adapter_or_column_is_refused_before_the_first_row(adapted, rows
     assert not (tmp_path / "out.parquet").exists()
 
 
+def test_an_adapter_of_another_model_is_refused_before_the_first_job(adapted, tmp_path):
+    base, first, _ = adapted
+    wider = make_tiny_model("llama", tmp_path / "wider", hidden_size=128)
+    deeper = make_tiny_model("llama", tmp_path / "deeper", num_hidden_layers=9)
+    for name, model in (("of-wider", wider), ("of-deeper", deeper)):
+        save_adapter(model, tmp_path / name, target_modules=MODULES)
+        pq.write_table(
+            pa.table({"prompt": ["a", "b", "c"], "adapter": [None, first, str(tmp_path / name)]}), tmp_path / "in.parquet"
+        )
+        with pytest.raises(InputError, match=rf"{name}.* changes|tensor .* in .*{name}"):
+            batchgen.run(base, tmp_path / "in.parquet", tmp_path / "out.parquet", lora_column="adapter", **OPTIONS)
+        assert not list((tmp_path / "out.parquet.jobs").glob("*.parquet"))
+
+
 def test_a_store_with_an_adapter_gives_the_texts_of_the_model_with_it(adapted, rows, tmp_path):
     base, first, _ = adapted
     command = ["convert", "-m", base, "--lora", first, "-o", tmp_path / "store", "--dtype", "float32"]
