@@ -27,7 +27,7 @@ from batchgen.models.pooling import (
 )
 from batchgen.models.sentence_keys import Purpose, read_module, read_transformer, refuse_foreign
 from batchgen.models.sentence_modules import MODULES, read_routes
-from batchgen.models.stated_numbers import is_index, shown
+from batchgen.models.stated_numbers import is_count, is_index, shown
 from batchgen.models.tensor_files.headers import TensorInfo, read_safetensors_header
 
 if TYPE_CHECKING:
@@ -163,11 +163,24 @@ def _of_cross_encoder(files: ModelFiles, purpose: Purpose, kinds: list[str]) -> 
 
 
 def adapted(layer: Dense, adapter: Lora) -> Dense:
-    """A layer of a head with what an adapter adds to it, or the layer that takes its place (`modules_to_save`)."""
+    """A layer of a head with what an adapter adds to it, or the layer that takes its place (`modules_to_save`).
+
+    Raises:
+        InputError: The addition is one to a matrix of another shape.
+    """
     module = within_text_model(layer.prefix.removesuffix("."))
     if f"{module}.weight" in adapter.replaced:
         layer = replace(layer, weights=adapter.replaced[f"{module}.weight"].path, prefix=ROOT + layer.prefix)
-    return replace(layer, added=adapter.deltas.get(module))
+    if (delta := adapter.deltas.get(module)) is None:
+        return layer
+    stored = read_safetensors_header(layer.weights)[f"{layer.prefix}weight"].shape
+    shapes = delta.b[1].shape, delta.a[1].shape
+    if shapes != ((stored[0], delta.rank), (delta.rank, *stored[1:])):
+        raise InputError(
+            f"{adapter.path} adds a product of {list(shapes[0])} and {list(shapes[1])} to {module}, which is"
+            f" {list(stored)} in this model: give the model that the adapter was trained on"
+        )
+    return replace(layer, added=delta)
 
 
 def head_modules(family: str) -> set[str]:
@@ -270,6 +283,11 @@ def _labels(stated: Mapping[str, Any]) -> tuple[str, ...]:
     names = stated.get("id2label")
     if not isinstance(names, Mapping):
         count = stated.get("num_labels", 2)
+        if names is not None or not is_count(count):
+            raise InputError(
+                f"config.json has num_labels {shown(count)} and id2label {shown(names)}, which name no labels: correct"
+                " them"
+            )
         return tuple(f"LABEL_{i}" for i in range(count))
     numbers = [str(i) for i in range(len(names))]
     if set(names) != set(numbers):

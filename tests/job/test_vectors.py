@@ -249,6 +249,18 @@ def test_probabilities_of_an_adapted_classifier_are_those_of_the_model_that_peft
     assert np.abs(found - wanted.numpy()).max() < CLOSE
 
 
+@pytest.mark.parametrize("labels", [1, 5])
+@pytest.mark.parametrize("name", ["Llama", "Bert", "Roberta", "ModernBert"])
+def test_an_adapter_of_a_head_of_another_size_is_refused(name, labels, tmp_path):
+    name = f"{name}ForSequenceClassification"
+    make_encoder(name, tmp_path / "base", num_labels=3)
+    other = make_encoder(name, tmp_path / "other", num_labels=labels)
+    heads = {"Llama": ["score"], "Robe": ["classifier.out_proj"]}
+    save_adapter(other, tmp_path / "adapter", target_modules=heads.get(name[:4], heads.get(name[:5], ["classifier"])))
+    with pytest.raises(InputError, match=r"adapter adds a product .* is \[3, 64\] in this model: give the model that"):
+        run(tmp_path / "base", ["a"], "classify", lora=str(tmp_path / "adapter"))
+
+
 def test_workers_share_the_rows_of_a_job_of_vectors(tmp_path):
     make_encoder("BertForSequenceClassification", tmp_path)
     rows = texts(9)
@@ -430,6 +442,9 @@ def test_padding_at_the_end_of_a_text_is_left_out_as_in_transformers(family, tmp
     [
         ({"problem_type": "regression"}, "3 labels of problem_type 'regression' are not supported"),
         ({"id2label": {"1": "a", "2": "b", "3": "c"}}, "must have the numbers from 0 on as keys"),
+        ({"id2label": None, "num_labels": "three"}, "num_labels 'three' and id2label null, which name no labels"),
+        ({"id2label": None, "num_labels": -1}, "num_labels -1"),
+        ({"id2label": ["a", "b", "c"]}, "id2label"),
     ],
 )
 def test_labels_that_are_not_understood_are_refused(stated, message, tmp_path):
