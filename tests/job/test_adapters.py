@@ -126,7 +126,8 @@ def test_an_adapter_of_another_model_is_refused_before_the_first_job(adapted, tm
     for name, model in (("of-wider", wider), ("of-deeper", deeper)):
         save_adapter(model, tmp_path / name, target_modules=MODULES)
         pq.write_table(
-            pa.table({"prompt": ["a", "b", "c"], "adapter": [None, first, str(tmp_path / name)]}), tmp_path / "in.parquet"
+            pa.table({"prompt": ["a", "b", "c"], "adapter": [None, first, str(tmp_path / name)]}),
+            tmp_path / "in.parquet",
         )
         with pytest.raises(InputError, match=rf"{name}.* changes|tensor .* in .*{name}"):
             batchgen.run(base, tmp_path / "in.parquet", tmp_path / "out.parquet", lora_column="adapter", **OPTIONS)

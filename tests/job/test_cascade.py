@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -257,16 +258,14 @@ def test_an_interrupted_cascade_goes_on_to_the_same_output(models, rows, whole, 
 
 @pytest.mark.parametrize("draws", [20, None])
 @pytest.mark.parametrize("agrees", [(0.2, 0.6), (0.6, 0.2), (0.2, 0.6, 0.2, 0.5)])
-def test_another_promise_reuses_the_answers_of_the_small_model_and_of_the_sample(
-    models, rows, tmp_path, draws, agrees
-):
+def test_another_promise_reuses_the_answers_of_the_small_model_and_of_the_sample(models, rows, tmp_path, draws, agrees):
     small, large = models
     options = SCORED | {"cascade": small, "cascade_sample": draws}
     reports = [batchgen.run(large, rows, tmp_path / "out.parquet", agree=agree, **options) for agree in agrees]
     assert len({report["cascade"]["large_s"] for report in reports}) > 1
     assert reports[-1]["jobs"]["small"]["state"] == "already complete"
     answered = [{name: job for name, job in each["jobs"].items() if name.startswith("sample")} for each in reports]
-    for before, after in zip(answered, answered[1:], strict=False):
+    for before, after in pairwise(answered):
         assert set(before) <= set(after) and {after[name]["state"] for name in before} == {"already complete"}
     of, names = reports[-1]["cascade"], pq.read_table(tmp_path / "out.parquet")["answered_by"].to_pylist()
     assert of["agree"] == agrees[-1] and names.count(large) == of["large_rows"]

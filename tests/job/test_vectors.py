@@ -81,7 +81,7 @@ def encoder(request, tmp_path_factory):
 def test_padding_that_a_text_names_has_the_positions_of_transformers(encoder):
     path, model = encoder
     pad = SPECIAL_TOKENS[model.config.pad_token_id]
-    rows = [f"the sea {pad} was flat", f"{pad}{pad} the sea", f"the sea {pad}", pad, f"a {pad} b{pad}{pad} c", *texts(8)]
+    rows = [f"the sea {pad} was flat", f"{pad}{pad} the sea", f"the sea {pad}", pad, f"a {pad} b{pad}{pad}", *texts(8)]
     wanted = torch.stack([F.normalize(hidden_of(model, path, text).mean(0), dim=0) for text in rows])
     assert np.abs(vectors(run(path, rows, pooling="mean", normalize=True)) - wanted.numpy()).max() < CLOSE
 

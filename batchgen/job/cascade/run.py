@@ -34,7 +34,18 @@ from batchgen.job.joint.jobs import (
     run_jobs,
     write_output,
 )
-from batchgen.job.joint.rows import Merged, Part, Rows, bad_rows, column, errors_among, merged, rows_at, tables, write_rows
+from batchgen.job.joint.rows import (
+    Merged,
+    Part,
+    Rows,
+    bad_rows,
+    column,
+    errors_among,
+    merged,
+    rows_at,
+    tables,
+    write_rows,
+)
 from batchgen.job.options import JobOptions
 from batchgen.job.run import run_job
 from batchgen.job.source import open_input
