@@ -15,11 +15,13 @@ import pyarrow as pa
 from batchgen.core.digest import json_sha256
 from batchgen.core.errors import InputError
 from batchgen.dataset import Dataset
+from batchgen.job.embedding import for_task
 from batchgen.job.joint.jobs import Jobs, files_of, joint_summary, over_rows, run_jobs, write_output
-from batchgen.job.joint.rows import Part, Rows, column, merged, rows_among, write_rows
+from batchgen.job.joint.rows import Part, Rows, bad_rows, column, errors_among, merged, rows_among, write_rows
 from batchgen.job.options import JobOptions
 from batchgen.job.run import run_job
 from batchgen.job.source import open_input
+from batchgen.models.checkpoint import open_checkpoint
 from batchgen.models.files import resolve_model
 
 _SCAN_ROWS = 4096
@@ -37,13 +39,16 @@ def _run(jobs: Jobs) -> dict[str, Any]:
     """Run the job of each adapter and write the output; returns what the report says of them."""
     dataset = open_input(jobs.options)
     groups = _groups(dataset, str(jobs.options.lora_column))
-    for adapter in groups:
-        resolve_model(jobs.options.model, adapter or None)  # a wrong one is refused before the first job
+    for adapter in groups:  # a wrong one is refused before the first job
+        files = resolve_model(jobs.options.model, adapter or None)
+        if adapter:
+            open_checkpoint(for_task(files, jobs.options))
+    bad = bad_rows(dataset) if jobs.options.on_bad_line == "skip" else {}
     parts = []
     for number, (adapter, rows) in enumerate(groups.items(), 1):
         name = f"adapter-{json_sha256(adapter)[:12]}" if adapter else "no-adapter"
         jobs.say(f"adapter {number} of {len(groups)}: {adapter or 'none'}, {len(rows):,} rows")
-        write_rows(jobs.input_of(name), dataset.schema, _rows_of(dataset, rows))
+        write_rows(jobs.input_of(name), dataset.schema, _rows_of(dataset, rows), errors_among(bad, rows))
         options = replace(over_rows(jobs.options, jobs.input_of(name)), lora=adapter or None)
         parts.append(Part(rows, jobs.run(name, options)))
     return _written(jobs, dataset, parts, {adapter or None: len(rows) for adapter, rows in groups.items()})

@@ -238,7 +238,7 @@ def _run_job(
             source = source.with_head(head, options)
         if (renamed := _renamed_line(source, options)) is not None:
             progress.say(renamed)
-        for notice in source.notices:
+        for notice in (*source.notices, *([head.notice] if head is not None and head.notice else [])):
             progress.say(notice)
         page = RunPage() if options.report_html else None
         job = _Job(

@@ -27,7 +27,7 @@ from batchgen.models.pooling import (
 )
 from batchgen.models.sentence_keys import Purpose, read_module, read_transformer, refuse_foreign
 from batchgen.models.sentence_modules import MODULES, read_routes
-from batchgen.models.stated_numbers import is_index, shown
+from batchgen.models.stated_numbers import is_count, is_index, shown
 from batchgen.models.tensor_files.headers import TensorInfo, read_safetensors_header
 
 if TYPE_CHECKING:
@@ -65,6 +65,11 @@ _BETWEEN = "\n<Document>: "
 _AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 _USUAL_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 NO_YES = ("no", "yes")
+_RERANKS = "qwen3"  # family of Qwen3-Reranker, whose files are those of a chat model
+_MAYBE_NO_RERANKER = (
+    "neither the model's files nor its name say that it is a reranker: the scores are its probability of 'yes' after"
+    " Qwen3-Reranker's template, and mean little if it was not trained for that"
+)
 
 
 def is_classifier(files: ModelFiles) -> bool:
@@ -158,11 +163,24 @@ def _of_cross_encoder(files: ModelFiles, purpose: Purpose, kinds: list[str]) -> 
 
 
 def adapted(layer: Dense, adapter: Lora) -> Dense:
-    """A layer of a head with what an adapter adds to it, or the layer that takes its place (`modules_to_save`)."""
+    """A layer of a head with what an adapter adds to it, or the layer that takes its place (`modules_to_save`).
+
+    Raises:
+        InputError: The addition is one to a matrix of another shape.
+    """
     module = within_text_model(layer.prefix.removesuffix("."))
     if f"{module}.weight" in adapter.replaced:
         layer = replace(layer, weights=adapter.replaced[f"{module}.weight"].path, prefix=ROOT + layer.prefix)
-    return replace(layer, added=adapter.deltas.get(module))
+    if (delta := adapter.deltas.get(module)) is None:
+        return layer
+    stored = read_safetensors_header(layer.weights)[f"{layer.prefix}weight"].shape
+    shapes = delta.b[1].shape, delta.a[1].shape
+    if shapes != ((stored[0], delta.rank), (delta.rank, *stored[1:])):
+        raise InputError(
+            f"{adapter.path} adds a product of {list(shapes[0])} and {list(shapes[1])} to {module}, which is"
+            f" {list(stored)} in this model: give the model that the adapter was trained on"
+        )
+    return replace(layer, added=delta)
 
 
 def head_modules(family: str) -> set[str]:
@@ -213,8 +231,8 @@ def read_reranker(
             raise InputError(f"{files.name} has {len(spec.labels)} labels: give --task classify, a reranker has one")
         return replace(spec, max_tokens=spec.max_tokens or longest_text(files.path))
     ids = [tokenizer().token_id(word) for word in NO_YES]
-    if files.kind != "hf" or not config.causal or None in ids or tokenizer().token_id("<|im_start|>") is None:
-        raise InputError(f"{files.name} is neither a cross-encoder nor a Qwen3-Reranker in safetensors")
+    if files.kind != "hf" or config.family != _RERANKS or None in ids or tokenizer().token_id("<|im_start|>") is None:
+        raise InputError(f"{files.name} is neither a cross-encoder nor a Qwen3-Reranker in safetensors: give one")
     rows = tuple(token for token in ids if token is not None)
     stated = _instruction_of_files(files, rows)
     tensors = weight_tensors(files)
@@ -230,6 +248,7 @@ def read_reranker(
         labels=NO_YES,
         of_labels="softmax",
         pair_texts=(before, _BETWEEN, _AFTER),
+        notice="" if "rerank" in files.name.lower() or _stated_of_cross_encoder(files) else _MAYBE_NO_RERANKER,
     )
 
 
@@ -264,6 +283,11 @@ def _labels(stated: Mapping[str, Any]) -> tuple[str, ...]:
     names = stated.get("id2label")
     if not isinstance(names, Mapping):
         count = stated.get("num_labels", 2)
+        if names is not None or not is_count(count):
+            raise InputError(
+                f"config.json has num_labels {shown(count)} and id2label {shown(names)}, which name no labels: correct"
+                " them"
+            )
         return tuple(f"LABEL_{i}" for i in range(count))
     numbers = [str(i) for i in range(len(names))]
     if set(names) != set(numbers):

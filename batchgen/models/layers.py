@@ -16,7 +16,7 @@ from torch import Tensor
 
 from batchgen.models.config import ModelConfig
 from batchgen.models.experts import OnCounts, OnInput, Routes, Weights, experts, route
-from batchgen.models.families import GEMMA, GEMMA4
+from batchgen.models.families import GEMMA, GEMMA4, ROBERTAS
 from batchgen.models.rope import RopeConfig
 from batchgen.ops import dispatch as ops
 from batchgen.ops import state_dispatch as state_ops
@@ -116,10 +116,30 @@ def embed(
     if "embed_proj.weight" in weights:
         hidden = linear(weights, "embed_proj", hidden)
     if "positions.weight" in weights:
+        if config.family in ROBERTAS:
+            positions = _positions_without_padding(token_ids, positions, config.position_offset - 1)
         hidden = hidden + F.embedding(positions + config.position_offset, weights["positions.weight"])
     if types is not None:
         hidden = hidden + types
     return norm(config, weights, "embed_norm", hidden) if config.embed_norm else hidden
+
+
+def _positions_without_padding(token_ids: Tensor, positions: Tensor, padding: int) -> Tensor:
+    """The positions of RoBERTa: a padding token, which a text may name, has none (-1), and none counts it.
+
+    Args:
+        token_ids: Token ids of whole texts, one text after the other, int64 [tokens].
+        positions: Position of each token, int64 [tokens].
+        padding: Token id of padding.
+
+    Returns:
+        Positions, int64 [tokens].
+    """
+    is_padding = token_ids == padding
+    before = is_padding.cumsum(0) - is_padding.long()  # padding before each token, that of earlier texts included
+    begins = (torch.arange(len(positions), device=positions.device) - positions).clamp_(min=0)  # below 0 in warm-ups
+    counted = positions - before + before[begins]
+    return torch.where(is_padding, -1, counted)
 
 
 def per_layer_inputs(config: ModelConfig, weights: Weights, hidden: Tensor, rows: Tensor) -> Tensor:

@@ -83,6 +83,7 @@ class VectorSpec:
         pair_offset: Number by which token ids of the second text of a pair are raised (`ModelConfig.token_types`).
         padding: Token id that is left out at the end of a text, where transformers takes it for padding; None: none is.
         largest: The largest absolute value that the format of the vectors has.
+        notice: A line for the user about the model; empty: there is nothing to say.
     """
 
     pooling: Pooling
@@ -100,6 +101,7 @@ class VectorSpec:
     pair_offset: int = 0
     padding: int | None = None
     largest: float = math.inf
+    notice: str = ""
 
     def identity(self) -> dict[str, Any]:
         """All that decides vectors beside the model's layers, as JSON values."""

@@ -1,5 +1,7 @@
 """Adapters as a column: each row has the answer of its own adapter, and no row is lost."""
 
+import json
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -117,6 +119,21 @@ def test_a_wrong_adapter_or_column_is_refused_before_the_first_row(adapted, rows
     assert not (tmp_path / "out.parquet").exists()
 
 
+def test_an_adapter_of_another_model_is_refused_before_the_first_job(adapted, tmp_path):
+    base, first, _ = adapted
+    wider = make_tiny_model("llama", tmp_path / "wider", hidden_size=128)
+    deeper = make_tiny_model("llama", tmp_path / "deeper", num_hidden_layers=9)
+    for name, model in (("of-wider", wider), ("of-deeper", deeper)):
+        save_adapter(model, tmp_path / name, target_modules=MODULES)
+        pq.write_table(
+            pa.table({"prompt": ["a", "b", "c"], "adapter": [None, first, str(tmp_path / name)]}),
+            tmp_path / "in.parquet",
+        )
+        with pytest.raises(InputError, match=rf"{name}.* changes|tensor .* in .*{name}"):
+            batchgen.run(base, tmp_path / "in.parquet", tmp_path / "out.parquet", lora_column="adapter", **OPTIONS)
+        assert not list((tmp_path / "out.parquet.jobs").glob("*.parquet"))
+
+
 def test_a_store_with_an_adapter_gives_the_texts_of_the_model_with_it(adapted, rows, tmp_path):
     base, first, _ = adapted
     command = ["convert", "-m", base, "--lora", first, "-o", tmp_path / "store", "--dtype", "float32"]
@@ -125,3 +142,15 @@ def test_a_store_with_an_adapter_gives_the_texts_of_the_model_with_it(adapted, r
     batchgen.run(str(tmp_path / "store"), rows, tmp_path / "out.parquet", **OPTIONS)
     texts = pq.read_table(tmp_path / "out.parquet")["text"].to_pylist()
     assert texts == alone(adapted, rows, tmp_path)[first]
+
+
+@pytest.mark.parametrize("options", [{}, {"limit": 5}, {"shard": "1/2"}])
+def test_a_line_that_is_no_row_fails_and_is_not_answered(adapted, tmp_path, options):
+    base, first, _ = adapted
+    lines = [json.dumps({"question": f"Is it {i}?", "adapter": first if i % 2 else None}) for i in range(6)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(["{broken", *lines[:3], "[]", *lines[3:]]))
+    options = {"prompt_template": "Row: {{ question }}", "max_tokens": 2, "on_bad_line": "skip", **options}
+    batchgen.run(base, tmp_path / "rows.jsonl", tmp_path / "alone.parquet", **options)
+    batchgen.run(base, tmp_path / "rows.jsonl", tmp_path / "out.parquet", lora_column="adapter", **options)
+    alone, output = (pq.read_table(tmp_path / f"{name}.parquet")["error"].to_pylist() for name in ("alone", "out"))
+    assert output == alone and any(output) and not all(output)

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -12,11 +13,12 @@ from command_line import invoke
 from tiny_models import make_tiny_model
 
 import batchgen
-from batchgen.core.errors import InputError
+from batchgen.core.errors import InputError, TooManyFailed
 from batchgen.job.cascade import bound
 from batchgen.job.cascade.answers import AnswerColumns
 from batchgen.job.cascade.bound import OneChoice, Target, choose_threshold, draw_rows, is_below
 from batchgen.job.cascade.plan import CascadePlan
+from batchgen.job.cascade.run import cascade_summary
 from batchgen.job.joint import jobs as joint_jobs
 
 SEEDS = 200
@@ -254,13 +256,60 @@ def test_an_interrupted_cascade_goes_on_to_the_same_output(models, rows, whole, 
     assert again["state"] == "already complete" and again["rows"] == 60
 
 
-def test_another_promise_reuses_the_answers_of_the_small_model_and_of_the_sample(models, rows, tmp_path):
+@pytest.mark.parametrize("draws", [20, None])
+@pytest.mark.parametrize("agrees", [(0.2, 0.6), (0.6, 0.2), (0.2, 0.6, 0.2, 0.5)])
+def test_another_promise_reuses_the_answers_of_the_small_model_and_of_the_sample(models, rows, tmp_path, draws, agrees):
     small, large = models
-    options = SCORED | {"cascade": small, "cascade_sample": 20}
-    batchgen.run(large, rows, tmp_path / "out.parquet", agree=0.6, **options)
-    report = batchgen.run(large, rows, tmp_path / "out.parquet", agree=0.9, **options)
-    assert {report["jobs"][name]["state"] for name in ("small", "sample")} == {"already complete"}
-    assert report["cascade"]["agree"] == 0.9
+    options = SCORED | {"cascade": small, "cascade_sample": draws}
+    reports = [batchgen.run(large, rows, tmp_path / "out.parquet", agree=agree, **options) for agree in agrees]
+    assert len({report["cascade"]["large_s"] for report in reports}) > 1
+    assert reports[-1]["jobs"]["small"]["state"] == "already complete"
+    answered = [{name: job for name, job in each["jobs"].items() if name.startswith("sample")} for each in reports]
+    for before, after in pairwise(answered):
+        assert set(before) <= set(after) and {after[name]["state"] for name in before} == {"already complete"}
+    of, names = reports[-1]["cascade"], pq.read_table(tmp_path / "out.parquet")["answered_by"].to_pylist()
+    assert of["agree"] == agrees[-1] and names.count(large) == of["large_rows"]
+    assert of["sampled_rows"] == sum(job["rows"] for job in answered[-1].values())
+    assert of["draws"] == draws or of["draws"] == max(Target(each, 0.95).default_draws(60) for each in agrees)
+
+
+def test_another_choice_of_a_promise_has_a_sample_of_its_own(models, rows, tmp_path):
+    options = SCORED | {"cascade": models[0], "cascade_sample": 10, "agree": 0.2}
+    for choice in ("yes", "no"):
+        report = batchgen.run(models[1], rows, tmp_path / "out.parquet", agree_on=choice, **options)
+        assert report["jobs"]["small"]["state"] == ("complete" if choice == "yes" else "already complete")
+        batchgen.run(models[1], rows, tmp_path / f"{choice}.parquet", agree_on=choice, **options)
+        assert pq.read_table(tmp_path / "out.parquet") == pq.read_table(tmp_path / f"{choice}.parquet")
+
+
+@pytest.mark.parametrize("limit", [None, 0])
+@pytest.mark.parametrize("questions", [[None] * 3, ["?", *[None] * 120]])
+def test_a_small_model_that_answers_few_rows_stops_no_cascade(models, tmp_path, questions, limit):
+    pq.write_table(pa.table({"question": pa.array(questions, pa.string())}), tmp_path / "rows.parquet")
+    options = SCORED | {"cascade": models[0], "max_failed": limit}
+    failed = questions.count(None)
+    if failed < len(questions) and limit is None:
+        report = batchgen.run(models[1], tmp_path / "rows.parquet", tmp_path / "out.parquet", **options)
+    else:
+        with pytest.raises(TooManyFailed) as stopped:
+            batchgen.run(models[1], tmp_path / "rows.parquet", tmp_path / "out.parquet", **options)
+        report = stopped.value.report
+    assert report["rows_failed"] == failed and report["cascade"]["rows_saved"] == 0
+    assert len(cascade_summary(report)) > 3
+    assert pq.read_table(tmp_path / "out.parquet").num_rows == len(questions)
+
+
+@pytest.mark.parametrize("limit", [None, 5])
+def test_a_line_that_is_no_row_fails_in_a_cascade_as_it_does_alone(models, tmp_path, limit):
+    lines = [json.dumps({"question": f"Is it {i}?"}) for i in range(6)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(["{broken", *lines[:3], "[]", *lines[3:]]))
+    options = {"prompt_template": "Row: {{ question }}", "choices": ["yes", "no"], "dtype": "float32"}
+    options |= {"on_bad_line": "skip", "limit": limit}
+    batchgen.run(models[1], tmp_path / "rows.jsonl", tmp_path / "alone.parquet", **options)
+    report = batchgen.run(models[1], tmp_path / "rows.jsonl", tmp_path / "out.parquet", cascade=models[0], **options)
+    alone, output = (pq.read_table(tmp_path / f"{name}.parquet") for name in ("alone", "out"))
+    assert output["error"].to_pylist() == alone["error"].to_pylist() and report["rows_failed"] == 2
+    assert [error is not None for error in output["error"].to_pylist()] == [i in (0, 4) for i in range(len(output))]
 
 
 def test_rows_that_the_small_model_cannot_answer_go_to_the_large_one(models, tmp_path):

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
+from command_line import invoke
 from lora_adapters import save_adapter
 from safetensors.torch import load_file, save_file
 from tiny_encoders import (
@@ -25,7 +26,7 @@ from tiny_encoders import (
     write_modules,
     write_router,
 )
-from tiny_tokenizers import TEXT, make_tiny_tokenizer
+from tiny_tokenizers import SPECIAL_TOKENS, TEXT, make_tiny_tokenizer
 from tokenizers import Tokenizer
 
 import batchgen
@@ -75,6 +76,14 @@ def kind_of(table):
 def encoder(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
     return path, make_encoder(request.param, path)
+
+
+def test_padding_that_a_text_names_has_the_positions_of_transformers(encoder):
+    path, model = encoder
+    pad = SPECIAL_TOKENS[model.config.pad_token_id]
+    rows = [f"the sea {pad} was flat", f"{pad}{pad} the sea", f"the sea {pad}", pad, f"a {pad} b{pad}{pad}", *texts(8)]
+    wanted = torch.stack([F.normalize(hidden_of(model, path, text).mean(0), dim=0) for text in rows])
+    assert np.abs(vectors(run(path, rows, pooling="mean", normalize=True)) - wanted.numpy()).max() < CLOSE
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
@@ -238,6 +247,18 @@ def test_probabilities_of_an_adapted_classifier_are_those_of_the_model_that_peft
     table = run(tmp_path / "base", rows, "classify", lora=str(tmp_path / "lora"))
     found = np.array([list(row.values()) for row in table["probabilities"].to_pylist()])
     assert np.abs(found - wanted.numpy()).max() < CLOSE
+
+
+@pytest.mark.parametrize("labels", [1, 5])
+@pytest.mark.parametrize("name", ["Llama", "Bert", "Roberta", "ModernBert"])
+def test_an_adapter_of_a_head_of_another_size_is_refused(name, labels, tmp_path):
+    name = f"{name}ForSequenceClassification"
+    make_encoder(name, tmp_path / "base", num_labels=3)
+    other = make_encoder(name, tmp_path / "other", num_labels=labels)
+    heads = {"Llama": ["score"], "Robe": ["classifier.out_proj"]}
+    save_adapter(other, tmp_path / "adapter", target_modules=heads.get(name[:4], heads.get(name[:5], ["classifier"])))
+    with pytest.raises(InputError, match=r"adapter adds a product .* is \[3, 64\] in this model: give the model that"):
+        run(tmp_path / "base", ["a"], "classify", lora=str(tmp_path / "adapter"))
 
 
 def test_workers_share_the_rows_of_a_job_of_vectors(tmp_path):
@@ -421,6 +442,9 @@ def test_padding_at_the_end_of_a_text_is_left_out_as_in_transformers(family, tmp
     [
         ({"problem_type": "regression"}, "3 labels of problem_type 'regression' are not supported"),
         ({"id2label": {"1": "a", "2": "b", "3": "c"}}, "must have the numbers from 0 on as keys"),
+        ({"id2label": None, "num_labels": "three"}, "num_labels 'three' and id2label null, which name no labels"),
+        ({"id2label": None, "num_labels": -1}, "num_labels -1"),
+        ({"id2label": ["a", "b", "c"]}, "id2label"),
     ],
 )
 def test_labels_that_are_not_understood_are_refused(stated, message, tmp_path):
@@ -453,14 +477,15 @@ def test_a_cross_encoder_scores_queries_with_documents(name, file, stated, tmp_p
     assert "the context holds 8" in error.as_py()
 
 
-def test_a_decoder_reranks_by_its_answers_yes_and_no(tiny_models, tmp_path):
+def make_reranker(model, folder):
+    """Copy a tiny decoder to a folder, with words of its tokenizer for the answers; returns their token ids."""
     from batchgen.models.classifiers import NO_YES
 
-    path, model = tiny_models("qwen3")
-    for file in Path(path).iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    folder.mkdir(exist_ok=True)
+    for file in Path(model).iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
     # The tiny vocabulary has neither word whole: two of its tokens stand for them.
-    file = tmp_path / "tokenizer.json"
+    file = folder / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     vocab = tokenizer["model"]["vocab"]
     ids = dict(zip(NO_YES, sorted(vocab.values())[-2:], strict=True))
@@ -470,6 +495,33 @@ def test_a_decoder_reranks_by_its_answers_yes_and_no(tiny_models, tmp_path):
     pairs = [pair if isinstance(pair, list) else pair.split(" ") for pair in tokenizer["model"]["merges"]]
     tokenizer["model"]["merges"] = [pair for pair in pairs if {*pair, "".join(pair)} <= kept]
     file.write_text(json.dumps(tokenizer))
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("name", "stated", "is_told"),
+    [("chat", {}, True), ("My-Reranker", {}, False), ("chat", {"model_type": "CrossEncoder"}, False)],
+)
+def test_a_decoder_that_does_not_say_that_it_is_a_reranker_gets_one_line(tiny_models, tmp_path, name, stated, is_told):
+    make_reranker(tiny_models("qwen3")[0], tmp_path / name)
+    edit_json(tmp_path / name / "config_sentence_transformers.json", **stated)
+    pq.write_table(pa.table({"query": ["Which day?"], "document": ["Monday."]}), tmp_path / "rows.parquet")
+    command = ["run", "-m", tmp_path / name, "-i", tmp_path / "rows.parquet", "--task", "rerank", "--progress", "plain"]
+    code, *said = invoke(*command, "--dry-run")
+    assert code == 0 and ("say that it is a reranker" in "".join(said)) == is_told
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_decoder_of_another_family_is_no_reranker(tiny_models, tmp_path, family):
+    make_reranker(tiny_models(family)[0], tmp_path)
+    with pytest.raises(InputError, match="is neither a cross-encoder nor a Qwen3-Reranker in safetensors: give one"):
+        run(tmp_path, {"query": ["Which day?"], "document": ["Monday."]}, "rerank")
+
+
+def test_a_decoder_reranks_by_its_answers_yes_and_no(tiny_models, tmp_path):
+    path, model = tiny_models("qwen3")
+    ids = make_reranker(path, tmp_path)
+    file = tmp_path / "tokenizer.json"
     table = run(tmp_path, {"query": ["Which day?", "Fish?"], "document": ["Monday.", "Onions."]}, "rerank")
     for query, document, score in zip(
         *(table[name].to_pylist() for name in ("query", "document", "score")), strict=True

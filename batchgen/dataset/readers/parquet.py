@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from batchgen.core.digest import json_sha256
 from batchgen.core.errors import InputError, one_line
+from batchgen.dataset.bad_lines import bad_lines_of_schema, with_bad_lines
 from batchgen.dataset.binary_text import is_binary
 from batchgen.dataset.column_types import is_text
 from batchgen.dataset.identity import InputFiles
@@ -48,9 +49,10 @@ def parquet_source(paths: list[str], partitions: Partitions, *, may_get_files: b
     """
     files = InputFiles(paths, partitions, details=lambda path: details(path))
     schema, columns, groups = None, {}, []
+    bad: dict[str, dict[int, str]] = {}
     for path in paths:
         with naming(path), _open_parquet(path) as file:
-            found = file.schema_arrow.remove_metadata()
+            found, bad[path] = file.schema_arrow.remove_metadata(), bad_lines_of_schema(file.schema_arrow)
             groups.append([file.metadata.row_group(g).num_rows for g in range(file.metadata.num_row_groups)])
         check_unique(found.names, path)
         partitions.check_names(found.names, path)
@@ -80,10 +82,14 @@ def parquet_source(paths: list[str], partitions: Partitions, *, may_get_files: b
                 skipped += 1
             with naming(path), _open_parquet(path) as file:
                 wanted = list(range(skipped, len(sizes)))
+                begin = first - sum(sizes[:skipped])
+                errors = {begin + row: error for row, error in bad[path].items()}
                 rows = _rows_at_once(file, wanted, in_files.names, batch_rows)
                 for batch in file.iter_batches(rows, row_groups=wanted, columns=in_files.names, use_threads=False):
                     files.check(path)
-                    yield first, partitions.extend(_in_types(batch, in_files, path), path).select(names)
+                    whole_rows = partitions.extend(_in_types(batch, in_files, path), path).select(names)
+                    here = range(first, first + batch.num_rows)
+                    yield first, with_bad_lines(whole_rows, {row: errors[row] for row in errors if row in here})
                     first += batch.num_rows
 
     samples = None if may_get_files or is_url(paths[0]) else _Samples(paths[0], own)

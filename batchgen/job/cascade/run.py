@@ -34,11 +34,23 @@ from batchgen.job.joint.jobs import (
     run_jobs,
     write_output,
 )
-from batchgen.job.joint.rows import Merged, Part, Rows, column, merged, rows_at, tables, write_rows
+from batchgen.job.joint.rows import (
+    Merged,
+    Part,
+    Rows,
+    bad_rows,
+    column,
+    errors_among,
+    merged,
+    rows_at,
+    tables,
+    write_rows,
+)
 from batchgen.job.options import JobOptions
 from batchgen.job.run import run_job
+from batchgen.job.source import open_input
 
-SMALL, SAMPLE = "small", "sample"  # names of jobs
+SMALL, SAMPLE, REST = "small", "sample", "rest"  # names of jobs, the last two with a digest of their rows
 
 
 @dataclass(frozen=True)
@@ -51,6 +63,7 @@ class _Small:
         of_input: Names of the input's columns.
         confidences: Its confidence in each row. [rows]
         chosen: True for each row to which it gives the choice that the promise is about; None: all rows. [rows]
+        bad: The errors of invalid lines of the input, by the line's row.
     """
 
     path: Path
@@ -58,6 +71,7 @@ class _Small:
     of_input: tuple[str, ...]
     confidences: Floats
     chosen: Bools | None
+    bad: dict[int, str]
 
     @property
     def input_schema(self) -> pa.Schema:
@@ -78,19 +92,17 @@ def _run(jobs: Jobs) -> dict[str, Any]:
     small = _small(jobs)
     rows = len(small.confidences)
     if not rows:
-        return _written(jobs, small, [], Threshold(math.inf, 0.0, 1.0), 0)
-    draws = _draws(jobs, small)
+        return _written(jobs, small, [], Threshold(math.inf, 0.0, 1.0), Draws(np.empty(0, np.int64), np.empty(0), 0.0))
+    draws, drawn = _draws(jobs, small)
     sample = np.unique(draws.rows)
-    answered = _large(jobs, small, SAMPLE, sample)
-    differs, choice = _compared(jobs, small, answered, draws)
+    parts = [_large(jobs, small, SAMPLE, each) for each in drawn]
+    differs, choice = _compared(jobs, small, parts, draws)
     threshold = choose_threshold(small.confidences, draws, differs, Target(options.agree, options.confidence), choice)
     below = np.setdiff1d(np.flatnonzero(small.confidences < threshold.least_confidence), sample)
     jobs.say(_threshold_line(threshold, rows, len(below), len(sample)))
-    parts = [answered]
     if len(below):
-        name = f"rest-{hashlib.sha256(below.tobytes()).hexdigest()[:8]}"
-        parts.append(_large(jobs, small, name, below))
-    return _written(jobs, small, parts, threshold, len(draws.rows))
+        parts.append(_large(jobs, small, REST, below))
+    return _written(jobs, small, parts, threshold, draws)
 
 
 def _small(jobs: Jobs) -> _Small:
@@ -104,7 +116,8 @@ def _small(jobs: Jobs) -> _Small:
         answers = (answer == wanted for _, table in tables(path) for answer in columns.answers(table))
         chosen = np.fromiter(answers, bool)
     of_input = tuple(name for name in pq.read_schema(path).names if name not in set(added))
-    return _Small(path, columns, of_input, confidences, chosen)
+    bad = bad_rows(open_input(jobs.options)) if jobs.options.on_bad_line == "skip" else {}
+    return _Small(path, columns, of_input, confidences, chosen, bad)
 
 
 def _wanted(options: JobOptions) -> Any:
@@ -121,53 +134,70 @@ def _small_options(options: JobOptions) -> JobOptions:
         sampling = replace(sampling, logprobs=0)
     model = str(options.cascade)
     alone = replace(one_of_several(options), model=model, lora=None, chat_template=None, sampling=sampling)
-    return replace(alone, on_error="record")
+    return replace(alone, on_error="record", max_failed="100%")  # the large model answers where it fails
 
 
-def _large(jobs: Jobs, small: _Small, name: str, rows: Rows) -> Part:
-    """Run a job of the large model over some rows."""
+def _large(jobs: Jobs, small: _Small, kind: str, rows: Rows) -> Part:
+    """Run a job of the large model over some rows. kind: `SAMPLE` or `REST`."""
+    name = f"{kind}-{hashlib.sha256(rows.tobytes()).hexdigest()[:8]}"
     given = jobs.input_of(name)
-    write_rows(given, small.input_schema, rows_at(small.path, rows))
+    write_rows(given, small.input_schema, rows_at(small.path, rows), errors_among(small.bad, rows))
     return Part(rows, jobs.run(name, over_rows(jobs.options, given)))
 
 
-def _draws(jobs: Jobs, small: _Small) -> Draws:
-    """The sample, which is drawn once."""
+def _draws(jobs: Jobs, small: _Small) -> tuple[Draws, list[Rows]]:
+    """The sample, and its rows in the order in which they came into it.
+
+    Another promise takes the draws of those before it, and adds to them where it needs more: more draws of one seed
+    begin with the same ones.
+    """
     options, path, confidences = jobs.options, jobs.directory / "draws.json", small.confidences
     share = 1.0 if small.chosen is None else float(small.chosen.mean())
     count = options.cascade_sample or Target(options.agree, options.confidence).default_draws(len(confidences), share)
-    asked = {"count": count, "seed": options.sampling.seed, "rows": len(confidences), "agree_on": options.agree_on}
+    asked = {"seed": options.sampling.seed, "rows": len(confidences), "agree_on": options.agree_on}
     kept = read_json(path)
-    if kept is None or kept["asked"] != asked:
+    counts = kept["counts"] if kept is not None and kept["asked"] == asked else []
+    if not counts or counts[-1] < count:
         draws = draw_rows(confidences, count, options.sampling.seed, small.chosen)
+        begun = counts and kept["rows"] == draws.rows[: counts[-1]].tolist()
         kept = {
             "asked": asked,
+            "counts": [*counts, count] if begun else [count],
             "rows": draws.rows.tolist(),
             "weights": draws.weights.tolist(),
             "most_weight": draws.most_weight,
         }
         write_atomically(path, json.dumps(kept).encode())
-    return Draws(np.array(kept["rows"], np.int64), np.array(kept["weights"]), kept["most_weight"])
+    draws = Draws(np.array(kept["rows"], np.int64), np.array(kept["weights"]), kept["most_weight"])
+    known: Rows = np.empty(0, np.int64)
+    drawn = []
+    for stop in kept["counts"]:
+        drawn.append(np.setdiff1d(draws.rows[:stop], known))
+        known = np.union1d(known, drawn[-1])
+    return draws, [rows for rows in drawn if len(rows)]
 
 
-def _compared(jobs: Jobs, small: _Small, large: Part, draws: Draws) -> tuple[Bools, OneChoice | None]:
+def _compared(jobs: Jobs, small: _Small, large: list[Part], draws: Draws) -> tuple[Bools, OneChoice | None]:
     """Compare the two models' answers to the sample.
 
     Returns:
         An array [draws], True where the answers differ, or one of them is missing; and the draws of the choice that the
         promise is about.
     """
-    columns, agree = small.columns, []
-    of_large = [answer for _, table in tables(large.path) for answer in columns.answers(table)]
-    others = iter(of_large)
-    for table in rows_at(small.path, large.rows):
-        agree += [columns.agree(answer, next(others)) for answer in columns.answers(table)]
-    at = np.searchsorted(large.rows, draws.rows)
+    columns, wanted = small.columns, _wanted(jobs.options)
+    rows = np.concatenate([part.rows for part in large])
+    agree, is_wanted = [], []
+    for part in large:
+        of_large = [answer for _, table in tables(part.path) for answer in columns.answers(table)]
+        of_small = (answer for table in rows_at(small.path, part.rows) for answer in columns.answers(table))
+        agree += [columns.agree(*answers) for answers in zip(of_small, of_large, strict=True)]
+        is_wanted += [answer == wanted for answer in of_large]
+    order = np.argsort(rows)
+    at = order[np.searchsorted(rows, draws.rows, sorter=order)]
     differs = ~np.array(agree, bool)[at]
     if small.chosen is None:
         return differs, None
-    wanted = _wanted(jobs.options)
-    return differs, OneChoice(small.chosen[draws.rows], np.array([answer == wanted for answer in of_large], bool)[at])
+    return differs, OneChoice(small.chosen[draws.rows], np.array(is_wanted, bool)[at])
 
 
 def _threshold_line(threshold: Threshold, rows: int, below: int, sample: int) -> str:
@@ -179,7 +209,7 @@ def _threshold_line(threshold: Threshold, rows: int, below: int, sample: int) ->
     )
 
 
-def _written(jobs: Jobs, small: _Small, large: list[Part], threshold: Threshold, draws: int) -> dict[str, Any]:
+def _written(jobs: Jobs, small: _Small, large: list[Part], threshold: Threshold, draws: Draws) -> dict[str, Any]:
     """Write the output; returns what the report says of it."""
     prefix, types = small.columns.prefix, jobs.added_columns()
     if jobs.options.task == "generate" and jobs.options.sampling.logprobs is None:
@@ -224,11 +254,11 @@ def _either(rows: Merged, name: str, kind: pa.DataType) -> pa.Array:
     return pa.concat_arrays([of_small, column(rows.results, name, kind)]).take(pa.array(places))
 
 
-def _of_cascade(jobs: Jobs, large: list[Part], threshold: Threshold, draws: int, rows: int) -> dict[str, Any]:
+def _of_cascade(jobs: Jobs, large: list[Part], threshold: Threshold, draws: Draws, rows: int) -> dict[str, Any]:
     """The part of a report about the two models, as JSON values; times are those of all runs."""
     options, times = jobs.options, jobs.times()
     of_large = sum(len(part.rows) for part in large)
-    runs = [times[name] for name in times if name != SMALL]
+    runs = [times[part.path.stem] for part in large if part.path.stem in times]
     large_s, large_rows = sum(run["wall_s"] for run in runs), sum(run["rows"] for run in runs)
     alone_s = large_s / large_rows * rows if large_rows else None
     small_s = times.get(SMALL, {}).get("wall_s", 0.0)
@@ -241,8 +271,8 @@ def _of_cascade(jobs: Jobs, large: list[Part], threshold: Threshold, draws: int,
         "agree_on": options.agree_on,
         **asdict(threshold),
         "least_confidence": None if least == math.inf else least,
-        "draws": draws,
-        "sampled_rows": len(large[0].rows) if large else 0,
+        "draws": len(draws.rows),
+        "sampled_rows": len(np.unique(draws.rows)),
         "large_rows": of_large,
         "passed_share": of_large / rows if rows else 0.0,
         "rows_saved": rows - of_large,

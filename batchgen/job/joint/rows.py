@@ -5,7 +5,7 @@ Files are streamed in the order of their rows. Memory holds a few batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.core.atomic_file import written_atomically
+from batchgen.dataset import Dataset
+from batchgen.dataset.bad_lines import bad_lines, schema_with_bad_lines
 from batchgen.output.formats import FORMATS
 
 Rows = npt.NDArray[np.int64]
@@ -76,14 +78,33 @@ def rows_among(numbered: Iterable[tuple[int, pa.Table]], rows: Rows) -> Iterator
             yield table.take(pa.array(rows[low:high] - first))
 
 
-def write_rows(target: Path, schema: pa.Schema, taken: Iterable[pa.Table]) -> None:
+def bad_rows(dataset: Dataset) -> dict[int, str]:
+    """The errors of an input's invalid lines, by the number of the line's row; the first row has the number 0."""
+    errors: dict[int, str] = {}
+    count = 0
+    for first, batch in dataset.batches(0, _BATCH_ROWS):
+        here = range(first, first + batch.num_rows)
+        errors |= {row - first + count: error for row, error in bad_lines(batch).items() if row in here}
+        count += batch.num_rows
+    return errors
+
+
+def errors_among(errors: Mapping[int, str], rows: Rows) -> dict[int, str]:
+    """The errors of some rows, by their places among these. rows: their numbers, ascending."""
+    places = {number: int(np.searchsorted(rows, number)) for number in errors}
+    return {at: errors[number] for number, at in places.items() if at < len(rows) and rows[at] == number}
+
+
+def write_rows(target: Path, schema: pa.Schema, taken: Iterable[pa.Table], errors: Mapping[int, str]) -> None:
     """Write tables into a Parquet file, atomically.
 
     Args:
         target: The file.
         schema: The columns to write.
         taken: The tables, which may have more columns.
+        errors: The errors of invalid lines of the input, by the place of the line's row in the file.
     """
+    schema = schema_with_bad_lines(schema, errors)
     batches = (
         batch for table in taken for batch in table.select(schema.names).cast(schema).combine_chunks().to_batches()
     )
