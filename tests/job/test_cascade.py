@@ -354,6 +354,18 @@ def test_a_cascade_without_an_output_gives_a_table(models, rows):
     assert len(table) == 60 and {"choice", "answered_by", "confidence"} <= set(table.column_names)
 
 
+def test_a_column_of_the_input_keeps_the_name_that_a_column_about_the_models_would_have(models, rows, tmp_path):
+    given = pq.read_table(rows)
+    for name in ("confidence", "cascade_answered_by"):
+        given = given.append_column(name, pa.array([f"own {row}" for row in range(len(given))]))
+    pq.write_table(given, tmp_path / "in.parquet")
+    output = tmp_path / "out.parquet"
+    batchgen.run(models[1], tmp_path / "in.parquet", output, cascade=models[0], cascade_sample=20, **SCORED)
+    table = pq.read_table(output)
+    assert table.select(given.column_names).equals(given)
+    assert set(table["cascade2_answered_by"].to_pylist()) <= set(models) and "cascade2_confidence" in table.column_names
+
+
 def test_an_output_of_another_job_is_not_replaced(models, rows, tmp_path):
     (tmp_path / "out.parquet").write_bytes(b"precious")
     with pytest.raises(InputError, match="is not the output of this job"):

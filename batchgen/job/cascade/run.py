@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchgen.core.atomic_file import write_atomically
-from batchgen.core.errors import InputError
 from batchgen.core.text import without_credentials
 from batchgen.core.units import format_seconds
 from batchgen.job.cascade.answers import AnswerColumns
@@ -50,6 +49,7 @@ from batchgen.job.options import JobOptions
 from batchgen.job.run import run_job
 from batchgen.job.source import open_input
 
+_OF_MODELS = {"answered_by": pa.string(), "confidence": pa.float64()}  # columns about the two models
 SMALL, SAMPLE, REST = "small", "sample", "rest"  # names of jobs, the last two with a digest of their rows
 
 
@@ -214,10 +214,7 @@ def _written(jobs: Jobs, small: _Small, large: list[Part], threshold: Threshold,
     prefix, types = small.columns.prefix, jobs.added_columns()
     if jobs.options.task == "generate" and jobs.options.sampling.logprobs is None:
         types.pop(prefix + "logprobs", None)
-    models = {prefix + "answered_by": pa.string(), prefix + "confidence": pa.float64()}
-    for name in models:
-        if name in small.of_input or name in types:
-            raise InputError(f"the input has a column named {name}: give an --output-prefix")
+    models = _model_columns(jobs, prefix, {*small.of_input, *types})
     added = types | models
     schema = pa.schema([*small.input_schema, *(pa.field(name, kind) for name, kind in added.items())])
 
@@ -227,6 +224,23 @@ def _written(jobs: Jobs, small: _Small, large: list[Part], threshold: Threshold,
     asked = {"files": files_of([small.path, *(part.path for part in large)]), "threshold": repr(threshold)}
     batches = _batches(jobs, small, large, types, schema)
     return write_output(jobs, asked, schema, batches, prefix + "error", about)
+
+
+def _model_columns(jobs: Jobs, prefix: str, taken: Collection[str]) -> dict[str, pa.DataType]:
+    """Type of each column about the two models, by a name that no other column has.
+
+    Args:
+        jobs: The jobs.
+        prefix: The prefix of the answers' columns.
+        taken: Names of the columns of the input, and of the answers.
+    """
+    longer = (f"{prefix}cascade{number}_" for number in ("", *range(2, len(taken) + 3)))
+    free = next(each for each in (prefix, *longer) if not any(each + name in taken for name in _OF_MODELS))
+    columns = {free + name: kind for name, kind in _OF_MODELS.items()}
+    if free != prefix:
+        before = next(prefix + name for name in _OF_MODELS if prefix + name in taken)
+        jobs.say(f"a column is named {before} already: what is said of the models is in {' and '.join(columns)}")
+    return columns
 
 
 def _batches(
