@@ -11,6 +11,7 @@ import contextlib
 import hmac
 import json
 import logging
+import resource
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -31,6 +32,7 @@ _MOST_BODY_BYTES = 64 << 20  # of a request that is no upload
 _CHUNK_BYTES = 1 << 20
 _MOST_METADATA = 1 << 14  # characters; 16 texts of 512, as OpenAI takes them, are fewer
 _WINDOW = "24h"
+_MOST_OPEN_FILES, _FILES_PER_CONNECTION = 1 << 16, 4  # a connection, a file of its own, and as many for jobs
 # What is raised where a body is not what its headers say.
 _UNREADABLE = (ValueError, LookupError, RecursionError, web.RequestPayloadError)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -59,7 +61,7 @@ class Endpoint:
         self._thread = threading.Thread(target=self._loop.run_forever, name="batchgen-http", daemon=True)
         self._thread.start()
         try:
-            self._runner, self.port = self._call(self._listen(port))
+            self._runner, self._server, self.port = self._call(self._listen(port))
         except OSError as error:
             self._stop()
             raise InputError(f"--port {port} cannot be listened on ({error.strerror}): give another one") from error
@@ -71,6 +73,7 @@ class Endpoint:
 
     def close(self) -> None:
         """Listen no longer; clients that wait lose their connection."""
+        self._loop.call_soon_threadsafe(self._server.close)
         self._call(self._runner.cleanup())
         self._stop()
 
@@ -82,7 +85,7 @@ class Endpoint:
         self._thread.join()
         self._loop.close()
 
-    async def _listen(self, port: int) -> tuple[web.AppRunner, int]:
+    async def _listen(self, port: int) -> tuple[web.AppRunner, asyncio.Server, int]:
         app = web.Application(client_max_size=_MOST_BODY_BYTES, middlewares=[self._guard])
         app.add_routes(
             [
@@ -103,13 +106,14 @@ class Endpoint:
         # The handler of a client that has gone is cancelled: its chat is not run.
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
         await runner.setup()
-        site = web.TCPSite(runner, HOST, port)
+        handlers, most = runner.server, _most_connections()
+        assert handlers is not None, "the runner is set up"
         try:
-            await site.start()
+            server = await asyncio.get_running_loop().create_server(lambda: _Door(handlers, most), HOST, port)
         except OSError:
             await runner.cleanup()
             raise
-        return runner, runner.addresses[0][1]
+        return runner, server, server.sockets[0].getsockname()[1]
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -247,6 +251,32 @@ class _Refused(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
+
+
+class _Door(asyncio.Protocol):
+    """Lets a connection in, unless there are too many: anybody on this machine may connect, and jobs open files."""
+
+    def __init__(self, handlers: web.Server, most: int) -> None:
+        self._handlers, self._most = handlers, most
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Give the connection to a handler, or end it."""
+        assert isinstance(transport, asyncio.Transport), "it is one of TCP"
+        if len(self._handlers.connections) >= self._most:
+            transport.abort()
+            return
+        handler = self._handlers()
+        transport.set_protocol(handler)
+        handler.connection_made(transport)
+
+
+def _most_connections() -> int:
+    """Connections at a time, of a process that may have as many files open as the system lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return most // _FILES_PER_CONNECTION
 
 
 async def _json(request: web.Request) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from batchgen.core.atomic_file import storage_error
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.job import run as run_module
 from batchgen.output import part_writer
+from batchgen.serve import endpoint as endpoint_module
 from batchgen.serve import storage as storage_module
 from batchgen.serve import worker as work
 from batchgen.serve.endpoint import Endpoint
@@ -52,6 +53,30 @@ def line(number: int, **body) -> dict:
         "url": CHAT_URL,
         "body": {"messages": messages, **GREEDY, **body},
     }
+
+
+def test_connections_of_somebody_without_a_key_leave_files_to_the_jobs(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(endpoint_module, "_most_connections", lambda: 3)
+    with serving(model, tmp_path / "served") as server:
+        held = [socket.create_connection(("127.0.0.1", server.endpoint.port)) for _ in range(20)]
+        for connection in held:
+            connection.settimeout(0.2)
+        open_still, deadline = held, time.monotonic() + 60
+        while len(open_still) > 3 and time.monotonic() < deadline:
+            open_still = [connection for connection in open_still if not has_ended(connection)]
+        assert len(open_still) == 3
+        for connection in held:
+            connection.close()
+        assert [each.id for each in server.client.with_options(max_retries=10).models.list()]
+
+
+def has_ended(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
 
 
 def wanted_texts(model: Path, folder: Path, lines: list[dict]) -> list[str]:
