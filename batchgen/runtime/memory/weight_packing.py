@@ -9,12 +9,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from batchgen.core.direct_io import ALIGNMENT
 from batchgen.core.dtypes import INT4
 from batchgen.core.kernel_choice import KernelChoice
 from batchgen.models.config import ModelConfig
 from batchgen.models.experts import split_experts
 from batchgen.models.layers import is_gated
 from batchgen.models.state import CONVOLUTION
+from batchgen.models.store.layout import TENSOR_ALIGNMENT
 from batchgen.models.tensor_files.block_packer import BlockPacker
 from batchgen.models.tensor_files.rows_in_file import RowsInFile
 from batchgen.ops import dispatch as ops
@@ -22,8 +24,6 @@ from batchgen.ops.cpp import BlockWeight, BoundWeight
 from batchgen.runtime.memory.tiers import Tiers
 
 Tensors = dict[str, ops.Weight]
-# Most bytes of a buffer between tensors and after the last one, of alignment.
-_PADDING_BYTES = 16 << 10
 
 
 class WeightPacker:
@@ -107,6 +107,7 @@ class WeightPacker:
         if self.tiers.device.type != "cpu":
             return weights
         used: Counter[int] = Counter()
+        padding = ALIGNMENT + TENSOR_ALIGNMENT * len(weights)  # between and after them
 
         def count(tensor: Tensor) -> Tensor:
             used[tensor.untyped_storage().data_ptr()] += tensor.nbytes
@@ -115,7 +116,7 @@ class WeightPacker:
         def apart(tensor: Tensor) -> Tensor:
             buffer = tensor.untyped_storage()
             idle = buffer.nbytes() - used[buffer.data_ptr()]
-            return tensor.clone() if idle > _PADDING_BYTES else tensor
+            return tensor.clone() if idle >= padding else tensor
 
         for weight in weights.values():
             _with_tensors(weight, count)
