@@ -21,8 +21,8 @@ mkdir -p "$outbox" || exit 2
 
 job=
 stopped=
-# Asked to stop, ask the job: it saves the rows that are done.
-trap 'stopped=1; [ -z "$job" ] || kill -TERM "$job" 2>/dev/null' TERM INT
+# Asked to stop, ask the job, or the one that is just being started: it saves the rows that are done.
+trap 'stopped=1; if [ -n "$job" ]; then kill -TERM "$job" 2>/dev/null; else early=1; fi' TERM INT
 
 failed=0
 # What somebody must look at is told tonight; what can be started again waits for the next night.
@@ -44,12 +44,14 @@ for input in "$inbox"/*; do
     output=$outbox/$name
     # An output appears when it is whole. One with too many failed rows is looked at again, so that every night says so.
     [ ! -e "$output" ] || [ -e "$output.failed" ] || continue
+    early=
     [ -z "$stopped" ] || exit 130
     left=$((max_seconds - SECONDS))
     [ "$left" -gt 0 ] || time_is_over
     batchgen run --config "$here/job.toml" --input "$input" --output "$output" --max-time "${left}s" \
         --report "$output.report.json" --progress plain "$@" &
     job=$!
+    [ -z "$early" ] || kill -TERM "$job" 2>/dev/null
     while true; do # a signal ends `wait`, not the job
         wait "$job"
         code=$?
