@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from draw_ladder import SHARES
+
 from batchgen.core.dtypes import KV_CODE_BITS
 from batchgen.core.quality import KV_LOSSES, NEAR, QUALITIES, SMALL, WEIGHT_LOSSES, format_loss, format_losses
 
@@ -118,7 +120,11 @@ def larger_than_memory(d: dict) -> str:
 
 
 def ladder(name: str) -> Callable[[dict], str]:
-    """The fastest and the slowest limit of each engine on the ladder of memory. name: the model's name."""
+    """The largest and the smallest limit within which each engine did the job. name: the model's name."""
+
+    def limit(share: float) -> str:
+        told = SHARES[f"{share:g}"]
+        return "with ample memory" if told == "ample" else f"within {told} of the model"
 
     def words(d: dict) -> str:
         tokens = d["arguments"]["rows"] * d["arguments"]["output_tokens"]
@@ -128,9 +134,9 @@ def ladder(name: str) -> Callable[[dict], str]:
                 of_engine = rates.setdefault(cell["engine"], {})
                 of_engine[cell["share"]] = max(of_engine.get(cell["share"], 0.0), tokens / cell["wall_s"])
         shown = [
-            f"{engine} {' and '.join(f'{by_share[at]:.{int(by_share[at] < 10)}f} at {at:g}' for at in ends)}"
+            f"{engine} {' and '.join(f'{by_share[at]:.{int(by_share[at] < 10)}f} {limit(at)}' for at in ends)}"
             for engine, by_share in rates.items()
-            for ends in [(max(by_share), min(by_share))]
+            for ends in [sorted({max(by_share), min(by_share)}, reverse=True)]
         ]
         return f"generated tokens/s: {'; '.join(shown)}"
 
