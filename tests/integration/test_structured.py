@@ -41,7 +41,7 @@ PERSON = {
     "required": ["name", "age", "colour", "tags"],
     "additionalProperties": False,
 }
-ROWS = quick_or(24, 60)  # of a job
+ROWS = quick_or(12, 60)  # of a job
 INVALID = json.dumps({"type": "object", "properties": 3})
 
 
@@ -333,6 +333,8 @@ def test_texts_follow_a_context_free_grammar(engine):
 
 # What is refused.
 
+FREE = Request([7], SamplingParams(max_tokens=4))
+
 
 @pytest.mark.parametrize(
     ("fields", "words"),
@@ -356,7 +358,7 @@ def test_what_cannot_be_followed_is_refused_in_one_line(engine, fields, words):
     with pytest.raises(InputError, match=re.escape(words)) as refusal:
         batchgen.Engine("/no/such/model", sampling=sampling)  # before the model is looked at
     assert "\n" not in str(refusal.value)
-    rows = [Request([7], sampling), Request([7], SamplingParams(regex="ab", max_tokens=9)), Request([7])]
+    rows = [Request([7], sampling), Request([7], SamplingParams(regex="ab", max_tokens=9)), FREE]
     bad, good, free = complete(engine, rows)
     assert bad.error == str(refusal.value) and not bad.samples
     assert good.text == "ab" and free.error is None
@@ -381,7 +383,7 @@ def test_what_no_token_can_begin_is_refused(engine):
 
 
 def test_a_grammar_that_grows_too_large_fails_its_row_alone(engine):
-    rows = [Request([7], SamplingParams(regex="(a{1000}){1000}", max_tokens=5, temperature=1.0, n=2)), Request([7])]
+    rows = [Request([7], SamplingParams(regex="(a{1000}){1000}", max_tokens=5, temperature=1.0, n=2)), FREE]
     large, free = complete(engine, rows)
     assert "cannot go on" in large.error and "\n" not in large.error and not large.samples
     assert free.error is None and free.samples
@@ -413,7 +415,7 @@ def test_without_llguidance(model, monkeypatch):
     with pytest.raises(InputError, match=hint):
         make_engine(model, sampling=SamplingParams(regex="only here"))
     with make_engine(model) as engine:
-        free, bound = complete(engine, [Request([7]), Request([7], SamplingParams(regex="or here"))])
+        free, bound = complete(engine, [FREE, Request([7], SamplingParams(regex="or here"))])
     assert free.error is None and re.search(hint, bound.error)
 
 

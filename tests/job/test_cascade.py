@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from command_line import invoke
+from thorough import quick_or
 from tiny_models import make_tiny_model
 
 import batchgen
@@ -92,7 +93,7 @@ def _rare_choice_that_the_small_model_misses(rng, rows):
     ("planted", "least_kept"), [(_rare_choice, 0.2), (_rare_choice_that_the_small_model_misses, 0.0)]
 )
 def test_a_promise_about_a_choice_holds_for_its_recall_and_its_precision(planted, least_kept):
-    rows, target = 20_000, Target(agree=0.9, confidence=0.95)
+    rows, target = quick_or(5000, 20_000), Target(agree=0.9, confidence=0.95)
     confidences, small, large = planted(np.random.default_rng(6), rows)
     broken, of_all, saved = 0, 0, []
     for seed in range(SEEDS):

@@ -67,7 +67,7 @@ def opt_30b(tmp_path_factory):
 
 
 LENGTHS = ("--num-prompts", 48, "--input-len", 256, "--output-len", 32)
-FEW = ("--num-prompts", quick_or(8, 48))  # where every number of sequences is tried, as none will do
+FEW = ("--num-prompts", quick_or(8, 48))  # where the number of sequences does not matter: the search is shorter
 
 
 def on_t4(model, *args):
@@ -81,12 +81,10 @@ def job(model, table, output, *args):
 class TestElsewhere:
     """A model that is only a configuration, on a machine that is only a profile."""
 
-    @pytest.fixture(scope="class")
-    def explained(self, opt_30b, tmp_path_factory):
-        folder = tmp_path_factory.mktemp("explained")
-        found = program("plan", *on_t4(opt_30b, "--explain", "--compare", "-o", "plan.json"), cwd=folder)
-        assert found.returncode == 0, found.stderr
-        return found.stdout, json.loads((folder / "plan.json").read_text())
+    @pytest.fixture
+    def explained(self, opt_30b, tmp_path):
+        path = tmp_path / "plan.json"
+        return planned(*on_t4(opt_30b, "--explain", "--compare", "-o", path)), json.loads(path.read_text())
 
     def test_says_what_for(self, explained):
         first, second = explained[0].splitlines()[:2]
@@ -267,7 +265,7 @@ class TestElsewhere:
         assert "no plan has a block latency of 1 s" in said and "give --max-block-latency at least" in said
 
     def test_4_bit_weights_and_kv_only_where_asked_for(self, opt_30b):
-        little = ("--cpu-memory", "24GiB")  # 16-bit weights have to come from disk
+        little = (*FEW, "--cpu-memory", "24GiB")  # 16-bit weights have to come from disk
         plain = planned_json(*on_t4(opt_30b, *little))
         weights = planned_json(*on_t4(opt_30b, *little, "--weights", "int4"))
         one = (*little, "--max-num-seqs", 8, "--num-gpu-batches", 1)  # the search is tested elsewhere
@@ -293,8 +291,8 @@ class TestElsewhere:
         )
 
     def test_samples_are_sequences(self, opt_30b):
-        workload = planned_json(*on_t4(opt_30b, "-n", 3, "--temperature", 0.7))["workload"]
-        assert workload["num_seqs"] == 3 * 48
+        workload = planned_json(*on_t4(opt_30b, *FEW, "-n", 3, "--temperature", 0.7))["workload"]
+        assert workload["num_seqs"] == 3 * FEW[1]
 
     def test_infeasible_jobs_are_told_the_smallest_change(self, opt_30b):
         budget = {"--cpu-memory": "10GiB", "--disk-memory": "8GiB"}

@@ -97,7 +97,7 @@ def few_objects():
 def test_memory_does_not_grow_with_the_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(sorted_requests, "_CHUNK_ROWS", 4)
     peaks = []
-    for count in (1000, 4000):
+    for count in (500, 2000):
         tracemalloc.start()
         ordered = SortedRequests(requests(count), tmp_path / "sorted", 32 << 10)
         assert sum(1 for _ in ordered.read()) == count
@@ -137,7 +137,7 @@ def small_window(monkeypatch):
     monkeypatch.setattr(sorted_requests, "_SORT_S", 0.0)
 
 
-def table(path, subjects=40, rows_of_each=8):
+def table(path, subjects=40, rows_of_each=4):
     """Rows of subjects, each far from the others of its subject."""
     rng = random.Random(3)
     words = ["ferry", "harbour", "onions", "captain", "quay", "lemons", "winter", "islands", "slate"]
@@ -177,9 +177,9 @@ def test_a_job_larger_than_what_waits_computes_far_prefixes_once_and_writes_the_
 def test_a_job_that_was_begun_on_fewer_rows_sorts_the_rest(tiny_models, tmp_path, small_window):
     model, source = tiny_models("llama")[0], tmp_path / "in.parquet"
     count = table(source)
-    assert run(model, source, tmp_path / "begun.parquet", "--limit", 200)[0] == 0
+    assert run(model, source, tmp_path / "begun.parquet", "--limit", 60)[0] == 0
     code, report, said = run(model, source, tmp_path / "begun.parquet")
-    assert code == 0 and report["rows_resumed"] == 200 and f"{count - 200} rows are sorted" in said, said
+    assert code == 0 and report["rows_resumed"] == 60 and f"{count - 60} rows are sorted" in said, said
     assert run(model, source, tmp_path / "whole.parquet")[0] == 0
     assert (tmp_path / "begun.parquet").read_bytes() == (tmp_path / "whole.parquet").read_bytes()
 
@@ -260,11 +260,11 @@ def test_rows_that_fail_at_once_end_a_sorted_job_only_if_they_come_first_in_the_
     tiny_models, tmp_path, small_window
 ):
     model, source = tiny_models("llama")[0], tmp_path / "in.jsonl"
-    rows = [f"{k} ferry" if k < 100 or k % 2 else None for k in range(320)]
+    rows = [f"{k} ferry" if k < 100 or k % 2 else None for k in range(200)]
     source.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
     for name, options in (("alone", ()), ("shared", ("--share",))):
         code, report, said = run(model, source, tmp_path / f"{name}.jsonl", *options)
-        assert code == 0 and report["rows_failed"] == 110 and "sorted" in said, said
+        assert code == 0 and report["rows_failed"] == 50 and "sorted" in said, said
     rows[:100] = [None] * 100
     source.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
     code, _, said = run(model, source, tmp_path / "first.jsonl")
@@ -276,7 +276,7 @@ def test_a_job_that_fails_leaves_no_sorted_rows(share, tiny_models, tmp_path, sm
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     model, source, output = tiny_models("llama")[0], tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    rows = [None if k == 3 else f"{k} ferry" for k in range(3000)]
+    rows = [None if k == 3 else f"{k} ferry" for k in range(500)]
     source.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
     with pytest.raises(BatchgenError) as caught:  # which keeps what was under way, as a report of it does
         commands.cli.main(
@@ -293,7 +293,7 @@ def test_an_interrupt_leaves_no_sorted_rows(share, tiny_models, tmp_path, small_
     temporary.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     model, source = tiny_models("llama")[0], tmp_path / "in.jsonl"
-    source.write_text("".join(json.dumps({"prompt": f"{k} ferry"}) + "\n" for k in range(3000)))
+    source.write_text("".join(json.dumps({"prompt": f"{k} ferry"}) + "\n" for k in range(500)))
     saves, there = [], []
     monkeypatch.setattr(run_module, "keep", saves.append)
 

@@ -1,7 +1,9 @@
 """Jobs that embed, classify and rerank: vectors and scores of transformers, columns, and one line for a mistake."""
 
 import base64
+import functools
 import gc
+import itertools
 import json
 import random
 import sys
@@ -17,6 +19,7 @@ import torch.nn.functional as F
 from command_line import invoke
 from lora_adapters import save_adapter
 from safetensors.torch import load_file, save_file
+from thorough import covering
 from tiny_encoders import (
     CLASSIFIERS,
     ENCODERS,
@@ -72,10 +75,21 @@ def kind_of(table):
     return kind.list_size, kind.value_type
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """class -> (path, transformers model), made when first asked for."""
+
+    @functools.cache
+    def get(name):
+        path = tmp_path_factory.mktemp(name)
+        return path, make_encoder(name, path)
+
+    return get
+
+
 @pytest.fixture(scope="module", params=sorted(ENCODERS))
-def encoder(request, tmp_path_factory):
-    path = tmp_path_factory.mktemp(request.param)
-    return path, make_encoder(request.param, path)
+def encoder(request, made):
+    return made(request.param)
 
 
 def test_padding_that_a_text_names_has_the_positions_of_transformers(encoder):
@@ -202,13 +216,24 @@ def test_dimensions_that_the_files_state_are_those_of_the_normalised_vector(tmp_
     assert np.abs(asked - whole[:, :20] / np.linalg.norm(whole[:, :20], axis=1, keepdims=True)).max() < CLOSE
 
 
-@pytest.mark.parametrize("weights", ["native", "int8"])
-@pytest.mark.parametrize("device", ["cpu", "emulated:gpu-memory=256MiB,h2d=2GiB/s,d2h=2GiB/s"])
-def test_vectors_are_the_same_on_a_device_and_close_with_weights_in_8_bits(device, weights, encoder):
-    path, _ = encoder
-    rows = texts(12)
-    plain = vectors(run(path, rows, device="cpu"))
-    found = vectors(run(path, rows, device=device, weights=weights))
+@pytest.fixture(scope="module")
+def plain(made):
+    """class -> the vectors of twelve texts on the CPU."""
+    return functools.cache(lambda name: vectors(run(made(name)[0], texts(12), device="cpu")))
+
+
+DEVICE = "emulated:gpu-memory=256MiB,h2d=2GiB/s,d2h=2GiB/s"
+ELSEWHERE = [(DEVICE, "native"), (DEVICE, "int8"), ("cpu", "int8")]
+
+
+@pytest.mark.parametrize(
+    ("name", "where"), covering(itertools.product(sorted(ENCODERS), ELSEWHERE), 12, "vectors on a device")
+)
+def test_vectors_are_the_same_on_a_device_and_close_with_weights_in_8_bits(name, where, made, plain):
+    device, weights = where
+    # The search for a plan is tested elsewhere.
+    found = vectors(run(made(name)[0], texts(12), device=device, weights=weights, max_num_seqs=8, num_gpu_batches=1))
+    plain = plain(name)
     if weights == "native":
         assert np.abs(found - plain).max() < CLOSE
     else:

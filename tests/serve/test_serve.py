@@ -90,9 +90,9 @@ def wanted_texts(model: Path, folder: Path, lines: list[dict]) -> list[str]:
 def test_chats_of_many_clients_are_answered_as_a_job_answers_them_by_a_model_that_is_loaded_once(
     server, model, tmp_path
 ):
-    with ThreadPoolExecutor(16) as clients:
-        texts = list(clients.map(lambda number: server.chat(f"row {number}"), range(40)))
-    wanted = [json.loads(text) for text in wanted_texts(model, tmp_path, [line(number) for number in range(40)])]
+    with ThreadPoolExecutor(8) as clients:
+        texts = list(clients.map(lambda number: server.chat(f"row {number}"), range(20)))
+    wanted = [json.loads(text) for text in wanted_texts(model, tmp_path, [line(number) for number in range(20)])]
     assert texts == [one["response"]["body"]["choices"][0]["message"]["content"] for one in wanted]
     assert server.worker.loads == 1
 
@@ -147,7 +147,7 @@ def test_a_prompt_longer_than_the_loaded_model_has_room_for_loads_it_anew(server
 
 def test_a_batch_makes_way_for_chats_and_loses_nothing(server, model, tmp_path, monkeypatch):
     monkeypatch.setattr(work, "_TURN_S", 0.0)
-    lines = [line(number, max_tokens=40, ignore_eos=True) for number in range(300)]
+    lines = [line(number, max_tokens=40, ignore_eos=True) for number in range(100)]
     batch = server.batch(server.upload(lines))
     while server.client.batches.retrieve(batch.id).status == "validating":
         time.sleep(0.01)
@@ -159,7 +159,7 @@ def test_a_batch_makes_way_for_chats_and_loses_nothing(server, model, tmp_path, 
 
 
 def test_a_cancelled_batch_ends_and_its_file_can_be_deleted(server):
-    file_id = server.upload([line(number, max_tokens=200, ignore_eos=True) for number in range(2000)])
+    file_id = server.upload([line(number, max_tokens=200, ignore_eos=True) for number in range(300)])
     batch = server.batch(file_id)
     with pytest.raises(openai.ConflictError, match="cancel the batch first"):
         server.client.files.delete(file_id)
@@ -199,7 +199,7 @@ def test_a_directory_has_one_server_and_a_port_too(server, model, tmp_path):
 
 
 def test_a_server_that_was_killed_goes_on_with_its_batch(model, tmp_path):
-    lines = [line(number, max_tokens=24, ignore_eos=True) for number in range(400)]
+    lines = [line(number, max_tokens=24, ignore_eos=True) for number in range(160)]
     with serving(model, tmp_path / "served") as server:
         file_id = server.upload(lines)
         # Made and not begun: the worker is at its end.
@@ -224,7 +224,7 @@ def test_a_server_that_was_killed_goes_on_with_its_batch(model, tmp_path):
     process.join()
     with serving(model, tmp_path / "served") as server:
         batch = server.ended(batch_id)
-        assert batch.status == "completed" and batch.request_counts.completed == 400
+        assert batch.status == "completed" and batch.request_counts.completed == 160
         answers = [json.loads(a) for a in server.client.files.content(batch.output_file_id).text.splitlines()]
     wanted = [json.loads(w) for w in wanted_texts(model, tmp_path, lines)]
     assert [a["response"]["body"]["choices"] for a in answers] == [w["response"]["body"]["choices"] for w in wanted]
@@ -683,7 +683,7 @@ def test_a_batch_that_another_model_has_begun_waits_for_it_and_others_run(
 
     monkeypatch.setattr(run_module, "_row_result", one_by_one)
     with serving(model, tmp_path / "served") as server:
-        lines = [line(number, max_tokens=1 + number % 50, ignore_eos=True) for number in range(200)]
+        lines = [line(number, max_tokens=1 + number % 50, ignore_eos=True) for number in range(60)]
         begun = server.batch(server.upload(lines)).id
         while not list((tmp_path / "served" / "batches" / begun).glob("output.jsonl.batchgen/parts/*")):
             time.sleep(0.02)
@@ -695,4 +695,4 @@ def test_a_batch_that_another_model_has_begun_waits_for_it_and_others_run(
         assert "start the server with the old settings" in caplog.text
     with serving(model, tmp_path / "served") as server:
         batch = server.ended(begun)
-        assert batch.status == "completed" and batch.request_counts.completed == 200
+        assert batch.status == "completed" and batch.request_counts.completed == 60

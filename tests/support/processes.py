@@ -10,15 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-# Also what they import on their way only: pyarrow when it writes a file, transformers when it loads a tokenizer.
 _CONTEXT.set_forkserver_preload([
     "batchgen.cli.commands", "batchgen.job.run", "batchgen.runtime.executor", "batchgen.runtime.sampler",
-    "batchgen.dataset.prompts", "pandas",
-    "transformers.models.auto.tokenization_auto", "transformers.models.llama.configuration_llama",
-    "transformers.integrations.mistral",
-    "transformers.models.encoder_decoder.configuration_encoder_decoder", "transformers.generation",
-    "transformers.convert_slow_tokenizer",
-    "transformers.models.auto.modeling_auto",
+    "batchgen.dataset.prompts",
 ])  # fmt: skip
 
 
