@@ -169,4 +169,4 @@ def test_prompts_are_drawn_as_they_are_needed(tiny_models, tmp_path, monkeypatch
 
     monkeypatch.setattr("batchgen.engine.engine.Engine.generate", generate)
     with pytest.raises(KeyboardInterrupt):
-        run_bench(options(tiny_models("llama")[0], tmp_path, num_prompts=1_000_000_000))
+        run_bench(options(tiny_models("llama")[0], tmp_path, num_prompts=1_000_000_000, max_num_seqs=8))

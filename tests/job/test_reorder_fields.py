@@ -53,7 +53,7 @@ def test_an_output_keeps_its_order_when_the_input_grows(share, tiny_models, tmp_
     options = ("--reorder-fields", "review,product", *share)
     code, _, said = run(model, source, output, TEMPLATE, *options)
     assert code == 0 and "product (3 values), review (12 values)" in said
-    rows += [(f"lamp {k}", "as good as all the others that I had before") for k in range(200)]
+    rows += [(f"lamp {k}", "as good as all the others that I had before") for k in range(40)]
     write(rows)
     code, _, said = run(model, source, output, TEMPLATE, *options)
     assert code == 0 and "product, review, in the order of the output's rows" in said, said
@@ -61,7 +61,7 @@ def test_an_output_keeps_its_order_when_the_input_grows(share, tiny_models, tmp_
     assert run(model, source, tmp_path / "wanted.jsonl", arranged)[0] == 0
     assert output.read_bytes() == (tmp_path / "wanted.jsonl").read_bytes()
     code, _, said = run(model, source, output, TEMPLATE, "--reorder-fields", "review,product", "--overwrite")
-    assert code == 0 and "review (13 values), product (203 values), in this order" in said, said
+    assert code == 0 and "review (13 values), product (43 values), in this order" in said, said
 
 
 def test_contexts_that_are_scored_are_arranged_too(tiny_models, reviews, tmp_path):

@@ -82,7 +82,7 @@ def test_the_simulated_job_takes_as_long_as_the_planner_says():
 def test_memory_is_planned_for_the_logits_that_are_asked_for(gpu_memory_gib):
     """Rows of logits as for a whole batch of tokens, and never all of the vocabulary for all sequences."""
     hardware, model = gpu_box(gpu_memory_bytes=gpu_memory_gib << 30), opt(2048, 24, 32)
-    plan = planned(hardware, model, scored(each=40.0))
+    plan = planned(hardware, model, scored(each=40.0), max_num_seqs=64)
     memory = memory_of(plan, model)
     assert memory.logit_rows == planned_logit_rows(model, 2, memory.batch_tokens, plan.policy.gpu_batch_size, "score")
     assert memory.logit_rows > 100 and "logits" not in memory.parts["gpu"]

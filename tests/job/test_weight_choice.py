@@ -68,7 +68,7 @@ def planned(path, rows, hardware=None, **options):
 
 
 def test_few_rows_run_with_native_weights_and_many_with_dequantized_ones(gguf_file):
-    few, many = (planned(gguf_file, rows) for rows in (1, 1000))
+    few, many = (planned(gguf_file, rows) for rows in (1, 200))
     assert (few.policy.weight_format, many.policy.weight_format) == ("q4_0", FP32)
     for plan in (few, many):
         assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
@@ -93,7 +93,7 @@ def test_the_same_machine_gives_the_same_choice(gguf_file):
         ({}, {"packed": False}, FP32),  # no rates to choose by: expanded ones take little of the memory
     ],
 )
-@pytest.mark.parametrize("rows", [1, 1000])
+@pytest.mark.parametrize("rows", [1, 200])
 def test_nothing_is_chosen_where_a_format_is_asked_for_or_rates_are_not_known(
     gguf_file, options, hardware, found, rows
 ):

@@ -73,8 +73,9 @@ def test_a_plan_captures_sweeps_and_has_memory_for_them():
     problem = problem_of(
         launching(shipped_profile("h100"), LAUNCH_S),
         llama_8b(),
-        Workload.uniform(2000, 200, 100),
+        Workload.uniform(200, 200, 100),
         dtype="bfloat16",
+        num_gpu_batches=1,
         max_model_len=400,
         process_bytes=1 << 29,
     )

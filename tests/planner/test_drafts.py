@@ -1,5 +1,6 @@
 """Drafts in a plan: some where weights stream, none where computation binds, and seconds as the simulator has them."""
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -30,16 +31,20 @@ def shape(name):
     return config_of_hf(json.loads((SHAPES / name / "config.json").read_text()))
 
 
-def planned(rates, *, memory, rows=32, workload=(160, 96), machine="zen4", model="llama-3.1-8b", **given):
-    """The plan of a job, and its simulation from the first row to the last."""
-    config, hardware = shape(model), shipped_profile(machine)
-    job = replace(Workload.uniform(rows, *workload), drafts=rates)
+@functools.cache
+def planned(rates, *, memory, rows=32, **given):
+    """The plan of a job of Llama-3.1-8B on a CPU."""
+    job = replace(Workload.uniform(rows, 160, 96), drafts=rates)
     problem = problem_of(
-        hardware, config, job, dtype="bfloat16", max_model_len=sum(workload), process_bytes=400 << 20,
-        cpu_memory=memory, max_num_seqs=rows, **given,
+        shipped_profile("zen4"), shape("llama-3.1-8b"), job, dtype="bfloat16", max_model_len=256,
+        process_bytes=400 << 20, cpu_memory=memory, max_num_seqs=rows, **given,
     )  # fmt: skip
-    plan = plan_problem(problem)
-    return plan, simulate_job(plan, config, hardware)
+    return plan_problem(problem)
+
+
+def simulated_s(plan):
+    """The seconds of a plan's job, simulated from the first row to the last."""
+    return simulate_job(plan, shape("llama-3.1-8b"), shipped_profile("zen4")).total_s
 
 
 def sweeps_s(plan):
@@ -48,11 +53,11 @@ def sweeps_s(plan):
 
 @pytest.mark.parametrize("rates", [NEARLY_ALL, HALF, FORCED])
 def test_a_plan_that_streams_weights_has_drafts_and_predicts_what_they_save(rates):
-    without, _ = planned(None, memory=7 * GIB)
-    plan, run = planned(rates, memory=7 * GIB)
+    without = planned(None, memory=7 * GIB)
+    plan = planned(rates, memory=7 * GIB)
     assert without.prediction.drafts == ()
     assert plan.prediction.most_drafts(32) >= 4
-    assert sweeps_s(plan) == pytest.approx(run.total_s, rel=0.15)
+    assert sweeps_s(plan) == pytest.approx(simulated_s(plan), rel=0.15)
     assert sweeps_s(plan) < sweeps_s(without) / (1 + 0.4 * (rates.accepted_of(8) + rates.forced) ** 0.5)
     assert any(line.startswith("drafts in a sweep: ") for line in explain(plan))
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
@@ -62,51 +67,51 @@ def test_a_plan_that_streams_weights_has_drafts_and_predicts_what_they_save(rate
 def test_forced_tokens_take_no_sweep_in_a_plan_without_drafts_too(most):
     rates = replace(NO_RATES, most=most, forced=0.8)
     for memory in (8 * GIB, 30 * GIB):
-        without, _ = planned(None, memory=memory, rows=64)
-        plan, run = planned(rates, memory=memory, rows=64)
+        without = planned(None, memory=memory, rows=64)
+        plan = planned(rates, memory=memory, rows=64)
         assert plan.prediction.drafts == ()
-        assert sweeps_s(plan) == pytest.approx(run.total_s, rel=0.15)
+        assert sweeps_s(plan) == pytest.approx(simulated_s(plan), rel=0.15)
         assert plan.prediction.sweeps == pytest.approx(without.prediction.sweeps / 1.8, rel=0.15)
         assert sweeps_s(plan) < (0.8 if memory == 8 * GIB else 0.95) * sweeps_s(without)
         lines = explain(plan)
         assert "forced tokens, which take no sweep: 0.80 for each other one" in lines
         assert any("drafts" in line for line in lines) == (memory == 8 * GIB and most > 0)
-    budget, _ = planned(rates, memory=30 * GIB, attention_budget="10%")
+    budget = planned(rates, memory=30 * GIB, attention_budget="10%")
     assert not any("forced" in line for line in explain(budget))
 
 
 def test_streaming_alone_has_drafts_where_only_that_is_asked_for():
     rates = replace(NEARLY_ALL, only_while_streaming=True)
-    in_memory, _ = planned(rates, memory=24 * GIB)
+    in_memory = planned(rates, memory=24 * GIB)
     assert in_memory.prediction.drafts == ()
     assert not any("drafts" in line for line in explain(in_memory))
-    assert planned(rates, memory=8 * GIB)[0].prediction.drafts
-    unknown, _ = planned(NO_RATES, memory=8 * GIB)
+    assert planned(rates, memory=8 * GIB).prediction.drafts
+    unknown = planned(NO_RATES, memory=8 * GIB)
     assert unknown.prediction.drafts == ()
     assert "drafts are not counted, as no job with these prompts has measured any" in explain(unknown)
 
 
 def test_nothing_is_drafted_where_computation_binds():
-    without, _ = planned(None, memory=30 * GIB, rows=256)
-    plan, run = planned(DraftRates(0.5, 0.3), memory=30 * GIB, rows=256)
+    without = planned(None, memory=30 * GIB, rows=256)
+    plan = planned(DraftRates(0.5, 0.3), memory=30 * GIB, rows=256)
     assert plan.prediction.most_drafts(256) == 0
-    assert sweeps_s(plan) == pytest.approx(run.total_s, rel=0.15)
+    assert sweeps_s(plan) == pytest.approx(simulated_s(plan), rel=0.15)
     assert sweeps_s(plan) <= 1.02 * sweeps_s(without)
 
 
 def test_a_plan_says_why_nothing_can_be_drafted():
-    plan, _ = planned(NEARLY_ALL, memory=8 * GIB, attention_budget="10%")
+    plan = planned(NEARLY_ALL, memory=8 * GIB, attention_budget="10%")
     assert "no drafts: --attention-budget is 10%" in explain(plan)
 
 
 def test_no_more_are_planned_than_the_option_allows():
-    plan, _ = planned(replace(NEARLY_ALL, most=3), memory=8 * GIB)
+    plan = planned(replace(NEARLY_ALL, most=3), memory=8 * GIB)
     assert 0 < max(drafts for _, drafts in plan.prediction.drafts) <= 3
 
 
 def test_the_time_left_counts_drafts():
-    without, _ = planned(None, memory=8 * GIB)
-    plan, _ = planned(NEARLY_ALL, memory=8 * GIB)
+    without = planned(None, memory=8 * GIB)
+    plan = planned(NEARLY_ALL, memory=8 * GIB)
     full = [times.prediction.sweep_times.seconds[0][-1][0] for times in (without, plan)]
     assert full[1] < full[0] / 2, "the seconds in which each sequence gains a token"
 

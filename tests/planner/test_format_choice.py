@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from known_plans import plan_problem
 from planner_cases import GIB, constant, cpu_box, gpu_box, llama_8b, opt
 
 from batchgen.core.errors import InputError
@@ -12,7 +13,6 @@ from batchgen.planner.explain import explain, headline
 from batchgen.planner.format_choice import formats_of, with_quality
 from batchgen.planner.format_search import in_best_formats
 from batchgen.planner.other_quality import other_quality, quality_line
-from batchgen.planner.plan_selection import plan_problem
 from batchgen.planner.problem import Loading, problem_of
 from batchgen.planner.search import TIE, search
 from batchgen.planner.sizes import store_bytes
@@ -146,9 +146,8 @@ class TestTheOtherChoice:
         line = quality_line(plan, asked, other_quality(plan, asked))
         assert line.startswith("weights in ") and "; with --quality exact: " in line
 
-    def test_is_not_said_where_options_give_the_formats(self):
-        asked = problem(open_weights=(), open_kv=())
-        plan = plan_problem(asked)
+    def test_is_not_said_where_options_give_the_formats(self, exact):
+        asked, (_, plan, _) = problem(open_weights=(), open_kv=()), exact
         assert other_quality(plan, asked) is None and not quality_line(plan, asked, None)
 
     def test_is_a_row_among_the_strategies_with_a_gpu(self, exact):

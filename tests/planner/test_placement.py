@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from flexgen_check import FlexGenInputs
 
 OPT_13B = opt(5120, 40, 40)
+ROWS = quick_or(128, 512)
 
 
 def problem(hardware=None, model=OPT_13B, workload=None, **options):
@@ -42,7 +43,7 @@ def problem(hardware=None, model=OPT_13B, workload=None, **options):
     values = {
         "hardware": hardware,
         "model": model,
-        "workload": workload or Workload.uniform(512, 256, 64),
+        "workload": workload or Workload.uniform(ROWS, 256, 64),
         "budgets": budgets(hardware),
         "compute_format": "float16",
         "weight_formats": ("float16",),
@@ -252,7 +253,7 @@ def random_counts(s, draw):
 
 
 def test_no_random_placement_beats_the_lp():
-    draw, most = random.Random(5), quick_or(300, 1000)
+    draw, most = random.Random(5), quick_or(150, 1000)
     feasible = closest = 0
     choices = [(s, phases) for s, phases in search_space(replace(CASES["streamed weights"], max_num_seqs=48))]
     choices += [(s, phases) for s, phases in search_space(replace(CASES["FlexGen's runtime"], max_num_seqs=48))]
@@ -316,7 +317,7 @@ def test_more_hardware_is_never_slower(name, factor, model, rows, prompt, output
     assert after <= before * (1 + 5e-4)
 
 
-@settings(max_examples=quick_or(6, 30), deadline=None)
+@settings(max_examples=quick_or(4, 30), deadline=None)
 @given(
     st.sampled_from(["gpu", "cpu", "disk", *SCALABLE]),
     st.floats(1.02, 4.0),
@@ -356,7 +357,7 @@ def test_a_store_is_written_only_where_that_takes_less_time_than_it_saves():
     box = gpu_box(cpu_memory_bytes=gib * GIB, disk_write_bytes_per_s=2e8)
 
     def on_disk(rows):
-        best = search(problem(box, model, Workload.uniform(rows, 64, 64), loading=loading))
+        best = search(problem(box, model, Workload.uniform(rows, 64, 64), loading=loading, max_num_seqs=min(rows, 256)))
         return best.counts.placement(best.inputs).w_disk, best.startup_s
 
     (short, short_s), (long, long_s) = on_disk(8), on_disk(4000)
@@ -432,12 +433,11 @@ def test_prices_are_what_a_little_more_saves():
 
 
 def test_a_latency_bound_is_kept_and_trades_throughput():
-    workload = Workload.uniform(quick_or(160, 512), 256, 64)
-    free = search(problem(workload=workload))
+    free = search(problem())
     bound = block_latency_s(free) / 1.5
-    kept = search(problem(workload=workload, max_block_latency_s=bound))
+    kept = search(problem(max_block_latency_s=bound))
     assert block_latency_s(kept) <= bound and kept.seconds > free.seconds
-    few = Workload.uniform(quick_or(8, 512), 256, 64)
+    few = Workload.uniform(quick_or(8, ROWS), 256, 64)
     with pytest.raises(InputError, match=r"shortest possible is .* s, give --max-block-latency at least"):
         search(problem(workload=few, max_block_latency_s=0.01))
 
@@ -486,7 +486,7 @@ def test_impossible_budgets_are_refused():
 def test_equally_fast_plans_leave_the_disk_alone():
     """Compute binds, and memory is plentiful: nothing is gained from the disk."""
     roomy = gpu_box(cpu_memory_bytes=400 * GIB)
-    best = search(problem(roomy, workload=Workload.uniform(512, 512, 32)))
+    best = search(problem(roomy, workload=Workload.uniform(ROWS, 512, 32)))
     at = best.counts.placement(best.inputs)
     assert at.w_disk == at.kv_disk == 0
 

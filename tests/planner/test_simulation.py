@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from known_plans import plan_problem
 from planner_cases import budgets, cpu_box, gpu_box, opt
 from simulated import SMALL_COPIES, Eager, one_byte_a_second, plan_of, prompt_in_order
-from thorough import some_draws
+from thorough import covering, some_draws
 from tiered import BUDGETS, make_parts, make_policy
 from timing import undisturbed
-from tiny_models import make_tiny_model
 
 from batchgen.core.attention_budget import AttentionBudget
 from batchgen.core.device import Device
@@ -500,7 +499,7 @@ def test_a_job_in_memory_takes_as_long_as_the_planner_says():
 
 def test_a_job_over_the_tiers_is_no_faster_than_perfect_overlap():
     hardware, model = gpu_box(gpu_memory_bytes=2 << 30), opt(2048, 24, 32)
-    plan = planned(hardware, model, WORKLOAD)
+    plan = planned(hardware, model, WORKLOAD, max_num_seqs=64)
     run = simulate_job(plan, model, hardware)
     lanes = {lane: seconds for lane, seconds in run.busy_s.items() if seconds}
     assert len(lanes) >= 3, "not all of it fits the GPU"
@@ -541,7 +540,7 @@ def test_a_long_job_goes_on_as_it_began():
 
 def test_a_plans_trace_has_the_lanes_of_a_run(tmp_path):
     hardware, model = gpu_box(gpu_memory_bytes=2 << 30), opt(2048, 24, 32)
-    plan = planned(hardware, model, WORKLOAD)
+    plan = planned(hardware, model, WORKLOAD, max_num_seqs=64)
     run = trace_plan(plan, model, hardware, tmp_path / "plan.json", max_sweeps=3)
     events = json.loads((tmp_path / "plan.json").read_text())
     assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == set(LANES)
@@ -562,14 +561,8 @@ def test_no_torch_is_needed():
 # Against the engine.
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3_next", "gemma4_unified", "gemma4"])
-def model_path(tmp_path_factory, request):
-    """Models with attention in all layers, with states in most, and with KV of two sizes that layers share."""
-    path = tmp_path_factory.mktemp("model")
-    make_tiny_model(request.param, path)
-    return path
-
-
+# With attention in all layers, with states in most, and with KV of two sizes that layers share.
+FAMILIES = ("llama", "qwen3_next", "gemma4_unified", "gemma4")
 CASES = {
     "all tiers, two batches": dict(
         gpu_batch_size=4,
@@ -610,8 +603,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_bytes_and_flows_are_those_of_the_engine(case, model_path, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("case", "family"), covering(itertools.product(CASES, FAMILIES), 16, "bytes and flows"))
+def test_bytes_and_flows_are_those_of_the_engine(case, family, tiny_models, tmp_path, monkeypatch):
+    model_path, _ = tiny_models(family)
     device = Device("emulated", BUDGETS["gpu"])
     policy = make_policy(model_path, device, **CASES[case])
     config = read_config(resolve_model(str(model_path)))

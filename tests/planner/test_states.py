@@ -168,7 +168,7 @@ def test_more_memory_is_never_slower(box):
             hardware = cpu_box(cpu_memory_bytes=int(memory * GIB))
         else:
             hardware = gpu_box(gpu_memory_bytes=int(memory * GIB), cpu_memory_bytes=6 * GIB)
-        seconds.append(search(problem_of(hardware, hybrid())).seconds)
+        seconds.append(search(problem_of(hardware, hybrid(), Workload.uniform(250, 100, 50))).seconds)
     assert all(more <= less * (1 + 2e-4) for less, more in itertools.pairwise(seconds)), seconds
 
 
