@@ -794,8 +794,8 @@ def test_memory_does_not_grow_with_the_rows(tmp_path, kind):
             )
         return path
 
-    small, large = make(2000), make(8000)  # 8 and 32 MB
-    peak_bytes(lambda: open_dataset(small))  # imports and caches
+    tiny, small, large = make(300), make(1000), make(4000)  # of which the last two have 4 and 16 MB
+    peak_bytes(lambda: open_dataset(tiny))  # imports and caches
     few, many = (peak_bytes(lambda source=s: open_dataset(source)) for s in (small, large))
     assert many < 1.1 * few + (1 << 20)
     assert many < 10 << 20

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
+from thorough import quick_or
 
 import batchgen
 from batchgen.cli.commands import cli
@@ -105,7 +106,7 @@ def test_rows_are_a_job_a_kind_and_never_run_again(model, expected, tmp_path, ca
     assert again.results[more.id]["error"] is None and more.id not in again.found
 
 
-@pytest.mark.parametrize("ranks", ["tensor_parallel", "pipeline"])
+@pytest.mark.parametrize("ranks", quick_or(["tensor_parallel"], ["tensor_parallel", "pipeline"]))
 def test_a_job_may_be_run_by_several_processes(ranks, model, expected, tmp_path):
     # For two processes of the size of this one, which has many tests' memory.
     jobs = Jobs(tmp_path, options(model, cpu_memory="8GiB", **{ranks: 2}))

@@ -88,7 +88,7 @@ def near(found, expected):
         assert ours == pytest.approx(theirs, abs=NEAR)
 
 
-@pytest.mark.parametrize("ranks", ["tensor_parallel", "pipeline"])
+@pytest.mark.parametrize("ranks", quick_or(["pipeline"], ["tensor_parallel", "pipeline"]))
 def test_a_model_may_run_on_several_processes(ranks, llama, tmp_path):
     requests = instances("loglikelihood", [("The ferry left", " late"), ("Name: The", " Anchor")])
     # For two processes of the size of this one, which has many tests' memory.
@@ -487,7 +487,7 @@ def launched(arguments):
 @pytest.mark.slow
 def test_a_killed_evaluation_goes_on(wide, tmp_path, monkeypatch):
     """Killed while it generates: scores are not computed again, nor texts that were finished."""
-    work, limit, tasks = tmp_path / "work", 12, ("listings_match", "listings_address")
+    work, limit, tasks = tmp_path / "work", 6, ("listings_match", "listings_address")
     options = f"pretrained={wide[0]},dtype=float32,cpu_memory=4GiB,progress=none,flush_interval=0.001,max_num_seqs=1"
     arguments = ["--model", "batchgen", "--model_args", f"{options},work_dir={work}", "--include_path", TASKS]
     arguments += ["--tasks", ",".join(tasks), "--limit", limit, "--output_path", tmp_path / "results.json"]

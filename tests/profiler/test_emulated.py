@@ -176,7 +176,7 @@ def everywhere(config, gpu, cpu, disk):
     return dict.fromkeys(config.layer_tensors, (gpu, cpu, disk))
 
 
-NUM_SEQS, PROMPT, OUTPUT = 24, 40, 33
+NUM_SEQS, PROMPT, OUTPUT = 16, 40, 33
 CASES = {
     "weights from host": (EMULATED, {"weight_layers": (0, 3, 0)}),
     "weights from disk": (EMULATED, {"weight_layers": (1, 0, 2)}),
