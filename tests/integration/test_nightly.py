@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 NIGHTLY = ROOT / "recipes" / "nightly"
 NAMES = ["2024-05-01.parquet", "2024-05-02.parquet"]
-ROWS = 60
+ROWS = 40
 
 
 def unit(name, home):
@@ -188,7 +188,7 @@ def test_files_of_other_kinds_in_the_inbox_are_named_and_the_others_are_run(home
 def test_stopped_by_systemd_then_resumed(home, start):
     """SIGTERM goes to the script alone (KillMode=mixed). Done, there is nothing to do."""
     assert unit("batchgen-nightly.service", home)["Service"]["KillMode"] == "mixed"
-    process = start(600, "--max-tokens", "60")
+    process = start(600, "--max-tokens", "40")
     outbox = home / "nightly" / "outbox"
     parts = outbox / "2024-05-02.parquet.batchgen" / "parts"
     while not list(parts.glob("part-*.parquet")):
@@ -199,13 +199,13 @@ def test_stopped_by_systemd_then_resumed(home, start):
     assert code == 130, printed
     safe = sum(pq.read_metadata(path).num_rows for path in parts.glob("part-*.parquet"))
     assert 0 < safe < ROWS
-    code, printed = finish(start(600, "--max-tokens", "60"))
+    code, printed = finish(start(600, "--max-tokens", "40"))
     assert code == 0, printed
     assert report(home, "2024-05-02")["rows_resumed"] == safe and report(home, "2024-05-02")["rows_ok"] == ROWS
     assert [pq.read_metadata(outbox / name).num_rows for name in NAMES] == [2, ROWS]
     assert "city_text" in pq.read_schema(outbox / "2024-05-02.parquet").names
     written = {path: path.stat().st_mtime_ns for path in outbox.glob("*.parquet")}
-    assert finish(start(600, "--max-tokens", "60"))[0] == 0
+    assert finish(start(600, "--max-tokens", "40"))[0] == 0
     assert written == {path: path.stat().st_mtime_ns for path in outbox.glob("*.parquet")}
 
 

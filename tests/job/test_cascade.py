@@ -3,14 +3,14 @@
 import json
 import math
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from command_line import invoke
-from thorough import quick_or
+from thorough import covering, quick_or
 from tiny_models import make_tiny_model
 
 import batchgen
@@ -257,8 +257,10 @@ def test_an_interrupted_cascade_goes_on_to_the_same_output(models, rows, whole, 
     assert again["state"] == "already complete" and again["rows"] == 60
 
 
-@pytest.mark.parametrize("draws", [20, None])
-@pytest.mark.parametrize("agrees", [(0.2, 0.6), (0.6, 0.2), (0.2, 0.6, 0.2, 0.5)])
+@pytest.mark.parametrize(
+    ("draws", "agrees"),
+    covering(product([20, None], [(0.2, 0.6), (0.6, 0.2), (0.2, 0.6, 0.2, 0.5)]), 3, "another promise"),
+)
 def test_another_promise_reuses_the_answers_of_the_small_model_and_of_the_sample(models, rows, tmp_path, draws, agrees):
     small, large = models
     options = SCORED | {"cascade": small, "cascade_sample": draws}

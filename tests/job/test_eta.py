@@ -11,7 +11,7 @@ import pytest
 from known_plans import plan_problem
 from planner_cases import cpu_box, opt
 from simulated_clock import replay
-from thorough import some_of
+from thorough import quick_or, some_of
 
 from batchgen.core.draft_rates import NO_RATES, DraftRates
 from batchgen.core.plan import Plan
@@ -26,7 +26,7 @@ from batchgen.job.time_left import Seen, TimeLeft
 from batchgen.planner.problem import problem_of
 
 CONFIG = opt(256, 2, 4)
-ROWS, MOST_SEQS, MOST_TOKENS = 1200, 16, 512
+ROWS, MOST_SEQS, MOST_TOKENS = quick_or(800, 1200), 16, 512
 WITHIN = 0.25
 draws = random.Random(3)
 

@@ -99,7 +99,7 @@ def test_memory_does_not_grow_with_the_rows(tmp_path, monkeypatch):
     peaks = []
     for count in (500, 2000):
         tracemalloc.start()
-        ordered = SortedRequests(requests(count), tmp_path / "sorted", 32 << 10)
+        ordered = SortedRequests(requests(count), tmp_path / "sorted", 16 << 10)
         assert sum(1 for _ in ordered.read()) == count
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
@@ -137,7 +137,7 @@ def small_window(monkeypatch):
     monkeypatch.setattr(sorted_requests, "_SORT_S", 0.0)
 
 
-def table(path, subjects=40, rows_of_each=4):
+def table(path, subjects=40, rows_of_each=6):
     """Rows of subjects, each far from the others of its subject."""
     rng = random.Random(3)
     words = ["ferry", "harbour", "onions", "captain", "quay", "lemons", "winter", "islands", "slate"]
@@ -293,7 +293,7 @@ def test_an_interrupt_leaves_no_sorted_rows(share, tiny_models, tmp_path, small_
     temporary.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     model, source = tiny_models("llama")[0], tmp_path / "in.jsonl"
-    source.write_text("".join(json.dumps({"prompt": f"{k} ferry"}) + "\n" for k in range(500)))
+    source.write_text("".join(json.dumps({"prompt": f"{k} ferry"}) + "\n" for k in range(3000)))
     saves, there = [], []
     monkeypatch.setattr(run_module, "keep", saves.append)
 

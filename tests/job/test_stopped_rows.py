@@ -91,7 +91,7 @@ def test_a_shared_job_goes_on_from_the_tokens_of_workers_that_left(job, tmp_path
     alone, shared = tmp_path / "alone.parquet", tmp_path / "shared.parquet"
     job(alone)
     stops = 0
-    while job(shared, share=True, share_lease="0.4s", max_time="12s")["state"] == "stopped":
+    while job(shared, share=True, share_lease="0.3s", max_time="20s")["state"] == "stopped":
         stops += 1
         assert stops < 200
     assert stops >= 4

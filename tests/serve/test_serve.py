@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import re
@@ -21,6 +22,7 @@ import torch
 from batch_endpoint import CHAT_URL, GREEDY, OPTIONS, serving
 from doc_commands import commands_of
 from processes import start_batchgen
+from thorough import covering
 
 import batchgen
 from batchgen.core.atomic_file import storage_error
@@ -123,14 +125,14 @@ def test_a_chat_that_cannot_be_run_is_refused_with_the_reason_and_others_are_ans
         server.client.chat.completions.create(model="any", messages=[{"role": "user", "content": "a"}], stream=True)
 
 
-@pytest.mark.parametrize("depth", [298, 299, 400, *range(955, 985, 5)])
-def test_a_chat_that_is_nested_deeply_is_answered_or_refused_alone(server, monkeypatch, depth):
+def test_a_chat_that_is_nested_deeply_is_answered_or_refused_alone(server, monkeypatch):
     monkeypatch.setattr(work, "_SETTLED_S", 0.3)
-    nested = json.dumps(CHAT)[:-1] + ', "metadata": ' + "[" * depth + "]" * depth + "}"
-    with ThreadPoolExecutor(2) as clients:
-        good = clients.submit(server.chat, "row 1")
-        assert server.request(CHAT_URL, "POST", nested.encode())[0] == (200 if depth <= 298 else 400)
-        assert isinstance(good.result(), str)
+    for depth in (298, 299, 400, *range(955, 985, 5)):
+        nested = json.dumps(CHAT)[:-1] + ', "metadata": ' + "[" * depth + "]" * depth + "}"
+        with ThreadPoolExecutor(2) as clients:
+            good = clients.submit(server.chat, "row 1")
+            assert server.request(CHAT_URL, "POST", nested.encode())[0] == (200 if depth <= 298 else 400), depth
+            assert isinstance(good.result(), str)
 
 
 def test_a_seed_gives_the_same_answer_again_and_none_gives_others(server):
@@ -423,8 +425,10 @@ def test_a_full_disk_within_a_job_of_a_batch_lets_it_wait(server, monkeypatch):
     assert batch.status == "completed" and len(tries) > 1
 
 
-@pytest.mark.parametrize("links", [True, False])
-@pytest.mark.parametrize("full", ["_output.jsonl", "_output.errors.jsonl", '"status": "completed"'])
+FULL_AT = ["_output.jsonl", "_output.errors.jsonl", '"status": "completed"']
+
+
+@pytest.mark.parametrize(("full", "links"), covering(itertools.product(FULL_AT, [True, False]), 3, "full disks"))
 def test_a_disk_that_is_full_while_a_batch_ends_leaves_no_second_copy_of_its_outputs(server, monkeypatch, full, links):
     write, failed = storage_module.write_atomically, []
 

@@ -238,7 +238,7 @@ READERS = {
     "index": Reader(_sharded, "model/model.safetensors.index.json", _read_model),
     "header": Reader(_small, "model/model.safetensors", _read_model, _with_header, _header),
     "store": Reader(_store, "model/manifest.json", _read_store, _with_checksum),
-    "unfinished store": Reader(_unfinished, "model/manifest.partial.json", _go_on, _with_checksum),
+    "unfinished store": Reader(_unfinished, "model/manifest.partial.json", _go_on, _with_checksum, quick=10),
     "profile": Reader(_profile, "profile.json", lambda folder: read_profile(folder / "profile.json")),
     "plan": Reader(_plan, "plan.json", lambda folder: read_plan(str(folder / "plan.json"))),
     "profile, planned with": Reader(_profile_and_model, "profile.json", _plan_by_profile, quick=6, most_cpu_s=30),
