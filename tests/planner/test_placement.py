@@ -433,9 +433,10 @@ def test_prices_are_what_a_little_more_saves():
 
 
 def test_a_latency_bound_is_kept_and_trades_throughput():
-    free = search(problem())
+    workload = Workload.uniform(quick_or(160, 512), 256, 64)
+    free = search(problem(workload=workload))
     bound = block_latency_s(free) / 1.5
-    kept = search(problem(max_block_latency_s=bound))
+    kept = search(problem(workload=workload, max_block_latency_s=bound))
     assert block_latency_s(kept) <= bound and kept.seconds > free.seconds
     few = Workload.uniform(quick_or(8, ROWS), 256, 64)
     with pytest.raises(InputError, match=r"shortest possible is .* s, give --max-block-latency at least"):
