@@ -97,9 +97,9 @@ def few_objects():
 def test_memory_does_not_grow_with_the_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(sorted_requests, "_CHUNK_ROWS", 4)
     peaks = []
-    for count in (500, 2000):
+    for count in (1000, 4000):
         tracemalloc.start()
-        ordered = SortedRequests(requests(count), tmp_path / "sorted", 16 << 10)
+        ordered = SortedRequests(requests(count), tmp_path / "sorted", 32 << 10)
         assert sum(1 for _ in ordered.read()) == count
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()

@@ -196,9 +196,9 @@ def test_a_plan_in_json_is_read_back_with_its_states():
 @pytest.mark.parametrize("box", [cpu_box(cpu_memory_bytes=int(1.3 * GIB)), gpu_box(gpu_memory_bytes=GIB)])
 def test_a_plan_takes_as_long_as_its_simulated_job(box):
     model = hybrid()
-    problem = problem_of(box, model, Workload.uniform(400, 100, 30))
+    problem = problem_of(box, model, Workload.uniform(200, 100, 30))
     plan = plan_problem(problem)
-    predicted_s = plan.prediction.total_s - plan.prediction.startup_s - 400 * box.row_overhead_s
+    predicted_s = plan.prediction.total_s - plan.prediction.startup_s - 200 * box.row_overhead_s
     assert predicted_s == pytest.approx(simulate_job(plan, model, box).total_s, rel=0.15)
 
 
