@@ -683,7 +683,7 @@ def test_a_crash_at_any_step_of_going_on(memory_path, monkeypatch, fail):
 
 @pytest.mark.slow
 def test_kill_9_at_random_moments(tmp_path):
-    num_rows = 600
+    num_rows = quick_or(300, 600)
     rng = rotating("kill -9")
     output, log = tmp_path / "out.parquet", tmp_path / "log"
 
@@ -710,7 +710,7 @@ def test_kill_9_at_random_moments(tmp_path):
             assert process.is_alive(), said()
             time.sleep(0.002)
         resumed.append(int(said().split()[1]))
-        enough = resumed[-1] + rng.randrange(80)
+        enough = resumed[-1] + rng.randrange(num_rows // 8)
         while process.is_alive() and saved() < enough:
             time.sleep(0.002)
         time.sleep(rng.uniform(0, 0.03))
