@@ -107,7 +107,7 @@ def test_a_search_ends_when_all_that_is_left_is_pruned():
 def test_blocks_that_take_too_long_leave_their_kind_to_smaller_ones(monkeypatch):
     """The most promising of a kind are its largest blocks."""
     hardware = gpu_box()
-    problem = Problem(hardware, opt(1024, 6, 16), Workload.uniform(256, 100, 20), budgets(hardware), **FORMATS)
+    problem = Problem(hardware, opt(1024, 6, 16), Workload.uniform(1024, 100, 20), budgets(hardware), **FORMATS)
     bounded = replace(problem, max_block_latency_s=block_latency_s(search(problem)) / 4)
 
     def kinds():
