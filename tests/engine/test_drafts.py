@@ -75,9 +75,7 @@ STATE_CASES = [
 CASES = [(kind, tier) for kind in SAMPLING for tier in TIERS]
 
 
-@pytest.mark.parametrize(
-    ("kind", "tier"), [*((kind, "memory") for kind in SAMPLING), *rotating("drafts").sample(CASES, 12)]
-)
+@pytest.mark.parametrize(("kind", "tier"), covering(CASES, 0, "drafts"))
 def test_drafts_of_which_some_are_wrong_change_no_sample(kind, tier, path, stores, wanted):
     device, _ = TIERS[tier]
     admission, num_batches = ("static", 2) if len(kind + tier) % 3 == 0 else ("continuous", 1 + len(tier) % 3)

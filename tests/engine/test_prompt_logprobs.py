@@ -9,7 +9,7 @@ from fake_device import ORDERS, FakeDevice, as_on_a_device, run_on
 from model_tables import FAMILIES
 from rank_threads import make_parts_on_ranks
 from test_pipeline import in_memory as pipeline_of
-from thorough import some_of
+from thorough import covering, quick_or, some_of
 from tiered import CPU, EMULATED, everything_moves, make_parts, make_policy
 
 import batchgen
@@ -90,9 +90,10 @@ def test_log_probabilities_of_a_prompt_equal_those_of_transformers(tiny_models, 
         assert texts(run(engine, plain)) == texts(completions)
 
 
-@pytest.mark.parametrize("share_prefixes", [True, False])
-@pytest.mark.parametrize("max_num_batched_tokens", [7, 64])
-@pytest.mark.parametrize("admission", ["continuous", "static"])
+@pytest.mark.parametrize(
+    ("admission", "max_num_batched_tokens", "share_prefixes"),
+    covering(itertools.product(("continuous", "static"), (7, 64), (True, False)), 4, "chunks"),
+)
 def test_chunks_and_shared_prefixes_change_nothing(tiny_models, admission, max_num_batched_tokens, share_prefixes):
     path, model = tiny_models("qwen3")
     rows = rows_of(1)
@@ -137,7 +138,7 @@ def test_log_probabilities_wherever_weights_and_kv_are(tiny_models, stores, tmp_
         check(model, rows, run(engine, rows))
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(quick_or(1, 2)))
 def test_log_probabilities_on_a_device_with_streams(tiny_models, stores, monkeypatch, seed, one_thread):
     """Whose next sweep begins before the host has read the tokens of the last one."""
     as_on_a_device(monkeypatch)

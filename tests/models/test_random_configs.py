@@ -37,7 +37,7 @@ def test_each_is_refused_by_key_or_equal_to_transformers(model, tokenizer, tmp_p
 def test_every_key_is_drawn_stated_left_out_and_null(family):
     """Otherwise the keys that are not would pass for the wrong reason."""
     keys = {field.name for field in dataclasses.fields(classes_of(family)[0])} - {"architectures"}
-    draws = [draw(family, seed) for seed in range(4000)]
+    draws = [draw(family, seed) for seed in range(quick_or(1000, 4000))]
     assert keys == {name for name in keys for given in draws if name in given.stated}
     needed = {"head_dim"} if family == "ministral" else set()  # without which transformers cannot run it
     assert keys - needed == {name for name in keys for given in draws if name not in given.stated}
@@ -45,7 +45,7 @@ def test_every_key_is_drawn_stated_left_out_and_null(family):
     assert 0.4 < sum(not given.odd for given in draws) / len(draws) < 0.6
     if family not in ("opt", *GEMMA4):
         for spelling in ("rope_parameters", "rope_scaling", "rope_theta"):
-            assert sum(spelling in given.stated for given in draws) > 400
+            assert sum(spelling in given.stated for given in draws) > 0.1 * len(draws)
 
 
 # What transformers fails at in a forward pass.
