@@ -1,5 +1,6 @@
 """Log-probabilities of prompts, beside generation, are those of transformers in fp32, however they are made."""
 
+import itertools
 import random
 from dataclasses import replace
 

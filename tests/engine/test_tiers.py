@@ -323,7 +323,7 @@ def test_warming_up_leaves_nothing_behind(tiny_models, stores, monkeypatch, on_s
                 counted = (*executor.bytes_moved.values(), *executor.busy_s.values(), *executor.stalled_s.values())
                 assert not any(counted)
                 assert not any(pool.any() for pools in executor.kv_cache.pools.values() for pool in pools.values())
-            found.append(run(parts, prompts, [6] * 5))
+            found.append(run(parts, prompts, [3] * 5))
     assert found[0][0] == found[1][0]
     assert found[0][1].sweeps == found[1][1].sweeps
 

@@ -21,22 +21,50 @@ from tiny_tokenizers import make_tiny_tokenizer
 from batchgen.models import hub as hub_module
 from batchgen.models.hub import HubName
 
-# A process that resolves a model, and prints what it is or why it is refused.
-RESOLVE = """
-import json, sys
+# A process that starts one for each line that it reads, which resolves a model, and prints what it is or why it is
+# refused. All modules are there but those of the hub's library, which reads the environment when it is imported.
+RESOLVER = """
+import json, os, sys, traceback
+import huggingface_hub.hf_api, huggingface_hub.hf_file_system
 from batchgen.core.errors import BatchgenError
 from batchgen.models.files import read_config, resolve_for_planning, resolve_model, weight_paths
-try:
-    if sys.argv[2:] == ["plan"]:
-        files, config = resolve_for_planning(sys.argv[1])
-        print(json.dumps(["planned", files.name, config.num_layers]))
-    else:
-        files = resolve_model(sys.argv[1])
-        names = [path.name for path in weight_paths(files)]
-        print(json.dumps([files.kind, files.name, read_config(files).num_layers, names]))
-except BatchgenError as error:
-    print(json.dumps(["refused", str(error)]))
+
+for name in [name for name in sys.modules if name.partition(".")[0] == "huggingface_hub"]:
+    del sys.modules[name]
+
+def resolve(spec, plans):
+    try:
+        if plans:
+            files, config = resolve_for_planning(spec)
+            return ["planned", files.name, config.num_layers]
+        files = resolve_model(spec)
+        return [files.kind, files.name, read_config(files).num_layers, [path.name for path in weight_paths(files)]]
+    except BatchgenError as error:
+        return ["refused", str(error)]
+
+for line in sys.stdin:
+    spec, plans, environment, folder = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        try:
+            os.environ.clear()
+            os.environ.update(environment)
+            os.chdir(folder)
+            print(json.dumps(resolve(spec, plans)), flush=True)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    if os.waitpid(child, 0)[1]:
+        print(json.dumps(["failed"]), flush=True)
 """
+
+
+@pytest.fixture(scope="module")
+def resolver():
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", RESOLVER], text=True, **pipes) as process:
+        yield process
 
 
 @pytest.fixture
@@ -49,17 +77,17 @@ def hub():
 
 
 @pytest.fixture
-def resolve(hub, tmp_path):
+def resolve(hub, resolver, tmp_path):
     """Resolves a model in a new process, with the hub and a cache of this test."""
 
     def run(spec, *arguments, **variables):
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
         environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf-home"), "HF_HUB_DISABLE_XET": "1"}
         environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "NO_PROXY": "127.0.0.1"} | variables
-        command = [sys.executable, "-c", RESOLVE, spec, *arguments]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
+        print(json.dumps([spec, arguments == ("plan",), environment, str(tmp_path)]), file=resolver.stdin, flush=True)
+        found = json.loads(resolver.stdout.readline())
+        assert found != ["failed"], "see what it has written to stderr"
+        return found
 
     return run
 

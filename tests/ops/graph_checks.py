@@ -1,5 +1,8 @@
-"""Captured sweeps against sweeps launched kernel by kernel. `test_triton.py` runs this file, in a process of its
-own: with Triton's interpreter, where a capture is the launches once more, and on a card where there is one."""
+"""Captured sweeps give the tokens of others.
+
+On a card those others are sweeps launched kernel by kernel. `test_triton.py` runs this file in a process of its own,
+with Triton's interpreter, where a capture is the launches once more, and the others are sweeps of the CPU's kernels.
+"""
 
 import random
 from dataclasses import replace
@@ -96,10 +99,11 @@ def capture_sweeps(executor, most_tokens=SEQS):
 
 
 def engine(config, monkeypatch, *, captured, **policy_fields):
-    weights_as_on_a_card(monkeypatch)
-    executor = in_memory(config, dummy_checkpoint(config), torch.float32, BLOCKS, BLOCK_SIZE, DEVICE)
-    kernels_as_on_a_card(monkeypatch)
     if captured:
+        weights_as_on_a_card(monkeypatch)
+    executor = in_memory(config, dummy_checkpoint(config), torch.float32, BLOCKS, BLOCK_SIZE, DEVICE)
+    if captured:
+        kernels_as_on_a_card(monkeypatch)
         capture_sweeps(executor, captured)
     tier = TIER
     policy = Policy(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thorough import some_draws
 
 from batchgen.core.dtypes import CODE_GROUP, FORMAT_BYTES, KV_CODE_BITS, KVFormat, code_bytes
 from batchgen.ops import quant
@@ -103,7 +104,7 @@ def test_kv_takes_the_bytes_of_its_codes():
     assert numbers.row_bytes(80) == 160 and numbers.bits == 0 and not numbers.rotates_keys
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=some_draws(150))
 @given(
     n=st.integers(1, 200),
     rows=st.integers(1, 4),
@@ -119,7 +120,7 @@ def test_a_value_comes_back_within_half_a_step(n, rows, magnitude, shift, seed, 
     assert (error <= bound).all(), (error / bound).max()
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=some_draws(100))
 @given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=130), st.sampled_from(CODE_BITS))
 def test_any_finite_numbers_stay_finite(values, bits):
     x = torch.tensor([values])

@@ -7,6 +7,7 @@ import torch
 from attention_cases import attended, laid_out
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thorough import some_draws
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchgen.core.dtypes import KVFormat
@@ -66,14 +67,14 @@ def run(case, dtype, head_dim=32):
     return got.double(), attended(q, kv.float(), slices, window, softcap, sinks), plan
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=some_draws(120), deadline=None)
 @given(sweeps())
 def test_fp32_matches_float64(case):
     got, expected, _ = run(case, torch.float32)
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=some_draws(30), deadline=None)
 @given(sweeps(), st.sampled_from([32, 48, 64]), st.sampled_from([1, 20]), st.sampled_from([20 << 10, 8 << 20]))
 def test_items_that_are_cut_match_too(case, most_keys, most_tokens, batch_bytes):
     with pytest.MonkeyPatch.context() as patch:
@@ -84,7 +85,7 @@ def test_items_that_are_cut_match_too(case, most_keys, most_tokens, batch_bytes)
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=some_draws(30), deadline=None)
 @given(sweeps())
 def test_bf16_within_its_precision(case):
     got, expected, _ = run(case, torch.bfloat16)

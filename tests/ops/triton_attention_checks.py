@@ -209,7 +209,7 @@ def test_prompts_over_several_tiles():
         check_attention(case, torch.float32, "float32", 2e-5)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=int(200 * MORE), deadline=None)
 @given(sweeps(), st.sampled_from([(16, 32), (32, 128)]))
 def test_items_hold_every_key_that_a_token_sees_once(case, rows):
     prefix_blocks, sequences, window, (heads, kv_heads), head_dim, kv_block_size, num_sms, seed = case
@@ -249,7 +249,7 @@ def test_items_hold_every_key_that_a_token_sees_once(case, rows):
 SHAPES_OF_HEADS = [(32, 8, 128), (64, 8, 64), (56, 56, 128), (16, 8, 256), (32, 1, 128), (8, 1, 512), (40, 10, 128)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=int(200 * MORE), deadline=None)
 @given(
     st.sampled_from(SHAPES_OF_HEADS),
     st.lists(st.tuples(st.sampled_from([1, 1, 2, 16, 200, 2000]), st.integers(0, 40_000)), min_size=1, max_size=60),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import tempfile
-from functools import lru_cache
+from collections import OrderedDict
 from pathlib import Path
 
 import torch
@@ -59,7 +59,7 @@ def make_tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: s
     Every weight is random, biases and norms too. overrides: fields of the transformers config; a `dtype` only
     affects what is saved.
     """
-    files, model, generator = _made(family, seed, max_shard_size, _Fields(overrides))
+    files, model, generator = _made(family, seed, max_shard_size, overrides)
     path.mkdir(parents=True, exist_ok=True)
     for stale in path.glob("model*.safetensors*"):
         stale.unlink()
@@ -69,23 +69,22 @@ def make_tiny_model(family: str, path: Path, *, seed: int = 0, max_shard_size: s
     return copy.deepcopy(model)
 
 
-class _Fields(dict):
-    """Fields of a configuration, which are equal where they are written alike."""
-
-    def __hash__(self):
-        return hash(repr(sorted(self.items())))
-
-    def __eq__(self, other):
-        return repr(sorted(self.items())) == repr(sorted(other.items()))
+_KEPT_BYTES = 64 << 20
+_kept: OrderedDict[str, tuple] = OrderedDict()  # the last models that were made, of so many bytes of files together
 
 
-@lru_cache(maxsize=24)  # tests of the same model follow one another
-def _made(family: str, seed: int, max_shard_size: str, overrides: _Fields):
+def _made(family: str, seed: int, max_shard_size: str, overrides: dict):
     """The files of a tiny model by name, the transformers model, and the state of torch's generator after all draws."""
-    with tempfile.TemporaryDirectory() as folder:
-        model = _make(family, Path(folder), seed, max_shard_size, copy.deepcopy(dict(overrides)))
-        files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
-    return files, model, torch.get_rng_state()
+    key = repr((family, seed, max_shard_size, sorted(overrides.items())))
+    if key not in _kept:
+        with tempfile.TemporaryDirectory() as folder:
+            model = _make(family, Path(folder), seed, max_shard_size, copy.deepcopy(overrides))
+            files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+        _kept[key] = files, model, torch.get_rng_state()
+        while len(_kept) > 1 and sum(sum(map(len, files.values())) for files, *_ in _kept.values()) > _KEPT_BYTES:
+            _kept.popitem(last=False)
+    _kept.move_to_end(key)
+    return _kept[key]
 
 
 def _make(family: str, path: Path, seed: int, max_shard_size: str, overrides: dict):
