@@ -60,12 +60,12 @@ def policy_of(path, tier, budget=BUDGET, **changes):
     return make_policy(path, device, attention_budget=budget, **fields)
 
 
-def samples_of(path, tier, stores, **changes):
+def samples_of(path, tier, stores, prompts=None, max_tokens=MAX_TOKENS, **changes):
     policy = policy_of(path, tier, **changes)
     parts = make_parts(path, TIERS[tier][0], policy, stores, longest_tokens=240, most_kv_tokens=8192)
-    sampling = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=2)
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, logprobs=2)
     with Engine.from_parts(parts, sampling=sampling) as engine:
-        done = {c.index: c for c in engine.generate([Request(prompt) for prompt in prompts_of()])}
+        done = {c.index: c for c in engine.generate([Request(prompt) for prompt in prompts or prompts_of()])}
         assert engine.used_kv_blocks == 0, "KV blocks leaked"
     assert [completion.error for completion in done.values()] == [None] * len(done)
     return [done[i].samples[0] for i in range(len(done))]
@@ -118,7 +118,8 @@ def test_tokens_are_the_same_wherever_kv_is(model, tier, expected, tiny_models, 
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_budget_of_all_pages_gives_the_tokens_of_dense_attention(tier, tiny_models, stores):
     path, _ = tiny_models("llama", **FOUR_LAYERS)
-    dense, whole = (samples_of(path, tier, stores, budget=budget) for budget in ("all", "99.99%"))
+    rows = prompts_of()[:SEQUENCES], 8  # so many prompts that every tier has some of them
+    dense, whole = (samples_of(path, tier, stores, *rows, budget=budget) for budget in ("all", "99.99%"))
     assert [s.token_ids for s in whole] == [s.token_ids for s in dense]
 
 

@@ -84,7 +84,7 @@ def check(tiny_models, family, overrides=None, rows=None, **options):
     ("family", "admission"), covering(itertools.product(FAMILIES, ("continuous", "static")), 0, "tokens")
 )
 def test_tokens_equal_those_of_transformers(tiny_models, family, admission):
-    check(tiny_models, family, rows=prompts(quick_or(12, 24)), admission=admission)
+    check(tiny_models, family, rows=prompts(quick_or(9, 24)), admission=admission)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Scores under any policy: those of transformers, in fp32, wherever weights, KV and the output matrix are."""
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_scoring import CLOSE, check, tokens
 from test_tiers import VARIANTS, any_policy, random_case
-from thorough import SEED, quick_or
+from thorough import SEED, covering, quick_or
 from tiered import CPU, EMULATED, everything_moves, make_parts, make_policy, make_uneven, shuffle_steps
 
 from batchgen.core.device import Device
@@ -73,7 +74,7 @@ def in_fp32(case):
 
 
 @pytest.mark.slow
-@settings(any_policy, max_examples=quick_or(6, 104))
+@settings(any_policy, max_examples=quick_or(4, 104))
 @given(rng=st.randoms(use_true_random=True))
 def test_any_policy_gives_the_scores_of_transformers(rng, tiny_models, stores):
     with pytest.MonkeyPatch.context() as patch:
@@ -103,8 +104,9 @@ def test_any_policy_on_a_cuda_card(seed, tiny_models, stores, monkeypatch):
     run_case(accelerated_case(seed), tiny_models, stores, monkeypatch, Device("cuda"))
 
 
-@pytest.mark.parametrize("logit_rows", [1, 7, 1000])
-@pytest.mark.parametrize("admission", ["continuous", "static"])
+@pytest.mark.parametrize(
+    ("admission", "logit_rows"), covering(itertools.product(("continuous", "static"), (1, 7, 1000)), 0, "pieces")
+)
 def test_the_output_matrix_in_pieces(tiny_models, stores, monkeypatch, admission, logit_rows):
     """Logits are looked at piece by piece: no more than `logit_rows` of a piece's are there at once."""
     monkeypatch.setattr("batchgen.planner.sizes.logit_rows", lambda *_: logit_rows)
@@ -122,7 +124,7 @@ def test_the_output_matrix_in_pieces(tiny_models, stores, monkeypatch, admission
         real(batches, note, **options)
 
     parts.executor.run = run
-    rows = requests(random.Random(0), 12)
+    rows = requests(random.Random(0), 6)
     check(model, rows, score(parts, rows)[0])
     assert {columns for _, columns in sizes} == {512 // VOCABULARY_CHUNKS}
     assert max(count for count, _ in sizes) <= logit_rows

@@ -64,7 +64,9 @@ SCHEMES = {
     ),
 }
 # Rows and columns of two blocks of FP8, the second one not whole; and of whole groups of 64.
-SIZES = {"hidden_size": 192, "intermediate_size": 256, "num_hidden_layers": 2}
+SIZES = {
+    "hidden_size": 192, "intermediate_size": 256, "num_hidden_layers": 2, "num_experts": 4, "num_local_experts": 4,
+}  # fmt: skip
 INNER = {
     "qwen2_moe": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 128},
     "qwen3_moe": {"moe_intermediate_size": 64},

@@ -39,23 +39,16 @@ def check(tmp_path, *checks):
     assert " passed" in told
 
 
-CHECKS = {"attention": ["triton_attention_checks.py"], "the rest": ["triton_product_checks.py", "triton_checks.py"]}
+CHECKS = {
+    "attention and states": ["triton_attention_checks.py", "triton_state_checks.py"],
+    "products, captured sweeps and the rest": ["triton_product_checks.py", "graph_checks.py", "triton_checks.py"],
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", CHECKS)
 def test_under_the_interpreter(which, tmp_path):
     check(tmp_path, *CHECKS[which])
-
-
-@pytest.mark.slow
-def test_captured_sweeps_under_the_interpreter(tmp_path):
-    check(tmp_path, "graph_checks.py")
-
-
-@pytest.mark.slow
-def test_state_layers_under_the_interpreter(tmp_path):
-    check(tmp_path, "triton_state_checks.py")
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from batchgen.ops.triton.launch import SHARED_MEMORY, Card
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-MORE = quick_or(0.3, 1) if DEVICE.type == "cpu" else 1
+MORE = quick_or(0.2, 1) if DEVICE.type == "cpu" else 1
 # Operands of products in chunks are rounded to the dtype of queries, keys and values.
 DELTA_ERRORS = {torch.float32: 3e-5, torch.bfloat16: 0.02, torch.float16: 3e-3}
 # Kernels are compiled for each of these sizes, which takes seconds on a card.
@@ -193,7 +193,7 @@ def check_delta(
     st.integers(0, 2**20),
 )
 @example([1] * 9, (1, 2), (128, 128), torch.bfloat16, torch.float32, True, 0)
-@example([130, 1, 9, 8, 64], (1, 2), (256, 256), torch.bfloat16, torch.bfloat16, False, 1)
+@example([66, 9] if DEVICE.type == "cpu" else [130, 1, 9, 8, 64], (1, 2), (256, 256), *[torch.bfloat16] * 2, False, 1)
 @example([65, 0, 1, 128], (2, 2), (128, 128), torch.float16, torch.float32, True, 2)
 def test_delta_rule(lengths, heads, dims, dtype, states_dtype, in_place, seed):
     check_delta(lengths, heads, dims, dtype, states_dtype, seed, in_place=in_place)
