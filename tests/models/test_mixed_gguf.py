@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from command_line import invoke
-from model_tables import GGUF_FAMILIES, MIXED_SIZES
+from model_tables import GGUF_FAMILIES, MIXED_SIZES, few_experts
 from tiny_gguf import as_q4_k_m, mixed_types, write_tiny_gguf
 from tiny_models import make_tiny_model
 from tiny_tokenizers import make_tiny_tokenizer
@@ -27,7 +27,7 @@ from batchgen.planner.sizes import group_bytes, group_bytes_of_layers, slot_byte
 
 
 def make(directory, family, kinds=None):
-    model = make_tiny_model(family, directory, **MIXED_SIZES)
+    model = make_tiny_model(family, directory, **MIXED_SIZES, **few_experts(family))
     path = directory / "model.gguf"
     write_tiny_gguf(model, path, tensor_type=kinds or mixed_types(family), tokenizer=make_tiny_tokenizer(directory))
     return resolve_model(str(path))

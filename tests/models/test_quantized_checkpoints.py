@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from command_line import invoke
-from model_tables import DELTA_NETS, FAMILIES, GRANITE_MIXTURES
+from model_tables import DELTA_NETS, FAMILIES, GRANITE_MIXTURES, few_experts
 from quantized_checkpoints import awq, compressed, e4m3, fp8, gptq, pack_quantized, requantize, state
 from safetensors.torch import load_file, save_file
 from thorough import covering
@@ -64,9 +64,7 @@ SCHEMES = {
     ),
 }
 # Rows and columns of two blocks of FP8, the second one not whole; and of whole groups of 64.
-SIZES = {
-    "hidden_size": 192, "intermediate_size": 256, "num_hidden_layers": 2, "num_experts": 4, "num_local_experts": 4,
-}  # fmt: skip
+SIZES = {"hidden_size": 192, "intermediate_size": 256, "num_hidden_layers": 2}
 INNER = {
     "qwen2_moe": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 128},
     "qwen3_moe": {"moe_intermediate_size": 64},
@@ -84,7 +82,7 @@ def make(tmp_path, family, scheme, **sizes):
     overrides = (
         SIZES | INNER.get(family, {}) | ({"ffn_dim": 256, "word_embed_proj_dim": 192} if family == "opt" else {})
     )
-    make_tiny_model(family, path, **overrides | sizes)
+    make_tiny_model(family, path, **few_experts(family) | overrides | sizes)
     requantize(path, scheme, numbers=tmp_path / "numbers")
     return resolve_model(str(path)), resolve_model(str(tmp_path / "numbers"))
 
