@@ -18,6 +18,7 @@ from triton.runtime import JITFunction, driver
 from triton.runtime.jit import create_function_from_signature
 
 from batchgen.ops import triton as triton_kernels
+from batchgen.ops.triton import compile_ahead
 from batchgen.ops.triton.compile_ahead import AbsentCard, all_launches
 from batchgen.ops.triton.launch import SHARED_MEMORY, Card, Launch
 
@@ -84,6 +85,18 @@ def test_every_kernel_is_compiled_ahead():
     card = Card(90, 132, SHARED_MEMORY[90])
     launched = {launch.kernel.fn.__qualname__ for _, launch in all_launches(card, (64,), (4,))}
     assert launched == set(kernels())
+
+
+def test_the_command_compiles_every_kernel_and_all_fit(monkeypatch, capsys):
+    command = ["compile_ahead", "--capability", str(CAPABILITY), "--group", "4", "--head-dim", *map(str, HEAD_DIMS)]
+    monkeypatch.setattr("sys.argv", command)
+    assert compile_ahead.main() == 0
+    told = capsys.readouterr().out
+    assert all(name in told for name in ("_quantize", "_copy_rows", "_draw")) and "TOO LARGE" not in told
+    products = told.count("_attend")
+    assert products == 0 if CAPABILITY == 75 else products >= 8 * len(HEAD_DIMS)
+    assert told.count("_multiply, ") == (0 if CAPABILITY == 75 else 64)
+    assert (told.count("_multiply_packed, ") >= 20) == (told.count("_code_rows, ") > 0) == (CAPABILITY != 75)
 
 
 @pytest.mark.skipif("ABSENT_CUDA" not in os.environ, reason="no C compiler")
