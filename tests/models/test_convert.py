@@ -229,7 +229,8 @@ def killing(function, countdown):
         return function(*args, **kwargs)
     return call
 
-for point in range(0, 1000, int(sys.argv[4])):
+step = int(sys.argv[4])
+for point in range(0, 1000, step):
     child = os.fork()
     if child == 0:
         countdown = [point]
@@ -246,7 +247,7 @@ for point in range(0, 1000, int(sys.argv[4])):
         assert content(target) == expected  # never a store before it is one
     except InputError:
         pass
-    if point // int(sys.argv[4]) % 2:  # once from where it was killed, once through the next kill, too
+    if point // step % 2:  # once from where it was killed, once through the next kill, too
         assert convert(files, target, dtype="float32") == open_store(target)
         assert content(target) == expected, sorted(content(target))
         shutil.rmtree(target)
@@ -257,8 +258,8 @@ print(point)
 
 def test_killed_anywhere_and_run_again(llama, reference, tmp_path):
     """kill -9 before every file that is opened, synced, renamed or removed."""
-    every = str(quick_or(3, 1))  # how many of these moments
-    script = [sys.executable, "-c", KILLED_EVERYWHERE, str(llama.path), str(reference), str(tmp_path / "store"), every]
+    step = str(quick_or(3, 1))  # in `make test` every third of these moments
+    script = [sys.executable, "-c", KILLED_EVERYWHERE, str(llama.path), str(reference), str(tmp_path / "store"), step]
     found = subprocess.run(script, capture_output=True, text=True, env=ENVIRONMENT)
     assert found.returncode == 0, found.stderr
     assert int(found.stdout) > 20

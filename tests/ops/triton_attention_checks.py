@@ -34,7 +34,7 @@ from batchgen.ops.triton import launch as launching
 from batchgen.ops.triton import plan as plans
 from batchgen.planner.sizes import DEVICE_WORKSPACE_BYTES
 
-LONG = quick_or(1500, 3000) if DEVICE.type == "cpu" else 3000
+LONG, LONG_HEADS = quick_or((1500, (4, 1)), (3000, (8, 2))) if DEVICE.type == "cpu" else (3000, (8, 2))
 
 # What kernels are compiled for. On a card that takes seconds for each: a few, and the same ones every time.
 BLOCK_SIZES = [16, 16, 8, 32] if DEVICE.type == "cpu" else [16]
@@ -146,8 +146,7 @@ def test_attention(formats):
 @pytest.mark.parametrize("kv_format", ["float32", "bfloat16", *KV_CODE_BITS])
 def test_a_long_context_is_cut_into_parts_and_put_together(kv_format):
     dtype = torch.float32 if kv_format == "float32" else torch.bfloat16
-    heads = quick_or((4, 1), (8, 2))
-    case = (0, [(1, LONG, False), (1, 1024, False), (1, 1023, False), (1, 0, False)], None, heads, 64, 16, 132, 3)
+    case = (0, [(1, LONG, False), (1, 1024, False), (1, 1023, False), (1, 0, False)], None, LONG_HEADS, 64, 16, 132, 3)
     check_attention(case, dtype, kv_format, 2e-5 if dtype == torch.float32 else 0.01)
 
 
