@@ -158,7 +158,7 @@ def _body_of(row: dict[str, str | None], *urls: str) -> dict[str, Any]:
     if row["method"] != "POST":
         raise RowError(f"method must be POST, not {row['method']!r}")
     if row["url"] not in urls:
-        other = "" if row["url"] != EMBEDDINGS_URL else ": --task embed is for it"
+        other = "" if row["url"] != EMBEDDINGS_URL else ": batchgen run --task embed is for it"
         raise RowError(f"url must be {' or '.join(urls)}, not {row['url']!r}{other}")
     if row["body"] is None:
         raise RowError("body is missing")

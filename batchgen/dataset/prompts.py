@@ -35,6 +35,7 @@ from batchgen.dataset.column_types import (
 )
 from batchgen.dataset.continuations import CompiledContinuations
 from batchgen.dataset.messages import normalize_messages, normalize_tools, without_nulls
+from batchgen.dataset.row_numbers import row_numbers, without_row_numbers
 from batchgen.dataset.sampling_column import RowSampling
 
 Prompt = str | list[int] | list[dict[str, Any]]  # text, token ids, or chat messages with "role" and "content"
@@ -234,6 +235,7 @@ def compile_prompts(
         InputError: A column or variable does not exist, a type is wrong, or a template has a syntax error; the message
             has the line of the error.
     """
+    schema = without_row_numbers(schema)
     if id_column is not None:
         id_type = value_type(schema, id_column, "--id-column")
         if not (is_text(id_type) or pa.types.is_integer(id_type)):
@@ -297,7 +299,7 @@ def rows_to_requests(
 ) -> Iterator[Request]:
     """Yield one Request per row of a batch.
 
-    The id of a request is the row's value in `id_column`, or the row's index where there is no value.
+    The id of a request is the row's value in `id_column`, or the row's number where there is no value.
 
     Args:
         batch: The rows.
@@ -354,7 +356,7 @@ def rows_to_score_requests(
 ) -> Iterator[ScoreRequest]:
     """Yield one ScoreRequest per row of a batch: the prompt is the context, or itself the text to score.
 
-    The id of a request is the row's value in `id_column`, or the row's index where there is no value.
+    The id of a request is the row's value in `id_column`, or the row's number where there is no value.
 
     Args:
         batch: The rows.
@@ -391,17 +393,18 @@ def _rows(
         id_column: Column of the rows' ids.
     """
     bad, names = bad_lines(batch), tuple(dict.fromkeys((*compiled.columns, *more)))
+    numbers = row_numbers(batch, first_row)
     values = {name: _values(batch, name) for name in names}
     ids: deque[str | int] = deque()  # of rows that were read, and whose prompts have not come
     read: deque[dict[str, Any]] = deque()
 
     def rows() -> Iterator[Row]:
         for index in range(batch.num_rows):
-            row_id: str | int = first_row + index
+            row_id: str | int = numbers[index]
             row: Row = {}
             try:
-                if row_id in bad:
-                    raise RowError(bad[row_id])
+                if first_row + index in bad:
+                    raise RowError(bad[first_row + index])
                 if id_column is not None:
                     own = _value(batch, id_column, index)
                     row_id = row_id if own is None else checked_text(own, id_column)

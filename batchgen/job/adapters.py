@@ -17,7 +17,17 @@ from batchgen.core.errors import InputError
 from batchgen.dataset import Dataset
 from batchgen.job.embedding import for_task
 from batchgen.job.joint.jobs import Jobs, files_of, joint_summary, over_rows, run_jobs, write_output
-from batchgen.job.joint.rows import Part, Rows, bad_rows, column, errors_among, merged, rows_among, write_rows
+from batchgen.job.joint.rows import (
+    Part,
+    Rows,
+    bad_rows,
+    column,
+    errors_among,
+    first_row,
+    merged,
+    rows_among,
+    write_rows,
+)
 from batchgen.job.options import JobOptions
 from batchgen.job.run import run_job
 from batchgen.job.source import open_input
@@ -44,12 +54,13 @@ def _run(jobs: Jobs) -> dict[str, Any]:
         if adapter:
             open_checkpoint(for_task(files, jobs.options))
     bad = bad_rows(dataset) if jobs.options.on_bad_line == "skip" else {}
-    parts = []
+    parts, first = [], first_row(dataset)
     for number, (adapter, rows) in enumerate(groups.items(), 1):
         name = f"adapter-{json_sha256(adapter)[:12]}" if adapter else "no-adapter"
         jobs.say(f"adapter {number} of {len(groups)}: {adapter or 'none'}, {len(rows):,} rows")
-        write_rows(jobs.input_of(name), dataset.schema, _rows_of(dataset, rows), errors_among(bad, rows))
-        options = replace(over_rows(jobs.options, jobs.input_of(name)), lora=adapter or None)
+        given = jobs.input_of(name)
+        write_rows(given, dataset.schema, _rows_of(dataset, rows), first + rows, errors_among(bad, rows))
+        options = replace(over_rows(jobs.options, given), lora=adapter or None)
         parts.append(Part(rows, jobs.run(name, options)))
     return _written(jobs, dataset, parts, {adapter or None: len(rows) for adapter, rows in groups.items()})
 

@@ -15,6 +15,7 @@ from batchgen.core.request import PLAIN_CHAT, ChatOptions, Request, ScoreRequest
 from batchgen.core.units import parse_shard
 from batchgen.dataset import Dataset, open_dataset
 from batchgen.dataset.continuations import ContinuationSpec
+from batchgen.dataset.row_numbers import ROW_NUMBERS
 from batchgen.job.default_output import default_output
 from batchgen.job.earlier_rows import earlier_fingerprint
 from batchgen.job.options import CLASSIFY, EMBED, GENERATE, OF_VECTORS, RERANK, SCORE
@@ -168,7 +169,7 @@ class RequestSource:
             start_row: Number of the row to begin at.
             batch_rows: The most rows of a record batch.
         """
-        return self.dataset.batches(start_row, batch_rows, self.reads)
+        return self.dataset.batches(start_row, batch_rows, self.reads | {ROW_NUMBERS})
 
     def requests(self, done: DoneRows) -> Iterator[Request | ScoreRequest]:
         """The requests of all rows that are not in `done`, each with the number of its row."""

@@ -61,6 +61,28 @@ def test_each_row_has_the_text_of_its_own_adapter(adapted, rows, tmp_path):
     assert counts == {first: 3, None: 2, second: 2}
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"shard": "1/2"}, {"prompt_template": "{{ row }}"}, {"id_column": "id"}], ids=str
+)
+def test_a_row_has_the_same_sample_whichever_rows_are_beside_it(adapted, tmp_path, options):
+    base, *adapters = adapted
+    ids = pa.array([None, *map(str, range(1, 12))])  # one has none
+    table = pa.table({"prompt": ["same"] * 12, "id": ids, "adapter": [None, *adapters] * 4})
+    options = OPTIONS | {"temperature": 1.0, "seed": 3, **options}
+    if "prompt_template" in options:
+        del options["prompt_column"]
+    texts = {}
+    for adapter in (None, *adapters):
+        batchgen.run(base, table, tmp_path / f"{len(texts)}.parquet", lora=adapter, **options)
+        texts[adapter] = pq.read_table(tmp_path / f"{len(texts)}.parquet")["text"].to_pylist()
+    batchgen.run(base, table, tmp_path / "out.parquet", lora_column="adapter", **options)
+    output = pq.read_table(tmp_path / "out.parquet")
+    assert output.column_names[:4] == ["prompt", "id", "adapter", "text"]
+    names = output["adapter"].to_pylist()
+    assert output["text"].to_pylist() == [texts[name][row] for row, name in enumerate(names)]
+    assert len(set(texts[None])) > 3  # draws differ from row to row
+
+
 @pytest.mark.parametrize("stopped_in", [1, 2, 3])
 def test_an_interrupted_job_goes_on_to_the_same_output(adapted, rows, tmp_path, monkeypatch, stopped_in):
     options = OPTIONS | {"lora_column": "adapter"}

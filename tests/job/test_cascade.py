@@ -1,7 +1,10 @@
 """Cascades: the promise holds for any confidences, and no row is lost, wherever a job stops."""
 
+import errno
 import json
 import math
+import os
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise, product
 
@@ -14,7 +17,8 @@ from thorough import covering, quick_or
 from tiny_models import make_tiny_model
 
 import batchgen
-from batchgen.core.errors import InputError, TooManyFailed
+from batchgen.core import atomic_file
+from batchgen.core.errors import BatchgenError, InputError, TooManyFailed
 from batchgen.job.cascade import bound
 from batchgen.job.cascade.answers import AnswerColumns
 from batchgen.job.cascade.bound import OneChoice, Target, choose_threshold, draw_rows, is_below
@@ -146,12 +150,35 @@ def test_a_test_of_a_mean_is_wrong_as_rarely_as_it_says():
 
 def test_weights_of_draws_give_the_mean_over_all_rows():
     rng = np.random.default_rng(5)
-    confidences = rng.random(500)
+    confidences = rng.random(50_000)
     confidences[::7] = -1.0  # rows without an answer
-    values = rng.random(500)
+    values = rng.random(50_000)
     draws = draw_rows(confidences, 200_000, seed=1)
     assert np.mean(draws.weights * values[draws.rows]) == pytest.approx(values.mean(), rel=0.01)
     assert draws.weights.max() <= draws.most_weight <= 2.0
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 1 << 16])
+def test_rows_are_drawn_until_all_are_drawn_and_more_draws_begin_with_the_same_ones(monkeypatch, at_once):
+    monkeypatch.setattr(bound, "_DRAWS_AT_ONCE", at_once)
+    confidences = np.random.default_rng(7).random(100)
+    draws = draw_rows(confidences, 10**12, seed=3)
+    *before, last = draws.rows.tolist()
+    assert set(before) == set(range(100)) - {last}
+    for count in (1, 20, len(before), len(draws.rows), len(draws.rows) + 5):
+        fewer = draw_rows(confidences, count, seed=3)
+        assert fewer.rows.tolist() == draws.rows[:count].tolist()
+        assert fewer.weights.tolist() == draws.weights[:count].tolist()
+
+
+def test_a_test_of_a_mean_says_the_same_however_many_draws_it_takes_at_once(monkeypatch):
+    rng = np.random.default_rng(8)
+    losses = [(rng.random(size) < chance) * rng.random(size) * 2 for size in (1, 8, 200, 600) for chance in (0, 0.05)]
+    said = []
+    for at_once in (1, 7, 1 << 16):
+        monkeypatch.setattr(bound, "_DRAWS_AT_ONCE", at_once)
+        said.append([is_below(each, 0.05, 0.05, 2.0) for each in losses])
+    assert said[0] == said[1] == said[2] and len(set(said[0])) == 2
 
 
 def test_json_answers_agree_in_values_not_in_their_spelling():
@@ -166,6 +193,26 @@ def test_json_answers_agree_in_values_not_in_their_spelling():
     )
     assert columns.agree(answer, same) and columns.agree(answer, near) and not columns.agree(answer, other)
     assert not replace(columns, within=0.0).agree(answer, near)
+
+
+@pytest.mark.parametrize(
+    ("answer", "other", "agrees"),
+    [
+        ("1" + "0" * 400, "1.5", False),
+        ("1" + "0" * 400, "1" + "0" * 400, True),
+        ("9" * 5000, "9" * 5000, True),  # as texts: Python reads no such number
+        ("1e999", "1e999", True),
+        ("1e999", "-1e999", False),
+        ("[" * 700 + "]" * 700, "[" * 700 + " ]" + "]" * 699, False),  # as texts
+        ("[" * 200 + "]" * 200, "[" * 200 + " ]" + "]" * 199, True),
+        ("[" * 100_000, "[" * 100_000, True),
+    ],
+    ids=lambda value: str(value)[:8],
+)
+def test_json_answers_of_any_size_and_depth_are_compared(answer, other, agrees):
+    columns = AnswerColumns("", scores=False, is_json=True, within=1.0)
+    answers = columns.answers(pa.table({"text": [answer, other], "error": pa.nulls(2, pa.string())}))
+    assert columns.agree(*answers) is agrees
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +262,20 @@ def test_each_row_has_the_answer_of_the_model_that_the_output_names(models, rows
     assert agreeing >= 0.6 * 60
 
 
+@pytest.mark.parametrize("shard", [None, "1/2"])
+def test_a_row_has_the_sample_that_each_model_alone_would_have_drawn(models, rows, tmp_path, shard):
+    options = GENERATED | {"temperature": 1.0, "seed": 5, "shard": shard}
+    batchgen.run(models[1], rows, tmp_path / "out.parquet", cascade=models[0], cascade_sample=10, **options)
+    texts = {}
+    for number, model in enumerate(models):
+        batchgen.run(model, rows, tmp_path / f"{number}.parquet", **options)
+        texts[model] = pq.read_table(tmp_path / f"{number}.parquet")["text"].to_pylist()
+    output = pq.read_table(tmp_path / "out.parquet")
+    names = output["answered_by"].to_pylist()
+    assert output["text"].to_pylist() == [texts[name][row] for row, name in enumerate(names)]
+    assert len({text for row, text in enumerate(texts[models[1]]) if names[row] == models[1]}) == 2
+
+
 def test_a_cascade_of_a_model_with_itself_passes_on_the_sample_alone(models, rows, tmp_path):
     report = batchgen.run(models[0], rows, tmp_path / "out.jsonl", cascade=models[0], cascade_sample=200, **SCORED)
     of = report["cascade"]
@@ -257,6 +318,29 @@ def test_an_interrupted_cascade_goes_on_to_the_same_output(models, rows, whole, 
     assert again["state"] == "already complete" and again["rows"] == 60
 
 
+@pytest.mark.parametrize("full_at", ["draws.json", "sample", "rest", "out.parquet"])
+def test_a_disk_that_is_full_while_jobs_share_an_output_is_said_of_the_output(
+    models, rows, whole, tmp_path, monkeypatch, full_at
+):
+    output, options = tmp_path / "out.parquet", STOPPED | {"cascade": models[0]}
+    real = atomic_file.staged
+
+    @contextmanager
+    def filling(path, *rest):
+        with real(path, *rest) as file:
+            yield file
+            if path.name.startswith(full_at) and path.name.endswith((".json.tmp", ".parquet.tmp")):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as a write does, without a name
+
+    with monkeypatch.context() as patch, pytest.raises(BatchgenError) as full:
+        patch.setattr(atomic_file, "staged", filling)
+        batchgen.run(models[1], rows, output, **options)
+    said = f"cannot write {output}: No space left on device: free space and run the same command again"
+    assert str(full.value) == said and not list(tmp_path.rglob("*.tmp"))
+    batchgen.run(models[1], rows, output, **options)
+    assert output.read_bytes() == whole.read_bytes()
+
+
 @pytest.mark.parametrize(
     ("draws", "agrees"),
     covering(product([20, None], [(0.2, 0.6), (0.6, 0.2), (0.2, 0.6, 0.2, 0.5)]), 3, "another promise"),
@@ -273,7 +357,16 @@ def test_another_promise_reuses_the_answers_of_the_small_model_and_of_the_sample
     of, names = reports[-1]["cascade"], pq.read_table(tmp_path / "out.parquet")["answered_by"].to_pylist()
     assert of["agree"] == agrees[-1] and names.count(large) == of["large_rows"]
     assert of["sampled_rows"] == sum(job["rows"] for job in answered[-1].values())
-    assert of["draws"] == draws or of["draws"] == max(Target(each, 0.95).default_draws(60) for each in agrees)
+    most = draws or max(Target(each, 0.95).default_draws(60) for each in agrees)
+    assert of["draws"] == most or (of["draws"] < most and of["sampled_rows"] == 60)
+
+
+def test_a_sample_of_far_more_draws_than_rows_has_all_rows_and_is_taken_again(models, rows, tmp_path):
+    options = SCORED | {"cascade": models[0], "cascade_sample": 10**12}
+    for agree, state in ((0.5, "complete"), (0.9, "already complete")):
+        report = batchgen.run(models[1], rows, tmp_path / "out.parquet", agree=agree, **options)
+        (sample,) = (job for name, job in report["jobs"].items() if name.startswith("sample"))
+        assert report["cascade"]["sampled_rows"] == sample["rows"] == 60 and sample["state"] == state
 
 
 def test_another_choice_of_a_promise_has_a_sample_of_its_own(models, rows, tmp_path):
@@ -367,6 +460,17 @@ def test_a_column_of_the_input_keeps_the_name_that_a_column_about_the_models_wou
     table = pq.read_table(output)
     assert table.select(given.column_names).equals(given)
     assert set(table["cascade2_answered_by"].to_pylist()) <= set(models) and "cascade2_confidence" in table.column_names
+
+
+@pytest.mark.parametrize("name", ["logprobs", "reasoning", "text"])
+def test_a_column_of_the_input_that_one_model_would_name_alike_gives_both_models_a_prefix(models, rows, tmp_path, name):
+    given = pq.read_table(rows).append_column(name, pa.array(["own"] * 60))
+    pq.write_table(given, tmp_path / "in.parquet")
+    options = GENERATED | {"cascade": models[0], "cascade_sample": 20}
+    batchgen.run(models[1], tmp_path / "in.parquet", tmp_path / "out.parquet", **options)
+    table = pq.read_table(tmp_path / "out.parquet")
+    assert table.select(given.column_names).equals(given)
+    assert set(table["gen_text"].to_pylist()) <= {"yes", "no"} and "text" not in {*table.column_names} - {name}
 
 
 def test_an_output_of_another_job_is_not_replaced(models, rows, tmp_path):

@@ -6,7 +6,6 @@ It need not be calibrated: the cascade's threshold is bounded for any numbers.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchgen.core.typed_json import check_nesting, parse_json
 from batchgen.job.cascade.bound import Floats
 from batchgen.job.options import JobOptions
 
@@ -84,8 +84,10 @@ class AnswerColumns:
         if not self.is_json:
             return value
         try:
-            return json.loads(value)
-        except ValueError:  # cut at --max-tokens
+            answer = parse_json(value)
+            check_nesting(answer, value)
+            return answer
+        except ValueError:  # cut at --max-tokens, or nested too deeply to be compared
             return value
 
     def _errors(self, rows: pa.Table) -> list[str | None]:
@@ -102,12 +104,19 @@ def _largest_share(logprobs: list[float]) -> float:
     return 1.0 / sum(math.exp(value - best) for value in known)
 
 
+def _differ_by(value: float, other: float) -> float:
+    try:
+        return abs(value - other)
+    except OverflowError:  # of an integer that is larger than any float
+        return math.inf
+
+
 def _same(value: Any, other: Any, within: float) -> bool:
     numbers = (int, float)
     if isinstance(value, bool) or isinstance(other, bool):
         return value is other
     if isinstance(value, numbers) and isinstance(other, numbers):
-        return abs(value - other) <= within
+        return value == other or _differ_by(value, other) <= within
     if isinstance(value, dict) and isinstance(other, dict):
         return value.keys() == other.keys() and all(_same(value[key], other[key], within) for key in value)
     if isinstance(value, list) and isinstance(other, list):

@@ -40,6 +40,7 @@ from batchgen.job.joint.rows import (
     bad_rows,
     column,
     errors_among,
+    first_row,
     merged,
     rows_at,
     tables,
@@ -47,7 +48,8 @@ from batchgen.job.joint.rows import (
 )
 from batchgen.job.options import JobOptions
 from batchgen.job.run import run_job
-from batchgen.job.source import open_input
+from batchgen.job.source import generated_columns, open_input
+from batchgen.output.join import output_prefix
 
 _OF_MODELS = {"answered_by": pa.string(), "confidence": pa.float64()}  # columns about the two models
 SMALL, SAMPLE, REST = "small", "sample", "rest"  # names of jobs, the last two with a digest of their rows
@@ -64,6 +66,7 @@ class _Small:
         confidences: Its confidence in each row. [rows]
         chosen: True for each row to which it gives the choice that the promise is about; None: all rows. [rows]
         bad: The errors of invalid lines of the input, by the line's row.
+        first_row: Number of the first row in the whole input.
     """
 
     path: Path
@@ -72,6 +75,7 @@ class _Small:
     confidences: Floats
     chosen: Bools | None
     bad: dict[int, str]
+    first_row: int
 
     @property
     def input_schema(self) -> pa.Schema:
@@ -88,7 +92,8 @@ def run_cascade(options: JobOptions) -> dict[str, Any]:
 
 def _run(jobs: Jobs) -> dict[str, Any]:
     """Run all jobs and write the output; returns what the report says of them."""
-    options = jobs.options
+    options = replace(jobs.options, output_prefix=_prefix(jobs.options))
+    jobs = replace(jobs, options=options)
     small = _small(jobs)
     rows = len(small.confidences)
     if not rows:
@@ -105,6 +110,18 @@ def _run(jobs: Jobs) -> dict[str, Any]:
     return _written(jobs, small, parts, threshold, draws)
 
 
+def _prefix(options: JobOptions) -> str:
+    """The prefix of the answers' columns, where the input may have a name that only one of the models gives a column.
+
+    Raises:
+        InputError: The input already has a name with the prefix that the user chose.
+    """
+    if options.task != "generate":
+        return options.output_prefix
+    columns = replace(generated_columns(_small_options(options)), reasoning=options.reasoning_column)
+    return output_prefix(open_input(options).schema, columns, options.output_prefix)
+
+
 def _small(jobs: Jobs) -> _Small:
     """Run the small model's job."""
     path = jobs.run(SMALL, _small_options(jobs.options))
@@ -116,8 +133,9 @@ def _small(jobs: Jobs) -> _Small:
         answers = (answer == wanted for _, table in tables(path) for answer in columns.answers(table))
         chosen = np.fromiter(answers, bool)
     of_input = tuple(name for name in pq.read_schema(path).names if name not in set(added))
-    bad = bad_rows(open_input(jobs.options)) if jobs.options.on_bad_line == "skip" else {}
-    return _Small(path, columns, of_input, confidences, chosen, bad)
+    dataset = open_input(jobs.options)
+    bad = bad_rows(dataset) if jobs.options.on_bad_line == "skip" else {}
+    return _Small(path, columns, of_input, confidences, chosen, bad, first_row(dataset))
 
 
 def _wanted(options: JobOptions) -> Any:
@@ -141,7 +159,8 @@ def _large(jobs: Jobs, small: _Small, kind: str, rows: Rows) -> Part:
     """Run a job of the large model over some rows. kind: `SAMPLE` or `REST`."""
     name = f"{kind}-{hashlib.sha256(rows.tobytes()).hexdigest()[:8]}"
     given = jobs.input_of(name)
-    write_rows(given, small.input_schema, rows_at(small.path, rows), errors_among(small.bad, rows))
+    of_input, numbers = rows_at(small.path, rows), small.first_row + rows
+    write_rows(given, small.input_schema, of_input, numbers, errors_among(small.bad, rows))
     return Part(rows, jobs.run(name, over_rows(jobs.options, given)))
 
 
@@ -162,7 +181,7 @@ def _draws(jobs: Jobs, small: _Small) -> tuple[Draws, list[Rows]]:
         begun = counts and kept["rows"] == draws.rows[: counts[-1]].tolist()
         kept = {
             "asked": asked,
-            "counts": [*counts, count] if begun else [count],
+            "counts": sorted({*(counts if begun else ()), len(draws.rows)}),
             "rows": draws.rows.tolist(),
             "weights": draws.weights.tolist(),
             "most_weight": draws.most_weight,

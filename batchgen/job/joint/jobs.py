@@ -213,7 +213,7 @@ def _locked(jobs: Jobs) -> Iterator[None]:
                     path.unlink()
         yield
     except OSError as error:
-        raise storage_error(error, f"write {error.filename or directory}") from error
+        raise storage_error(error, f"write {jobs.output}") from error
     finally:
         os.close(lock)
 

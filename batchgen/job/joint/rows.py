@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from batchgen.core.atomic_file import written_atomically
 from batchgen.dataset import Dataset
 from batchgen.dataset.bad_lines import bad_lines, schema_with_bad_lines
+from batchgen.dataset.row_numbers import schema_with_row_numbers, with_row_numbers
 from batchgen.output.formats import FORMATS
 
 Rows = npt.NDArray[np.int64]
@@ -95,21 +96,34 @@ def errors_among(errors: Mapping[int, str], rows: Rows) -> dict[int, str]:
     return {at: errors[number] for number, at in places.items() if at < len(rows) and rows[at] == number}
 
 
-def write_rows(target: Path, schema: pa.Schema, taken: Iterable[pa.Table], errors: Mapping[int, str]) -> None:
-    """Write tables into a Parquet file, atomically.
+def first_row(dataset: Dataset) -> int:
+    """The number of the first row of a dataset in the whole input: 0, but for a later part of `--shard`."""
+    return next((first for first, _ in dataset.batches(0, 1)), 0)
+
+
+def write_rows(
+    target: Path, schema: pa.Schema, taken: Iterable[pa.Table], numbers: Rows, errors: Mapping[int, str]
+) -> None:
+    """Write some rows of an input into a Parquet file, atomically.
 
     Args:
         target: The file.
         schema: The columns to write.
-        taken: The tables, which may have more columns.
+        taken: Tables with the rows, which may have more columns.
+        numbers: Numbers of the rows in the whole input.
         errors: The errors of invalid lines of the input, by the place of the line's row in the file.
     """
     schema = schema_with_bad_lines(schema, errors)
-    batches = (
-        batch for table in taken for batch in table.select(schema.names).cast(schema).combine_chunks().to_batches()
-    )
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        written = 0
+        for table in taken:
+            for batch in table.select(schema.names).cast(schema).combine_chunks().to_batches():
+                yield with_row_numbers(batch, numbers[written : written + batch.num_rows])
+                written += batch.num_rows
+
     with written_atomically(target) as file:
-        FORMATS[".parquet"](file, schema, batches)
+        FORMATS[".parquet"](file, schema_with_row_numbers(schema), batches())
 
 
 class _Reader:
