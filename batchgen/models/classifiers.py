@@ -15,7 +15,7 @@ from batchgen.models.config import ModelConfig
 from batchgen.models.families import ROBERTAS, TYPED_PAIRS
 from batchgen.models.files import ModelFiles, weight_tensors
 from batchgen.models.hf.config_files import read_json_object
-from batchgen.models.lora import ROOT, Lora, read_lora, within_text_model
+from batchgen.models.lora import MERGE, OUTPUT, Lora, read_lora, within_text_model
 from batchgen.models.pooling import (
     Dense,
     LabelFunction,
@@ -162,18 +162,31 @@ def _of_cross_encoder(files: ModelFiles, purpose: Purpose, kinds: list[str]) -> 
     return read_transformer(modules[0].place, purpose)
 
 
-def adapted(layer: Dense, adapter: Lora) -> Dense:
+def adapted(layer: Dense, adapter: Lora, name: str | None = None) -> Dense:
     """A layer of a head with what an adapter adds to it, or the layer that takes its place (`modules_to_save`).
 
+    Args:
+        layer: The layer.
+        adapter: The adapter.
+        name: Name of the layer in the model; None: that of its tensors.
+
     Raises:
-        InputError: The addition is one to a matrix of another shape.
+        InputError: The addition is one to a matrix of another shape, or the other layer has another shape.
     """
-    module = within_text_model(layer.prefix.removesuffix("."))
-    if f"{module}.weight" in adapter.replaced:
-        layer = replace(layer, weights=adapter.replaced[f"{module}.weight"].path, prefix=ROOT + layer.prefix)
+    module = within_text_model(name or layer.prefix.removesuffix("."))
+    stored = read_safetensors_header(layer.weights)[f"{layer.prefix}weight"].shape
+    if (other := adapter.replaced.get(f"{module}.weight")) is not None:
+        if other.shape[1:] != stored[1:] or (layer.rows and other.shape != stored):
+            raise InputError(
+                f"{adapter.path} has a {module} of {list(other.shape)}, which is {list(stored)} in this model: give the"
+                " model that the adapter was trained on"
+            )
+        in_file = next(
+            each for each, info in read_safetensors_header(other.path).items() if info.offset == other.offset
+        )
+        layer, stored = replace(layer, weights=other.path, prefix=in_file.removesuffix("weight")), other.shape
     if (delta := adapter.deltas.get(module)) is None:
         return layer
-    stored = read_safetensors_header(layer.weights)[f"{layer.prefix}weight"].shape
     shapes = delta.b[1].shape, delta.a[1].shape
     if shapes != ((stored[0], delta.rank), (delta.rank, *stored[1:])):
         raise InputError(
@@ -183,10 +196,21 @@ def adapted(layer: Dense, adapter: Lora) -> Dense:
     return replace(layer, added=delta)
 
 
+def refuse_tied(adapter: Lora, embedding: str) -> None:
+    """Raise InputError if an adapter changes an embedding that the model ties to its output matrix.
+
+    Args:
+        adapter: The adapter.
+        embedding: Name of the embedding in the model.
+    """
+    if {within_text_model(embedding), within_text_model(f"{embedding}.weight")} & {*adapter.deltas, *adapter.replaced}:
+        raise InputError(f"{adapter.path} changes the embedding, which this model ties to its output matrix: {MERGE}")
+
+
 def head_modules(family: str) -> set[str]:
-    """Names, as in an adapter, of the layers of a classifier's head, which are no layers of the model."""
+    """Names, as in an adapter, of the layers after the hidden states, which no model of hidden states has."""
     layers = _modernbert_head({}) if family == "modernbert" else _ENCODER_HEADS.get(family, _DECODER_HEAD)
-    return {within_text_model(prefix.removesuffix(".")) for prefix, _ in layers}
+    return {OUTPUT, *(within_text_model(prefix.removesuffix(".")) for prefix, _ in layers)}
 
 
 def _modernbert_head(stated: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
@@ -236,9 +260,14 @@ def read_reranker(
     rows = tuple(token for token in ids if token is not None)
     stated = _instruction_of_files(files, rows)
     tensors = weight_tensors(files)
-    ends = ("lm_head.", "model.embed_tokens.", "embed_tokens.")
+    ends = (f"{OUTPUT}.", "model.embed_tokens.", "embed_tokens.")
     prefix = next((end for end in ends if f"{end}weight" in tensors), ends[1])
     dense = Dense(_path(tensors, f"{prefix}weight", files), prefix, rows=rows)
+    if files.lora is not None:
+        adapter = read_lora(files.lora)
+        if prefix != ends[0]:
+            refuse_tied(adapter, prefix.removesuffix("."))
+        dense = adapted(dense, adapter, OUTPUT)
     before = _BEFORE.format(instruction or stated or _USUAL_INSTRUCTION)
     return VectorSpec(
         "last",

@@ -25,6 +25,7 @@ from batchgen.models.tensor_files.headers import TensorInfo, read_safetensors_he
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"  # of PEFT before 0.7
 ROOT = "base_model.model."  # of every name in the file
+OUTPUT = "lm_head"
 # What class a model was trained in decides where its text model is: names count from there.
 _PREFIXES = (
     "model.language_model.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from batchgen.core.errors import InputError
-from batchgen.models.classifiers import head_modules
+from batchgen.models.classifiers import head_modules, refuse_tied
 from batchgen.models.config import ModelConfig
 from batchgen.models.families import GRANITE_MIXTURES
 from batchgen.models.formats import fused_experts
@@ -19,7 +19,7 @@ from batchgen.models.formats.base import Change, StoredPart
 from batchgen.models.formats.numbers import Numbers
 from batchgen.models.hf.tensor_names import tensor_names
 from batchgen.models.layouts import Part, all_parts
-from batchgen.models.lora import DOWN, GATE_UP, MERGE, Delta, Lora
+from batchgen.models.lora import DOWN, GATE_UP, MERGE, OUTPUT, Delta, Lora
 from batchgen.models.tensor_files.reading import check_stored, read_numbers
 
 _STRIPE_VALUES = 1 << 20
@@ -47,7 +47,7 @@ def merging(config: ModelConfig, lora: Lora, *, unfused: bool) -> Change:
     Raises:
         InputError: The adapter is for another model.
     """
-    names = tensor_names(config) | {"lm_head": "lm_head"}
+    names = tensor_names(config) | {OUTPUT: OUTPUT}
     if (router := _ROUTERS.get(config.family)) is not None:
         lora = replace(lora, deltas=_renamed(lora.deltas, router, names["router"], config.num_layers))
 
@@ -84,7 +84,7 @@ def merging(config: ModelConfig, lora: Lora, *, unfused: bool) -> Change:
     changed = {(module, "weight") for module in lora.deltas} | {
         (module, suffix) for module, _, suffix in (name.rpartition(".") for name in lora.replaced)
     }
-    if config.hidden_output:  # `read_classifier` reads them
+    if config.hidden_output:  # `models/classifiers.py` reads them
         of_head = head_modules(config.family)
         changed = {(module, suffix) for module, suffix in changed if module not in of_head}
     otherwise = {(module, suffix) for module, suffix in changed if unfused and "linear_attn." in module}
@@ -98,8 +98,8 @@ def merging(config: ModelConfig, lora: Lora, *, unfused: bool) -> Change:
             f"{lora.path} changes {missing[0]}, and this model has no such matrix of its own: give the model that the"
             f" adapter was trained on; if it is that, {MERGE}"
         )
-    if config.tied_embeddings and any(module == names["embed"] for module, _ in changed):
-        raise InputError(f"{lora.path} changes the embedding, which this model ties to its output matrix: {MERGE}")
+    if config.tied_embeddings and not config.hidden_output:
+        refuse_tied(lora, names["embed"])
     return change
 
 
@@ -223,10 +223,19 @@ class _MergedExperts(StoredPart):
         return {"gate": gate, "up": up, "gate_up": torch.cat((gate, up))}[self.matrices.role]
 
 
-def add_delta(out: Tensor, delta: Delta) -> None:
-    """Add to a matrix what an adapter adds to it. Raises InputError where that is not finite."""
+def add_delta(out: Tensor, delta: Delta, rows: Sequence[int] = ()) -> None:
+    """Add to a matrix what an adapter adds to it.
+
+    Args:
+        out: The matrix, or some of its rows.
+        delta: The addition to the whole matrix.
+        rows: Numbers of the rows that `out` has; empty: all.
+
+    Raises:
+        InputError: The addition is not finite.
+    """
     a, b = _factors(delta)
-    _add_product(out, b, a, delta.factor)
+    _add_product(out, b[list(rows)] if rows else b, a, delta.factor)
 
 
 def _factors(delta: Delta) -> tuple[Tensor, Tensor]:

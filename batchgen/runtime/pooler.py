@@ -125,7 +125,7 @@ class _Layer:
 
         self._weight, self._bias = needed(f"{dense.prefix}weight", dense.rows), read(f"{dense.prefix}bias", dense.rows)
         if dense.added is not None:
-            add_delta(self._weight, dense.added)
+            add_delta(self._weight, dense.added, dense.rows)
         self._norm = needed(f"{dense.norm}weight") if dense.norm else None
 
     def __call__(self, x: Tensor) -> Tensor:

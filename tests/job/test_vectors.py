@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from command_line import invoke
 from lora_adapters import save_adapter
+from model_tables import VOCAB_SIZE
 from safetensors.torch import load_file, save_file
 from thorough import covering
 from tiny_encoders import (
@@ -543,24 +544,73 @@ def test_a_decoder_of_another_family_is_no_reranker(tiny_models, tmp_path, famil
         run(tmp_path, {"query": ["Which day?"], "document": ["Monday."]}, "rerank")
 
 
-def test_a_decoder_reranks_by_its_answers_yes_and_no(tiny_models, tmp_path):
-    path, model = tiny_models("qwen3")
-    ids = make_reranker(path, tmp_path)
-    file = tmp_path / "tokenizer.json"
-    table = run(tmp_path, {"query": ["Which day?", "Fish?"], "document": ["Monday.", "Onions."]}, "rerank")
-    for query, document, score in zip(
-        *(table[name].to_pylist() for name in ("query", "document", "score")), strict=True
-    ):
+PAIRS = {"query": ["Which day?", "Fish?"], "document": ["Monday.", "Onions."]}
+
+
+def scores_by(model, folder, ids):
+    """The scores of `PAIRS` by a decoder of transformers. ids: token ids of the answers, in a tokenizer of a folder."""
+    for query, document in zip(*PAIRS.values(), strict=True):
         text = (
             "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct"
             ' provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: Given'
             f" a web search query, retrieve relevant passages that answer the query\n<Query>: {query}\n<Document>:"
             f" {document}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
         )
-        token_ids = Tokenizer.from_file(str(file)).encode(text).ids
+        token_ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
         with torch.inference_mode():
             logits = model(torch.tensor([token_ids])).logits[0, -1]
-        assert abs(logits[[ids["no"], ids["yes"]]].softmax(0)[1].item() - score) < CLOSE
+        yield logits[[ids["no"], ids["yes"]]].softmax(0)[1].item()
+
+
+def test_a_decoder_reranks_by_its_answers_yes_and_no(tiny_models, tmp_path):
+    path, model = tiny_models("qwen3")
+    ids = make_reranker(path, tmp_path)
+    assert run(tmp_path, PAIRS, "rerank")["score"].to_pylist() == pytest.approx([*scores_by(model, tmp_path, ids)])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": ["lm_head", "q_proj"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    ],
+    ids=str,
+)
+def test_scores_of_an_adapted_decoder_are_those_of_the_model_with_its_adapter(tiny_models, tmp_path, tied, fields):
+    path, model = tiny_models("qwen3", tie_word_embeddings=tied)
+    ids = make_reranker(path, tmp_path / "base")
+    adapted = save_adapter(model, tmp_path / "lora", **fields).eval()
+    if tied and "embed_tokens" in fields.get("modules_to_save", ()):
+        with pytest.raises(InputError, match="changes the embedding, which this model ties to its output matrix"):
+            run(tmp_path / "base", PAIRS, "rerank", lora=str(tmp_path / "lora"))
+        return
+    found = run(tmp_path / "base", PAIRS, "rerank", lora=str(tmp_path / "lora"))["score"].to_pylist()
+    assert found == pytest.approx([*scores_by(adapted, tmp_path / "base", ids)], abs=CLOSE)
+    assert found != pytest.approx(run(tmp_path / "base", PAIRS, "rerank")["score"].to_pylist(), abs=CLOSE)
+
+
+@pytest.mark.parametrize("fields", [{"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}], ids=str)
+def test_an_adapter_of_a_reranker_of_another_size_is_refused(tiny_models, tmp_path, fields):
+    make_reranker(tiny_models("qwen3", tie_word_embeddings=False)[0], tmp_path / "base")
+    other = tiny_models("qwen3", tie_word_embeddings=False, vocab_size=VOCAB_SIZE + 64)[1]
+    save_adapter(other, tmp_path / "lora", **{"target_modules": ["q_proj"], **fields})
+    with pytest.raises(InputError, match=r"lm_head.* in this model: give the model that the adapter was trained on"):
+        run(tmp_path / "base", PAIRS, "rerank", lora=str(tmp_path / "lora"))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_vectors_of_an_adapted_decoder_are_those_of_its_embedding_and_without_its_output_matrix(
+    tiny_models, tmp_path, tied
+):
+    path, model = tiny_models("qwen3", tie_word_embeddings=tied)
+    fields = {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["embed_tokens"]}
+    adapted = save_adapter(model, tmp_path / "lora", **fields).eval()
+    rows = texts(3)
+    wanted = [F.normalize(hidden_of(adapted.base_model.model.model, path, text)[-1], dim=0) for text in rows]
+    found = vectors(run(path, rows, lora=str(tmp_path / "lora"), pooling="last"))
+    assert np.abs(found - torch.stack(wanted).numpy()).max() < CLOSE
 
 
 @pytest.mark.parametrize(
