@@ -13,8 +13,10 @@ import json
 import logging
 import resource
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, MutableMapping
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from aiohttp import BodyPartReader, web
 
@@ -57,6 +59,7 @@ class Endpoint:
             raise InputError(f"--port must be between 0 and 65535, not {port}")
         self._storage, self._worker, self._model = storage, worker, model
         self._key = storage.key().encode()
+        self._strangers: WeakKeyDictionary[asyncio.BaseTransport, None] = WeakKeyDictionary()  # the oldest first
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="batchgen-http", daemon=True)
         self._thread.start()
@@ -109,7 +112,8 @@ class Endpoint:
         handlers, most = runner.server, _most_connections()
         assert handlers is not None, "the runner is set up"
         try:
-            server = await asyncio.get_running_loop().create_server(lambda: _Door(handlers, most), HOST, port)
+            door = partial(_Door, handlers, most, self._strangers)
+            server = await asyncio.get_running_loop().create_server(door, HOST, port)
         except OSError:
             await runner.cleanup()
             raise
@@ -124,6 +128,8 @@ class Endpoint:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         if not hmac.compare_digest(given.encode(errors="surrogateescape"), self._key):
             return _error(401, "the key is wrong: it is in the file api_key of the server's --directory")
+        if request.transport is not None:
+            self._strangers.pop(request.transport, None)
         try:
             return await handler(request)
         except _Refused as refused:
@@ -254,17 +260,31 @@ class _Refused(Exception):
 
 
 class _Door(asyncio.Protocol):
-    """Lets a connection in, unless there are too many: anybody on this machine may connect, and jobs open files."""
+    """Lets a connection in, in place of another where there are too many: anybody on this machine may connect.
 
-    def __init__(self, handlers: web.Server, most: int) -> None:
-        self._handlers, self._most = handlers, most
+    Jobs open files too, so connections may not have all of them. Clients that have given the key keep theirs.
+    """
+
+    def __init__(self, handlers: web.Server, most: int, strangers: MutableMapping[asyncio.BaseTransport, None]) -> None:
+        """Wait for the connection.
+
+        Args:
+            handlers: Maker of handlers.
+            most: The most connections at a time.
+            strangers: Connections that have not given the key, the oldest first.
+        """
+        self._handlers, self._most, self._strangers = handlers, most, strangers
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Give the connection to a handler, or end it."""
         assert isinstance(transport, asyncio.Transport), "it is one of TCP"
         if len(self._handlers.connections) >= self._most:
-            transport.abort()
-            return
+            oldest = next((each for each in self._strangers if not each.is_closing()), transport)
+            assert isinstance(oldest, asyncio.Transport), "it is one of TCP"
+            oldest.abort()
+            if oldest is transport:
+                return
+        self._strangers[transport] = None
         handler = self._handlers()
         transport.set_protocol(handler)
         handler.connection_made(transport)

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from batchgen.core.atomic_file import write_atomically
+from batchgen.core.atomic_file import storage_error, write_atomically
 from batchgen.core.errors import InputError, one_line
 from batchgen.core.file_lock import LockHeld, lock_file
 from batchgen.core.private_files import why_untrusted
@@ -137,7 +137,8 @@ class Storage:
             directory: The directory. Only this user may write to it.
 
         Raises:
-            InputError: Another server has it, another user can write to it, or it cannot be written.
+            InputError: Another server has it, or another user can write to it.
+            BatchgenError: It cannot be written.
         """
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -149,7 +150,7 @@ class Storage:
         except LockHeld as error:
             raise InputError(f"{error.holder} serves --directory {directory}: stop it, or give another one") from error
         except OSError as error:
-            raise InputError(f"--directory {directory} cannot be written: {error.strerror}") from error
+            raise storage_error(error, f"write --directory {directory}") from error
         self._directory = directory
         self._broken: set[Path] = set()  # that a warning has named
         self.key_path = directory / _KEY
@@ -168,10 +169,14 @@ class Storage:
 
         Raises:
             InputError: The file has no key, or others may read it.
+            BatchgenError: It cannot be written.
         """
         path = self.key_path
         if not path.exists():
-            write_atomically(path, f"sk-{secrets.token_urlsafe(32)}\n".encode(), mode=0o600)
+            try:
+                write_atomically(path, f"sk-{secrets.token_urlsafe(32)}\n".encode(), mode=0o600)
+            except OSError as error:
+                raise storage_error(error, f"write --directory {self._directory}") from error
         status = path.stat()
         if status.st_mode & 0o077 or status.st_uid != os.geteuid():
             raise InputError(f"{path} is not this user's alone: remove it, and a new key is made")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import http.client
 import itertools
 import json
 import os
@@ -67,9 +68,24 @@ def test_connections_of_somebody_without_a_key_leave_files_to_the_jobs(model, tm
         while len(open_still) > 3 and time.monotonic() < deadline:
             open_still = [connection for connection in open_still if not has_ended(connection)]
         assert len(open_still) == 3
+        for _ in range(5):  # in place of the oldest of them
+            assert server.request("/v1/models", Connection="close")[0] == 200
         for connection in held:
             connection.close()
-        assert [each.id for each in server.client.with_options(max_retries=10).models.list()]
+
+
+def test_clients_with_the_key_keep_their_connections_and_no_more_are_let_in(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(endpoint_module, "_most_connections", lambda: 2)
+    with serving(model, tmp_path / "served") as server:
+        kept = [http.client.HTTPConnection("127.0.0.1", server.endpoint.port, timeout=30) for _ in range(2)]
+        for _ in range(3):
+            for connection in kept:
+                connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {server.storage.key()}"})
+                assert connection.getresponse().read()
+            with pytest.raises(ConnectionError):
+                server.request("/v1/models")
+        for connection in kept:
+            connection.close()
 
 
 def has_ended(connection: socket.socket) -> bool:
