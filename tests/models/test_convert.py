@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -348,7 +349,7 @@ def test_a_directory_that_holds_something_else(llama, reference, tmp_path):
     assert "int3" in refusal(llama, weights="int3", target=tmp_path / "new")
     blocked = tmp_path / "file"
     blocked.write_text("")
-    assert "give a directory that you can write to" in refusal(llama, target=blocked)
+    assert "convert into another directory, which you can write to" in refusal(llama, target=blocked)
     # replaced when told so, layers that the other model does not have included
     convert(opt, target, dtype="float32", overwrite=True)
     fresh = convert(opt, tmp_path / "fresh", dtype="float32")
@@ -440,6 +441,35 @@ def test_a_disk_that_fills_up(llama, reference, small_disk):
     convert(llama, target, dtype="float32")
     assert content(target) == content(reference)
     assert kept == {path: path.stat().st_ino for path in kept}
+
+
+def test_a_disk_that_is_full_when_the_tokenizer_is_copied_has_nothing_of_it(llama, reference, tmp_path, monkeypatch):
+    target, copyfile = tmp_path / "store", shutil.copyfile
+
+    def filling(source, copy):
+        copyfile(source, copy)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(copy))
+
+    with monkeypatch.context() as patch, pytest.raises(BatchgenError, match="free space and run the same command"):
+        patch.setattr(shutil, "copyfile", filling)
+        convert(llama, target, dtype="float32")
+    assert sorted(path.name for path in target.iterdir()) == ["convert.lock", "manifest.partial.json"]
+    convert(llama, target, dtype="float32")
+    assert content(target) == content(reference)
+
+
+def test_a_job_whose_store_has_no_room_is_told_of_its_own_option(llama, small_disk):
+    with pytest.raises(BatchgenError, match=r"and run the same command again, or give another --offload-dir$"):
+        find_or_convert(llama, small_disk("size=500k"), "float32")
+
+
+@pytest.mark.parametrize("inodes", range(1, 5))
+def test_a_disk_without_room_for_one_more_file_is_full(llama, small_disk, inodes):
+    """The directories of stores and of this store, its lock, and a first manifest come one after the other."""
+    disk = small_disk(f"size=32m,nr_inodes={inodes}")
+    with pytest.raises(BatchgenError, match=r"No space left on device.*: free space and run the same command again$"):
+        find_or_convert(llama, disk, "float32")
+    assert not list(disk.rglob("*.tmp"))
 
 
 # ---- where stores are kept, and the command

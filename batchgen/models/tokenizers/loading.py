@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,6 +14,7 @@ from pathlib import Path
 from batchgen.core.cache_folder import cache_dir, is_trusted
 from batchgen.core.digest import file_sha256, json_sha256
 from batchgen.core.errors import InputError, reason_of
+from batchgen.core.scratch_folder import ScratchFolder
 from batchgen.models.files import ModelFiles
 from batchgen.models.formats.gguf.header import gguf_pairs, read_gguf_header
 from batchgen.models.tokenizers.gguf_process import save_apart, save_here
@@ -33,6 +33,7 @@ _COPIED_FILES = (
     *_TOKENIZER_FILES, "merges.txt", CONFIG, "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja", "chat_template.json", "config.json", "generation_config.json",
 )  # fmt: skip
+_SCRATCH = "tokenizer"
 _STORE_FOLDER = "tokenizer"  # folder of a weight store
 _CONVERSION = 4  # version of the conversion: tokenizers in the cache that have another are made again
 _DIGEST = "sha256"  # file of a kept tokenizer with the digest of the others
@@ -84,19 +85,27 @@ def save_tokenizer(files: ModelFiles, store: Path) -> None:
     if folder.exists():
         return
     shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(mode=0o755)
-    if files.kind == "gguf":
-        if "tokenizer.ggml.model" in read_gguf_header(files.path).metadata:
-            # Copied, as loading it once more takes hundreds of MiB for a large vocabulary.
-            with _saved_from_gguf(files) as source:
-                _copy_files(source, scratch)
-    else:
-        _copy_files(files.path / _STORE_FOLDER if files.kind == "store" else files.path, scratch)
-    for path in scratch.iterdir():
-        path.chmod(0o644)  # whatever the umask is, nobody else is to write to it
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    os.rename(scratch, folder)
+    try:
+        scratch.mkdir(mode=0o755)
+        _copy_tokenizer(files, scratch)
+        for path in scratch.iterdir():
+            path.chmod(0o644)  # whatever the umask is, nobody else is to write to it
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        os.rename(scratch, folder)
+    except BaseException:  # a full disk gets its space back
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+
+
+def _copy_tokenizer(files: ModelFiles, directory: Path) -> None:
+    """Copy the files of a model's tokenizer into a directory, where the model has one."""
+    if files.kind != "gguf":
+        _copy_files(files.path / _STORE_FOLDER if files.kind == "store" else files.path, directory)
+    elif "tokenizer.ggml.model" in read_gguf_header(files.path).metadata:
+        # Copied, as loading it once more takes hundreds of MiB for a large vocabulary.
+        with _saved_from_gguf(files) as source:
+            _copy_files(source, directory)
 
 
 def _copy_files(source: Path, directory: Path) -> None:
@@ -167,8 +176,8 @@ def _saved_from_gguf(files: ModelFiles) -> Iterator[Path]:
         shutil.rmtree(kept, ignore_errors=True)
         try:
             kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
-                saved = Path(scratch, "saved")
+            with ScratchFolder(_SCRATCH, kept.parent) as scratch:
+                saved = scratch / "saved"
                 saved.mkdir()
                 save(files.path, saved)
                 (saved / _DIGEST).write_text(_digest_of(saved))
@@ -181,9 +190,9 @@ def _saved_from_gguf(files: ModelFiles) -> Iterator[Path]:
     if intact:
         yield kept
         return
-    with tempfile.TemporaryDirectory() as scratch:
-        save(files.path, Path(scratch))
-        yield Path(scratch)
+    with ScratchFolder(_SCRATCH) as scratch:
+        save(files.path, scratch)
+        yield scratch
 
 
 def _is_intact(kept: Path) -> bool:
