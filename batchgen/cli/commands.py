@@ -22,7 +22,7 @@ from batchgen.core.imports import import_torch, importing, leave_pandas_out
 from batchgen.core.interrupts import keep
 from batchgen.core.request import SamplingParams
 from batchgen.core.screen import ProductLost, Screen, put, say
-from batchgen.core.text import without_credentials
+from batchgen.core.text import visible, without_credentials
 from batchgen.core.text_file import read_text
 from batchgen.job.command_options import BenchOptions, ConvertOptions, PlanOptions, ProfileOptions, ServeOptions
 from batchgen.job.option import RUN, TEXT_OF_FILE, Option
@@ -200,7 +200,7 @@ def status(output: str, as_json: bool) -> None:
     from batchgen.job.status import describe_status, output_status
 
     state = output_status(local_output(output), name=output)
-    put([json.dumps(state, indent=2)] if as_json else describe_status(state))
+    put([json.dumps(state, indent=2)] if as_json else map(visible, describe_status(state)))
 
 
 def _log_and_exit(error: BatchgenError, job: JobOptions) -> None:

@@ -12,7 +12,9 @@ from batchgen.core.text import visible, without_credentials
 
 
 class BatchgenError(Exception):
-    """The reason why a job cannot start or go on, as one line that names the fix. Credentials in URLs are hidden.
+    """The reason why a job cannot start or go on, as one line that names the fix.
+
+    Credentials in URLs are hidden; line breaks and other control characters, as names may have them, are made visible.
 
     Attributes:
         exit_code: The exit code of the process (see `batchgen run --help`).
@@ -21,7 +23,7 @@ class BatchgenError(Exception):
     exit_code = 1
 
     def __init__(self, message: object = "") -> None:
-        super().__init__(without_credentials(str(message)))
+        super().__init__(visible(without_credentials(str(message))))
 
 
 class InputError(BatchgenError):

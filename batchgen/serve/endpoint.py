@@ -27,6 +27,10 @@ from batchgen.serve.storage import Batch, Storage
 from batchgen.serve.worker import Chat, Worker, refusal
 
 logger = logging.getLogger(__name__)
+# Of requests that are no HTTP: anybody may send them, and each would be a traceback. Faults of the server come to the
+# other one.
+_PROTOCOL = logging.getLogger(f"{__name__}.protocol")
+_PROTOCOL.setLevel(logging.CRITICAL)
 
 HOST = "127.0.0.1"
 _HOSTS = (HOST, "localhost", "[::1]")
@@ -34,6 +38,7 @@ _MOST_BODY_BYTES = 64 << 20  # of a request that is no upload
 _CHUNK_BYTES = 1 << 20
 _MOST_METADATA = 1 << 14  # characters; 16 texts of 512, as OpenAI takes them, are fewer
 _WINDOW = "24h"
+_AS_IT_IS = ("binary", "8bit", "7bit")  # transfer encodings
 _MOST_OPEN_FILES, _FILES_PER_CONNECTION = 1 << 16, 4  # a connection, a file of its own, and as many for jobs
 # What is raised where a body is not what its headers say.
 _UNREADABLE = (ValueError, LookupError, RecursionError, web.RequestPayloadError)
@@ -107,7 +112,7 @@ class Endpoint:
             ]
         )
         # The handler of a client that has gone is cancelled: its chat is not run.
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
+        runner = web.AppRunner(app, access_log=None, logger=_PROTOCOL, shutdown_timeout=1.0, handler_cancellation=True)
         await runner.setup()
         handlers, most = runner.server, _most_connections()
         assert handlers is not None, "the runner is set up"
@@ -164,6 +169,8 @@ class Endpoint:
                 elif part.name == "file":
                     if filename is not None:
                         raise _Refused(400, "the form has several files: upload one at a time")
+                    if (encoding := part.headers.get("Content-Transfer-Encoding", "binary").lower()) not in _AS_IT_IS:
+                        raise _Refused(400, f"the file is in {encoding}: send it as it is")
                     filename = part.filename or "input.jsonl"
                     with path.open("xb") as content:
                         while chunk := await part.read_chunk(_CHUNK_BYTES):

@@ -9,10 +9,17 @@ import pytest
 
 from batchgen.core.atomic_file import write_atomically
 from batchgen.core.digest import json_sha256
-from batchgen.core.errors import reason_of
+from batchgen.core.errors import BatchgenError, InputError, OtherSettings, TooManyFailed, reason_of
 from batchgen.core.file_lock import LockHeld, lock_file
 from batchgen.core.rare_collections import collected_rarely
 from batchgen.core.text import repair_surrogates
+
+
+@pytest.mark.parametrize("kind", [BatchgenError, InputError, OtherSettings, TooManyFailed])
+def test_an_error_is_one_line_whatever_the_names_in_it(kind):
+    error = kind("no adapter_config.json in one\ntwo\r\x1b[31m\u2028: give another --lora")
+    assert str(error) == "no adapter_config.json in one\\ntwo\\r\\x1b[31m\\u2028: give another --lora"
+    assert len(f"{error}".splitlines()) == 1 and reason_of(error) == str(error)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -268,6 +269,7 @@ def test_the_command_of_the_page_serves_until_it_is_interrupted(model, tmp_path)
 CHAT = {"messages": [{"role": "user", "content": "a"}], **GREEDY}
 OF_FORM = {"Content_Type": "multipart/form-data; boundary=x"}
 PART = b'--x\r\nContent-Disposition: form-data; name="%s"; filename="a"\r\n\r\n%s\r\n'
+IN_BASE64 = PART.replace(b"\r\n\r\n", b"\r\nContent-Transfer-Encoding: base64\r\n\r\n") % (b"file", b"YWJj")
 
 
 @pytest.mark.parametrize(
@@ -282,6 +284,7 @@ PART = b'--x\r\nContent-Disposition: form-data; name="%s"; filename="a"\r\n\r\n%
         ("/v1/files", (PART % (b"file", b"abc"))[:-4], OF_FORM),
         ("/v1/files", PART % (b"file", b"abc") + PART % (b"file", b"abc") + b"--x--\r\n", OF_FORM),
         ("/v1/files", PART % (b"purpose", b"\xff") + PART % (b"file", b"abc") + b"--x--\r\n", OF_FORM),
+        ("/v1/files", IN_BASE64 + b"--x--\r\n", OF_FORM),
     ],
 )
 def test_a_body_that_is_not_what_its_headers_say_is_refused_and_leaves_no_file(server, path, body, headers):
@@ -290,6 +293,22 @@ def test_a_body_that_is_not_what_its_headers_say_is_refused_and_leaves_no_file(s
     assert not list((server.storage.key_path.parent / "files").iterdir())
     assert server.request("/v1/models", Authorization="Bearer \xff")[0] == 401
     assert server.request(f"/v1/files?limit={'9' * 5000}")[0] == 400
+
+
+@pytest.mark.parametrize("key", [True, False])
+def test_requests_that_are_no_http_leave_no_traceback_in_the_log(server, caplog, key):
+    authorized = {} if key else {"Authorization": "Bearer none"}
+    for encoding in ("gzip", "deflate", "br", "zstd"):
+        status, _ = server.request(CHAT_URL, "POST", b"x" * 1000, Content_Encoding=encoding, **authorized)
+        assert status in ((400,) if key else (400, 401))
+    for text in (b"\x16\x03\x01 TLS\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET /\r\nHost: [\r\n\r\n"):
+        with socket.create_connection(("127.0.0.1", server.endpoint.port)) as stranger:
+            stranger.sendall(text)
+            stranger.settimeout(30)
+            with suppress(ConnectionError):
+                while stranger.recv(1 << 16):
+                    pass
+    assert server.request("/v1/models")[0] == 200 and not caplog.records
 
 
 def test_a_chat_whose_client_has_gone_is_not_run(server, monkeypatch):
