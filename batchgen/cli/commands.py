@@ -200,7 +200,7 @@ def status(output: str, as_json: bool) -> None:
     from batchgen.job.status import describe_status, output_status
 
     state = output_status(local_output(output), name=output)
-    put([json.dumps(state, indent=2)] if as_json else map(visible, describe_status(state)))
+    put([json.dumps(state, indent=2)] if as_json else [*map(visible, describe_status(state))])
 
 
 def _log_and_exit(error: BatchgenError, job: JobOptions) -> None:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 _COLUMN = pa.field("batchgen.row", pa.int64(), nullable=False)
 ROW_NUMBERS = _COLUMN.name
 
 
-def with_row_numbers(batch: pa.RecordBatch, numbers: Sequence[int]) -> pa.RecordBatch:
+def with_row_numbers(batch: pa.RecordBatch, numbers: npt.NDArray[np.int64]) -> pa.RecordBatch:
     """Add a column with the rows' numbers in another input, which prompts do not see."""
     columns = [*batch.columns, pa.array(numbers, _COLUMN.type)]
     return pa.RecordBatch.from_arrays(columns, schema=schema_with_row_numbers(batch.schema))

@@ -158,7 +158,7 @@ def test_weights_of_draws_give_the_mean_over_all_rows():
     assert draws.weights.max() <= draws.most_weight <= 2.0
 
 
-@pytest.mark.parametrize("at_once", [1, 7, 1 << 16])
+@pytest.mark.parametrize("at_once", [1, 107, 1 << 16])
 def test_rows_are_drawn_until_all_are_drawn_and_more_draws_begin_with_the_same_ones(monkeypatch, at_once):
     monkeypatch.setattr(bound, "_DRAWS_AT_ONCE", at_once)
     confidences = np.random.default_rng(7).random(100)

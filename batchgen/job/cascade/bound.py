@@ -116,8 +116,9 @@ def _draw_until_all(generator: np.random.Generator, chances: Floats, draws: int)
         draws: The most draws.
     """
     seen, pieces = np.zeros(len(chances), bool), []
+    most = max(len(chances), _DRAWS_AT_ONCE)  # at once: each time costs a pass over the rows
     while draws > 0 and not seen.all():
-        pieces.append(generator.choice(len(chances), min(draws, _DRAWS_AT_ONCE), p=chances).astype(np.int64))
+        pieces.append(generator.choice(len(chances), min(draws, most), p=chances).astype(np.int64))
         draws -= len(pieces[-1])
         seen[pieces[-1]] = True
     drawn = np.concatenate(pieces)
