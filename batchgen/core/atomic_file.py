@@ -112,6 +112,11 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def is_full(error: OSError) -> bool:
+    """True where the system's error is that a disk has no more room."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def storage_error(error: OSError, action: str, rows_safe: int | None = None) -> BatchgenError:
     """The error to report when writing to a disk fails.
 

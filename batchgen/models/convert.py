@@ -8,7 +8,6 @@ the next call keeps every finished file.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import re
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from batchgen._version import __version__
-from batchgen.core.atomic_file import replace_durably, staged, storage_error, write_atomically
+from batchgen.core.atomic_file import is_full, replace_durably, staged, storage_error, write_atomically
 from batchgen.core.dtypes import INT4, NATIVE, PACKED_FORMATS, weight_format_of
 from batchgen.core.errors import BatchgenError, InputError
 from batchgen.core.file_lock import LockHeld, lock_file
@@ -509,7 +508,7 @@ def _locked(target: Path, elsewhere: str) -> Iterator[None]:
     except LockHeld as error:
         raise AnotherConverts(target, error.holder) from None
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if is_full(error):
             raise storage_error(error, f"write {target}") from error
         raise InputError(f"cannot write {target}: {error.strerror}: {elsewhere}, which you can write to") from error
     try:

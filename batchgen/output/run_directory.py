@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from batchgen._version import __version__
-from batchgen.core.atomic_file import replace_durably, staged, storage_error, sync_directory
+from batchgen.core.atomic_file import is_full, replace_durably, staged, storage_error, sync_directory
 from batchgen.core.digest import json_sha256
 from batchgen.core.errors import BatchgenError, InputError, OtherSettings
 from batchgen.core.file_lock import LockHeld, lock_file
@@ -153,6 +153,8 @@ def open_run(
         (directory / "parts").mkdir(parents=True, exist_ok=True)
         lock = None if shared else _lock(directory / "lock", output_path)
     except OSError as error:
+        if is_full(error):
+            raise storage_error(error, f"write {directory}") from error
         raise _unwritable(directory, error.strerror) from error
     run = Run(
         targets,

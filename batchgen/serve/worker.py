@@ -5,7 +5,6 @@ It runs in the main thread, so that an interrupt ends a job as it ends any other
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import secrets
@@ -18,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from batchgen.core.atomic_file import is_full
 from batchgen.core.card_errors import card_failure
 from batchgen.core.digest import json_sha256
 from batchgen.core.errors import BatchgenError, InputError, OtherSettings, TooManyFailed, reason_of
@@ -37,7 +37,6 @@ _MOST_GATHERED_S = 1.0
 _MOST_CHATS = 4096  # in a job
 _TURN_S = 10.0  # that a batch has before it makes way for chats
 _RETRY_S = 10.0  # until a batch is tried again that a full disk has stopped
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _KEPT = "batches go on when it is started again"
 _MOST_DEVICES_LOST = 2  # while a batch runs, before it is taken for the reason
 
@@ -274,7 +273,7 @@ class Worker:
             self._of_other_settings.add(batch.id)
             return
         except Exception as error:
-            if isinstance(cause := error.__cause__, OSError) and cause.errno in _DISK_FULL:
+            if isinstance(cause := error.__cause__, OSError) and is_full(cause):
                 raise cause from None
             if (lost := _device_error()) is not None:
                 self._put(_after_loss(batch, lost))

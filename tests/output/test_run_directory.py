@@ -472,6 +472,16 @@ def test_paths_that_cannot_be_an_output(tmp_path):
         open_run(tmp_path / ("x" * 245 + ".parquet"), FINGERPRINT)
 
 
+@pytest.mark.parametrize("inodes", range(1, 5))
+def test_a_disk_without_room_for_a_run_directory_is_full(small_disk, inodes):
+    """The directory, that of its parts, its lock and its manifest come one after the other."""
+    disk = small_disk(f"size=1m,nr_inodes={inodes}")
+    with pytest.raises(BatchgenError, match=r"No space left on device.*: free space and run the same command again$"):
+        open_run(disk / "out.parquet", FINGERPRINT)
+    small_disk("size=1m,nr_inodes=100")
+    open_run(disk / "out.parquet", FINGERPRINT).close()
+
+
 def test_an_unwritable_directory(tmp_path):
     with pytest.raises(InputError, match=r"cannot write /proc/out\.parquet\.batchgen: .*a directory you can write to"):
         open_run("/proc/out.parquet", FINGERPRINT)
