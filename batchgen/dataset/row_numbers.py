@@ -44,4 +44,4 @@ def row_numbers(batch: pa.RecordBatch, first_row: int) -> Sequence[int]:
 
 
 def _has_row_numbers(schema: pa.Schema) -> bool:
-    return schema.get_all_field_indices(ROW_NUMBERS) != [] and schema.field(ROW_NUMBERS).equals(_COLUMN)
+    return any(field.name == ROW_NUMBERS and field.equals(_COLUMN) for field in schema)
