@@ -284,7 +284,7 @@ IN_BASE64 = PART.replace(b"\r\n\r\n", b"\r\nContent-Transfer-Encoding: base64\r\
         ("/v1/files", (PART % (b"file", b"abc"))[:-4], OF_FORM),
         ("/v1/files", PART % (b"file", b"abc") + PART % (b"file", b"abc") + b"--x--\r\n", OF_FORM),
         ("/v1/files", PART % (b"purpose", b"\xff") + PART % (b"file", b"abc") + b"--x--\r\n", OF_FORM),
-        ("/v1/files", IN_BASE64 + b"--x--\r\n", OF_FORM),
+        ("/v1/files", PART % (b"purpose", b"batch") + IN_BASE64 + b"--x--\r\n", OF_FORM),
     ],
 )
 def test_a_body_that_is_not_what_its_headers_say_is_refused_and_leaves_no_file(server, path, body, headers):
