@@ -171,7 +171,7 @@ def write_store(path: Path, shape: str, layers: int | None = None, seed: int = 0
     checkpoint = Checkpoint(config, load, weight_format, load_stored)
     work = _Conversion(path, header, _plan_files(checkpoint, path, "bfloat16", weight_format))
     work.start(overwrite=True)
-    work.check_space()
+    work.check_space("write it elsewhere")
     (path / "tokenizer").mkdir(exist_ok=True)
     write_word_tokenizer(path / "tokenizer", config.vocab_size)
     work.run(checkpoint, lambda done, total: None)

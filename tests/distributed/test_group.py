@@ -80,9 +80,9 @@ def test_a_rank_that_is_killed_is_named():
 
 def test_what_another_rank_refuses_rank_0_says():
     group = ranks.start(2, ranks.refuse)
-    with pytest.raises(BatchgenError, match=r"^rank 1 of 2 failed: no such model here; "):
+    with pytest.raises(BatchgenError, match=r"^rank 1 of 2 failed: no such model\\nhere; "):
         group.ready()
-    with pytest.raises(BatchgenError, match=r"^rank 1 of 2 failed: no such model here; "):
+    with pytest.raises(BatchgenError, match=r"^rank 1 of 2 failed: no such model\\nhere; "):
         group.broadcast(b"more")
     group.close(done=False)
 
