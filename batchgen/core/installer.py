@@ -6,6 +6,7 @@ import importlib.util
 import shlex
 import shutil
 import sys
+import sysconfig
 from pathlib import Path
 
 
@@ -22,7 +23,8 @@ def install_command(*requirements: str) -> str:
 def installer() -> list[str]:
     """The beginning of the command `pip install`, or of one that takes the same arguments.
 
-    Without pip and uv it is the pip that comes with Python's library, run from where it lies.
+    Without pip and uv it is the pip that comes with Python's library, run from where it lies: in that library, or where
+    a distribution keeps it (WHEEL_PKG_DIR of Python's build).
 
     Raises:
         LookupError: There is none.
@@ -32,7 +34,9 @@ def installer() -> list[str]:
     if (uv := shutil.which("uv")) is not None:
         return [uv, "pip", "install", "--python", sys.executable]
     bundled = importlib.util.find_spec("ensurepip")
-    folder = Path(bundled.origin).parent / "_bundled" if bundled and bundled.origin else Path()
-    for wheel in folder.glob("pip-*.whl"):
+    folders = [Path(bundled.origin).parent / "_bundled"] if bundled and bundled.origin else []
+    if of_distribution := sysconfig.get_config_var("WHEEL_PKG_DIR"):
+        folders.append(Path(of_distribution))
+    for wheel in (wheel for folder in folders for wheel in folder.glob("pip-*.whl")):
         return [sys.executable, str(wheel / "pip"), "install", "--disable-pip-version-check"]
     raise LookupError("there is neither pip nor uv")

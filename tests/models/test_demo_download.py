@@ -95,12 +95,15 @@ def test_an_index_without_the_package_is_one_line(index, tmp_path):
     assert "BatchgenError: the demo model could not be downloaded (" in last and "pass its path as --model" in last
 
 
-def test_commands_to_copy_name_the_tool_that_is_there(monkeypatch):
+def test_commands_to_copy_name_the_tool_that_is_there(monkeypatch, tmp_path):
     assert install_command("a>=1", "b") == "pip install 'a>=1' b"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
     assert install_command("a>=1", "b") == "uv pip install 'a>=1' b"
     assert installer()[:3] == ["/bin/uv", "pip", "install"]
     monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("sysconfig.get_config_var", lambda name: str(tmp_path))
     with pytest.raises(LookupError, match="neither pip nor uv"):
         installer()
+    (tmp_path / "pip-23.0.1-py3-none-any.whl").touch()  # as in Debian, whose library of Python has none
+    assert installer()[1:3] == [str(tmp_path / "pip-23.0.1-py3-none-any.whl" / "pip"), "install"]
