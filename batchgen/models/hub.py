@@ -7,7 +7,6 @@ library, and those that are complete are kept where a download is interrupted.
 
 from __future__ import annotations
 
-import errno
 import glob
 import logging
 import re
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from batchgen.core.atomic_file import is_full
 from batchgen.core.errors import InputError, one_line, reason_of
 from batchgen.models.formats.gguf.header import stated_architecture
 from batchgen.models.formats.gguf.split import model_stem
@@ -226,7 +226,7 @@ def _reason(name: HubName, error: Exception) -> str:
     causes = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and isinstance(cause, Exception):
         causes.append(cause)
-    if any(isinstance(each, OSError) and each.errno in (errno.ENOSPC, errno.EDQUOT) for each in causes):
+    if any(isinstance(each, OSError) and is_full(each) for each in causes):
         return (
             f"the disk of {constants.HF_HUB_CACHE} is full: free some space, or set HF_HOME to a folder on another"
             f" disk; files of {name.repo} that are complete are kept"
